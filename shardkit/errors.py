@@ -14,13 +14,63 @@
 A message says what is wrong and where (file, tensor, offset); `problems` lists every instance of it,
 and `hint` says what to do next. Names that came from a file must be escaped (`core.text.escape`) before
 they are put into a message.
+
+Messages and hints name options as the command line has them, `--overwrite`. A Python traceback shows the same
+text with arguments instead: `overwrite=True`. A command that can be run as it stands is put between backticks.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 
 _SHOWN_PROBLEMS = 20
+
+FLAGS = frozenset(
+    "--abort --allow-missing --allow-unexpected --check --dequantize --dry-run --follow-links --full --inside "
+    "--keep-factors --manifest --merge-lora --no-resume --overwrite --private --rounded --sha256 --single-file "
+    "--stats --strict --tensors --trust-remote-code".split()
+)
+"""Options without a value that functions have as arguments."""
+VALUED = frozenset(
+    "--adapter-config --add-prefix --against --answers --ask-class --atol --attribute --base --base-revision --branch "
+    "--check-source --device --digest --dtype --dtype-rule --exclude --hub --include --jobs --keys --layout "
+    "--manifest-file --max-memory --max-shard-size --mesh --names --optimizer-dtype --osft --output "
+    "--parallel-rule --part --profile --push-to-hub --read --rename --resume-from --revision --root --rtol --seed "
+    "--sort --source-manifest --stages --strip-prefix --variant --wait --weights --world-size --wrap".split()
+)
+"""Options with a value that functions have as arguments."""
+ARGUMENTS = {
+    "--dtype-rule": "dtype_rules",
+    "--parallel-rule": "parallel_rules",
+    "--push-to-hub": "push_to_hub",
+}
+"""Those whose argument has another name than the option."""
+_SWITCHES = {"on": "True", "off": "False"}
+# A value: quoted, or a word that cannot be one of the sentence's own.
+_OPTION = re.compile(
+    r"`[^`]*`|(--[a-z][a-z0-9-]*)(?:[ =]('[^']*'|(?=[^\s;)]*[A-Z0-9=:])[^\s;)]*[^\s;),:]|(?:none|auto|on|off|env|declared|hub)\b))?"
+)
+
+
+def as_arguments(text: str) -> str:
+    """Return a message with the arguments of functions in place of options; commands in backticks stay."""
+
+    def spell(match: re.Match[str]) -> str:
+        option, value = match.groups()
+        if option == "--no-resume":
+            return "resume=False"
+        if option in FLAGS:
+            return match[0].replace(option, f"{option[2:].replace('-', '_')}=True", 1)
+        if option not in VALUED:
+            return match[0]
+        name = ARGUMENTS.get(option, option[2:].replace("-", "_"))
+        if value is None:
+            return match[0].replace(option, name, 1)
+        is_literal = value.startswith("'") or value.isupper() or value.replace(".", "").isdigit()
+        return f"{name}={_SWITCHES.get(value, value if is_literal else repr(value))}"
+
+    return _OPTION.sub(spell, text)
 
 
 class ShardkitError(Exception):
@@ -47,11 +97,15 @@ class ShardkitError(Exception):
             raise cls(message, problems=problems, hint=hint)
 
     def __str__(self) -> str:
-        lines = [self.message, *(f"  {problem}" for problem in self.problems[:_SHOWN_PROBLEMS])]
+        """Return the error as a traceback shows it, with arguments of functions where the text names options."""
+        lines = [
+            as_arguments(self.message),
+            *(f"  {as_arguments(each)}" for each in self.problems[:_SHOWN_PROBLEMS]),
+        ]
         if len(self.problems) > _SHOWN_PROBLEMS:
             lines.append(f"  ... {len(self.problems) - _SHOWN_PROBLEMS} more")
         if self.hint:
-            lines.append(f"hint: {self.hint}")
+            lines.append(f"hint: {as_arguments(self.hint)}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, object]:

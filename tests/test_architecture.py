@@ -54,6 +54,8 @@ def test_what_is_against_the_order_is_said(tmp_path: Path, files: dict[str, str]
 
 
 TOPICS = {
+    "cli/hints": "what errors tell people to type",
+    "cli/schemas": "what --json prints",
     "cli/start": "what any command imports",
     "cli/surface": "the flags of all commands",
     "operations/checked_sources": "every verb compares what it reads",

@@ -51,6 +51,8 @@ _SHARED = {
     "status": "parts",
 }
 """Name -> module, where one has several; it has them as `<name>_command`."""
+_NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""What click 8.2 and newer raise for a group without a command: it shows the help."""
 
 
 class Commands(click.Group):
@@ -59,7 +61,12 @@ class Commands(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keep what was typed. Errors need it, for `--json` and for the command that resumes."""
         ctx.obj = tuple(args)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if isinstance(error, _NO_ARGUMENTS):
+                raise
+            ctx.exit(report_usage(error, ctx.obj))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the help text."""
@@ -78,7 +85,7 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that was named, or answer an unknown name with the nearest one."""
         if args[0] not in _COMMANDS and not ctx.resilient_parsing and not args[0].startswith("-"):
-            ctx.fail(f"No such command {escape(args[0])!r}.{suggestion(args[0], _COMMANDS)}")
+            ctx.fail(f"No such command {escape(args[0])!r}{suggestion(args[0], _COMMANDS)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -96,8 +103,9 @@ class Commands(click.Group):
         except (click.exceptions.Exit, click.Abort):
             raise
         except click.ClickException as error:
-            report_usage(error, ctx.obj)
-            raise
+            if isinstance(error, _NO_ARGUMENTS):
+                raise
+            ctx.exit(report_usage(error, ctx.obj))
         except (Exception, KeyboardInterrupt) as error:
             ctx.exit(report(error, ctx.obj))
 

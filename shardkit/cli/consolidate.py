@@ -19,7 +19,9 @@ from shardkit.cli.output import (
     limited,
     part_lines,
     size_runs,
+    took,
 )
+from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
@@ -105,9 +107,9 @@ def render(result: ConsolidateResult) -> list[str]:
 
 def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     would = "to " if result.dry_run else ""
-    yield "found", f"{escape(result.writer)} ({escape(result.format)})"
+    yield "found", escape(result.writer)
     if result.resolved != result.checkpoint:
-        yield "took", f"{escape(result.resolved)}: {result.reason}"
+        yield took(result.resolved, result.reason)
     yield from _names(result)
     if result.base is not None:
         yield "base", _base(result)
@@ -119,9 +121,13 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     yield f"{would}read", f"{count(result.num_tensors, 'tensor')}, {format_size(result.read_bytes)}"
     yield f"{would}write", _written(result)
     for dtype in result.dtypes:
-        yield "dtypes", f"{dtype.dtype}: {dtype.num_tensors}, {format_size(dtype.tensor_bytes)}"
-    if result.dry_run:
-        yield from limited("files", [f"{numbers}: {size}" for numbers, size in size_runs(result.file_bytes)])
+        yield (
+            "dtypes",
+            f"{short_dtype(dtype.dtype)}: {dtype.num_tensors}, {format_size(dtype.tensor_bytes)}",
+        )
+    if result.dry_run and result.num_files > 1:
+        sizes = [f"file {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
+        yield from limited("per file", sizes)
     elif result.held_against == "class" and not result.unloadable:
         yield "names", f"{result.model_class or 'the class'} finds all of its weights"
     pushed = [] if result.pushed_to is None else [("pushed", escape(result.pushed_to))]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from shardkit.cli import options as opt
 from shardkit.cli.output import (
-    MAX_LINES,
     Output,
     PageFile,
     answer_facts,
@@ -19,11 +19,12 @@ from shardkit.cli.output import (
     drawn,
     facts,
     make_progress,
+    max_lines,
     more,
     table,
 )
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import escape, format_size
+from shardkit.core.text import escape, fold, format_size
 from shardkit.operations.diff import SORTS, DiffResult, TensorDiff, diff
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from shardkit.pictures.page import Page
 
 _DIFFERS = 1
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 _ALONE = {"only_a": "only in A", "only_b": "only in B", "shape": "shapes differ"}
 """What is said of tensors whose values are not compared."""
 
@@ -64,7 +66,6 @@ Examples:
     help="difference: what differs most comes first; this turns on --stats.",
 )
 @opt.max_memory
-@click.option("--quiet", "-q", is_flag=True, help="Print no result, only set the exit code.")
 @opt.gathering
 @opt.picture
 @opt.html
@@ -76,7 +77,6 @@ def command(
     out: Output,
     a: str,
     b: str,
-    quiet: bool,
     picture: bool,
     html_file: str | None,
     overwrite: bool,
@@ -90,15 +90,12 @@ def command(
     bf16 or fp16; 1 means that something differs; 4, with --answers, that parts are missing. A part ends with 0 while
     others are missing, whatever it found: the last one to finish has the answer.
     """
-    if quiet and out.as_json:
-        raise click.UsageError("--quiet prints no result, and --json is one: give one of them")
     page, share = PageFile(html_file, (a, b), overwrite=overwrite), opt.take_part(out, part)
-    result = diff(a, b, part=share, progress=make_progress(enabled=out.shows_bars and not quiet), **options)
-    for warning in result.warnings:
+    result = diff(a, b, part=share, progress=make_progress(enabled=out.shows_bars), **options)
+    for warning in result.warnings:  # before the result
         out.warn(warning)
-    if not quiet:
-        out.result(result, render)
-    if picture and not (quiet or out.as_json):
+    out.result(result, render)
+    if picture and not (out.is_quiet or out.as_json):
         out.lines(drawn(partial(_glyphs, result)))
     if result.part is None:  # the last part to finish has the whole answer
         page.write(out, partial(_page, result))
@@ -121,10 +118,10 @@ def _page(result: DiffResult) -> Page:
 
 def render(result: DiffResult) -> list[str]:
     """Return a result as lines for people."""
-    differences = result.differences
-    lines = table([_row(tensor) for tensor in differences[:MAX_LINES]], indent="")
-    if len(differences) > MAX_LINES:
-        lines.append(more(len(differences)))
+    rows = list(_rows(result.differences))
+    lines = table(rows[: max_lines()], indent="")
+    if len(rows) > max_lines():
+        lines.append(more(len(rows)))
     return [*facts(_facts(result)), "", *_alike(result), *lines, "", _verdict(result)]
 
 
@@ -163,16 +160,55 @@ def _direction(result: DiffResult) -> str:
     return f"{rounded} is {source} rounded to {' or '.join(dtypes)}"
 
 
-def _row(tensor: TensorDiff) -> tuple[str, str, str, str, str]:
+class _Row(NamedTuple):
+    """A line of the list; the name comes between the first two."""
+
+    symbol: str
+    dtypes: str
+    shapes: str
+    what: str
+
+
+def _rows(differences: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
+    """Yield the lines of the list, one for the tensors of all layers that differ alike; figures unfold them."""
+    if any(tensor.stats for tensor in differences):
+        for tensor in differences:
+            row = _row(tensor)
+            yield row.symbol, escape(tensor.name), "", row.dtypes, row.shapes, row.what
+        return
+    alike: dict[tuple[str, ...], list[TensorDiff]] = {}
+    for tensor in differences:
+        row = _row(tensor)
+        alike.setdefault((_NUMBER.sub("*", tensor.name), *row[:3], tensor.status), []).append(tensor)
+    rows = {
+        tensor.name: row._replace(what=what)
+        for tensors in alike.values()
+        for row, what in [(_row(tensors[0]), _what_of(tensors))]
+        for tensor in tensors
+    }
+    for each in fold((tensor.name, rows[tensor.name]) for tensor in differences):
+        times = f"x{each.count}" if each.count > 1 else ""
+        yield each.key.symbol, escape(each.pattern), times, each.key.dtypes, each.key.shapes, each.key.what
+
+
+def _what_of(tensors: Sequence[TensorDiff]) -> str:
+    """Return what tensors have in common: the same words, or how much of them differs."""
+    said = {_what(tensor) for tensor in tensors}
+    if len(said) == 1:
+        return said.pop()
+    shares = [tensor.share_changed or 0.0 for tensor in tensors]
+    least, most = _percent(min(shares)), _percent(max(shares))
+    share = f"{least} to {most}" if least != most else most
+    dtypes = "dtypes differ; " if tensors[0].status == "dtype" else ""
+    return f"{dtypes}{share} of {tensors[0].num_elements:,} elements each"
+
+
+def _row(tensor: TensorDiff) -> _Row:
     one = (tensor.dtype_a, tensor.shape_a), (tensor.dtype_b, tensor.shape_b)
     dtypes = [short_dtype(dtype) for dtype, _ in one if dtype is not None]
     shapes = [str(list(shape)) for _, shape in one if shape is not None]
-    return (
-        tensor.symbol,
-        escape(tensor.name),
-        " -> ".join(dict.fromkeys(dtypes)),
-        " -> ".join(dict.fromkeys(shapes)),
-        _what(tensor),
+    return _Row(
+        tensor.symbol, " -> ".join(dict.fromkeys(dtypes)), " -> ".join(dict.fromkeys(shapes)), _what(tensor)
     )
 
 

@@ -21,7 +21,7 @@ import click
 
 from shardkit.cli.output import MAX_LINES, Output, more
 from shardkit.core.text import escape
-from shardkit.errors import Interrupted, ShardkitError
+from shardkit.errors import Interrupted, ShardkitError, UsageError
 
 _ENVIRONMENT, _BUG, _BROKEN_PIPE = 5, 70, 141
 _SIGINT = 2
@@ -37,12 +37,12 @@ def report(error: BaseException, args: Sequence[str]) -> int:
     if isinstance(error, BrokenPipeError):
         return _silence_stdout()
     out = Output(as_json="--json" in args)
-    content = describe(error)
+    content, is_verbose = describe(error), not {"-v", "--verbose"}.isdisjoint(args)
     resume = resume_command(args) if isinstance(error, Interrupted) else None
     if resume is not None:
         content = {**content, "hint": None, "resume_command": resume}
     try:
-        _say(out, error, content, resume)
+        _say(out, error, content, resume, is_verbose=is_verbose)
         if out.as_json:
             out.document(content)
             sys.stdout.flush()
@@ -51,11 +51,29 @@ def report(error: BaseException, args: Sequence[str]) -> int:
     return int(content["exit_code"])
 
 
-def report_usage(error: click.ClickException, args: Sequence[str]) -> None:
-    """Print a usage error on stdout too, with `--json`. click itself prints it on stderr and exits with 2."""
-    if "--json" in args:
-        content = ShardkitError(error.format_message()).to_json()
-        Output(as_json=True).document({**content, "error": "UsageError", "exit_code": error.exit_code})
+def report_usage(error: click.ClickException, args: Sequence[str]) -> int:
+    """Print what click says of a command that was typed wrongly, like any other error; return the exit code.
+
+    Args:
+        error: click's own.
+        args: what was typed after the program's name.
+    """
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    usage = [] if context is None else [f"usage: {context.command_path} {_pieces(context)}"]
+    path = "shardkit" if context is None else context.command_path
+    text = error.format_message().rstrip(".")
+    return report(
+        UsageError(
+            text[:1].lower() + text[1:],
+            problems=usage,
+            hint=None if context is None else f"`{path} --help` shows its options",
+        ),
+        args,
+    )
+
+
+def _pieces(context: click.Context) -> str:
+    return " ".join(context.command.collect_usage_pieces(context))
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -80,17 +98,20 @@ def _plain(name: str, message: str, hint: str | None, code: int) -> dict[str, An
     return {"error": name, "message": message, "problems": [], "hint": hint, "exit_code": code}
 
 
-def _say(out: Output, error: BaseException, content: dict[str, Any], resume: str | None) -> None:
-    if os.environ.get("SHARDKIT_DEBUG") not in (None, "", "0"):
+def _say(
+    out: Output, error: BaseException, content: dict[str, Any], resume: str | None, *, is_verbose: bool
+) -> None:
+    if is_verbose or os.environ.get("SHARDKIT_DEBUG") not in (None, "", "0"):
         traceback.print_exception(error)
     if content["exit_code"] == _BUG:
         out.say("internal error", f"{content['message']}; {content['hint']}")
         return
     label, _, rest = str(content["message"]).partition(": ")
     out.say(*(("interrupted", rest) if label == "interrupted" else ("error", content["message"])))
-    for problem in content["problems"][:MAX_LINES]:
+    most = None if is_verbose else MAX_LINES
+    for problem in content["problems"][:most]:
         out.detail(problem)
-    if len(content["problems"]) > MAX_LINES:
+    if most is not None and len(content["problems"]) > most:
         out.detail(more(len(content["problems"])))
     if content["hint"]:
         out.say("hint", content["hint"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import click
 from shardkit.cli import options as opt
 from shardkit.cli.output import (
     MAX_LINES,
+    UNEVEN,
     Output,
     PageFile,
     count,
@@ -20,6 +22,7 @@ from shardkit.cli.output import (
     more,
     size_runs,
     table,
+    uneven,
 )
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import escape, format_size
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from shardkit.pictures.page import Page
 
 _MAX_FILES = 20
+_ADAPTER = "adapter_model.safetensors"
 
 
 @click.command(
@@ -45,16 +49,17 @@ Examples:
 @opt.html
 @opt.overwrite("FILE of --html, whatever it is")
 @opt.follow_links
-@opt.as_json
+@opt.reporting
 def command(
-    *, path: str, picture: bool, html_file: str | None, overwrite: bool, as_json: bool, **options: Any
+    *, out: Output, path: str, picture: bool, html_file: str | None, overwrite: bool, **options: Any
 ) -> None:
     """Show what PATH holds: a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint.
 
-    Headers and metadata are read, but no tensor data. Anything odd about the checkpoint is reported on stderr.
+    Of a run's directory the newest complete checkpoint is taken. Headers and metadata are read, but no tensor data.
+    Anything odd about the checkpoint is reported on stderr.
     """
-    out, page = Output(as_json=as_json), PageFile(html_file, (path,), overwrite=overwrite)
-    is_drawn = picture and not as_json
+    page = PageFile(html_file, (path,), overwrite=overwrite)
+    is_drawn = picture and not (out.is_quiet or out.as_json)
     result = inspect(path, holdings=is_drawn or html_file is not None, **options)
     out.result(result, render, max_warnings=MAX_LINES)
     if is_drawn:
@@ -104,11 +109,15 @@ def _title(result: InspectResult) -> str:
         return "DCP checkpoint" if is_plain else f"DCP checkpoint of {escape(result.made_by or '')}"
     if result.kind == "sharded":
         return f"checkpoint of {escape(result.made_by or result.format)}"
+    if os.path.basename(result.resolved) == _ADAPTER:
+        return f"PEFT adapter, {result.format}"
     model_class = f" of {escape(result.model_class)}" if result.model_class else ""
     return f"Hub model{model_class}, {result.format}"
 
 
 def _facts(result: InspectResult) -> Iterator[tuple[str, str]]:
+    if result.resolved != result.path:
+        yield "took", escape(result.resolved)
     if result.source is not None:
         yield "source", escape(result.source)
     if result.mesh is not None:
@@ -149,7 +158,7 @@ def _files(result: InspectResult) -> str:
     sizes = [file.file_bytes for file in result.files]
     noun = "weight file" if result.kind == "hub" else "shard file"
     text = f"{count(len(sizes), noun)}, {format_size(sum(sizes))}"
-    return text if result.imbalance is None else f"{text}; largest over mean {result.imbalance:.4f}"
+    return text if (result.imbalance or 1.0) < UNEVEN else f"{text}; {uneven(result.imbalance or 1.0)}"
 
 
 def _tensor_lines(result: InspectResult) -> list[str]:

@@ -62,7 +62,7 @@ def render(result: ManifestResult) -> list[str]:
 
 
 def _facts(result: ManifestResult) -> Iterator[tuple[str, str]]:
-    yield "checkpoint", f"{escape(result.writer)} ({escape(result.format)})"
+    yield "checkpoint", escape(result.writer)
     would = "to " if result.dry_run else ""
     if result.part is not None:
         part = result.part

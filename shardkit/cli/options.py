@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from shardkit.cli.output import Output, make_progress
+from shardkit.cli.output import Output, make_progress, show_whole_lists
 from shardkit.core.dtypes import short_dtype
 
 if TYPE_CHECKING:
@@ -91,13 +91,32 @@ as_json = click.option(
 
 
 def reporting(function: Command) -> Command:
-    """Add `--json` and `--no-progress`. The command gets an `Output` as `out` instead of them."""
+    """Add `--json`, `--no-progress`, `--quiet` and `--verbose`. The command gets an `Output` as `out` instead."""
 
     @as_json
-    @click.option("--no-progress", is_flag=True, help="Show no progress bars.")
+    @click.option(
+        "--no-progress",
+        is_flag=True,
+        envvar="SHARDKIT_NO_PROGRESS",
+        show_envvar=True,
+        help="Show no progress bars.",
+    )
+    @click.option(
+        "--quiet", "-q", is_flag=True, help="Print no result and no notes; warnings and errors remain."
+    )
+    @click.option(
+        "--verbose",
+        "-v",
+        is_flag=True,
+        help="Print lists whole, and where in the code an error arose (as with SHARDKIT_DEBUG=1).",
+    )
     @wraps(function)
-    def command(*, as_json: bool, no_progress: bool, **options: Any) -> None:
-        function(out=Output(as_json=as_json, shows_bars=not (as_json or no_progress)), **options)
+    def command(*, as_json: bool, no_progress: bool, quiet: bool, verbose: bool, **options: Any) -> None:
+        if quiet and as_json:
+            raise click.UsageError("--quiet prints no result, and --json is one: give one of them")
+        show_whole_lists(verbose)
+        shows_bars = not (as_json or no_progress or quiet)
+        function(out=Output(as_json=as_json, shows_bars=shows_bars, is_quiet=quiet), **options)
 
     return command
 
@@ -133,6 +152,8 @@ jobs = click.option(
     "--jobs",
     type=int,
     metavar="N",
+    envvar="SHARDKIT_JOBS",
+    show_envvar=True,
     help="Threads; by default the cores that this process may use, from 2 to 8.",
 )
 max_memory = click.option(
@@ -140,6 +161,8 @@ max_memory = click.option(
     default="256MiB",
     show_default=True,
     metavar="SIZE",
+    envvar="SHARDKIT_MAX_MEMORY",
+    show_envvar=True,
     help="Memory for all buffers, e.g. 512MiB, 1GB.",
 )
 revision = click.option("--revision", metavar="REV", help="Branch, tag or commit of the repo.")

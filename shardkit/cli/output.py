@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 import click
 
+from shardkit.core.text import MIB, escape, format_size, listed
 from shardkit.core.text import count as count
-from shardkit.core.text import escape, format_size, listed
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -27,21 +27,48 @@ if TYPE_CHECKING:
     from shardkit.pictures.page import Page
 
 MAX_LINES = 20
-"""Most lines of one list for people; --json has all."""
+"""Most lines of one list for people; --verbose and --json have all."""
+_WHOLE = "shardkit.whole_lists"
+
+UNEVEN = 1.01
+"""The largest file over the mean, below which nobody would notice."""
 
 _GAP = "  "
 _REDRAW_S = 0.1
+
+
+def show_whole_lists(whole: bool) -> None:
+    """Have the command that runs print its lists whole, or not."""
+    click.get_current_context().meta[_WHOLE] = whole
+
+
+def max_lines() -> int:
+    """Return the most lines of one list that the command that runs prints."""
+    context = click.get_current_context(silent=True)
+    return sys.maxsize if context is not None and context.meta.get(_WHOLE) else MAX_LINES
 
 
 def check_facts(result: WriteResult | CommitResult) -> Iterator[tuple[str, str]]:
     """Yield what was compared, and what could not be compared and why."""
     if result.checked_bytes:
         size = format_size(result.checked_bytes)
-        yield "checked", f"{size} against the CRC-32s in the source, as they moved"
+        yield "checked", f"{size} against the CRC-32s in the source"
     yield from limited("held against", [escape(path) for path in result.source_manifests])
     for part in result.unchecked:
-        number = count(part.num_entries, "tensor or storage", "tensors or storages")
-        yield "unchecked", f"{number}, {format_size(part.entry_bytes)}: {part.reason}"
+        yield (
+            "unchecked",
+            f"{count(part.num_entries, 'tensor')}, {format_size(part.entry_bytes)}: {part.reason}",
+        )
+
+
+def took(path: str, reason: str) -> tuple[str, str]:
+    """Return the fact that a checkpoint was taken from a run's directory, and why; its name is said once."""
+    return "took", f"{escape(path)}: {reason.removeprefix(f'{escape(os.path.basename(path))}: ')}"
+
+
+def uneven(imbalance: float) -> str:
+    """Return how much larger than the others the largest file is."""
+    return f"the largest file is {imbalance:.2f} times the mean"
 
 
 def headline(path: str, *, dry_run: bool) -> str:
@@ -96,8 +123,9 @@ def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True)
         yield "resumed", f"{count(result.resumed_files, 'file')} had been finished before"
     yield from check_facts(result)
     yield from more
-    rate = f", {result.written_bytes / max(result.elapsed_s, 1e-3) / 1e9:.2f} GB/s"
-    yield "time", f"{result.elapsed_s:.2f} s{rate if shows_rate and not result.resumed_files else ''}"
+    rate = f", {format_size(round(result.written_bytes / max(result.elapsed_s, 1e-3)))}/s"
+    is_told = shows_rate and not result.resumed_files and result.written_bytes > MIB
+    yield "time", f"{result.elapsed_s:.2f} s{rate if is_told else ''}"
 
 
 class Result(Protocol):
@@ -124,10 +152,11 @@ class Output:
     Args:
         as_json: print the result as one JSON document, and nothing else to stdout.
         shows_bars: a person wants to see progress bars.
+        is_quiet: print no result and no notes.
     """
 
-    def __init__(self, *, as_json: bool = False, shows_bars: bool = False) -> None:
-        self.as_json, self.shows_bars = as_json, shows_bars
+    def __init__(self, *, as_json: bool = False, shows_bars: bool = False, is_quiet: bool = False) -> None:
+        self.as_json, self.shows_bars, self.is_quiet = as_json, shows_bars, is_quiet
         self._warned = set[str]()
 
     def warn(self, text: str) -> None:
@@ -148,7 +177,7 @@ class Output:
         """
         if self.as_json:
             self.document(result.to_json())
-        else:
+        elif not self.is_quiet:
             self.lines(render(result))
             for note in result.notes:
                 self.say("note", note)
@@ -234,13 +263,13 @@ def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 def limited(label: str, items: Sequence[str]) -> list[tuple[str, str]]:
     """Return one fact for each item: at most MAX_LINES of them, then how many more there are."""
-    pairs = [(label, item) for item in items[:MAX_LINES]]
-    return [*pairs, (label, more(len(items)))] if len(items) > MAX_LINES else pairs
+    pairs = [(label, item) for item in items[: max_lines()]]
+    return [*pairs, (label, more(len(items)))] if len(items) > max_lines() else pairs
 
 
 def more(num_items: int) -> str:
     """Return the line that stands for the items after the first MAX_LINES."""
-    return f"... {num_items - MAX_LINES} more, see --json"
+    return f"... {num_items - MAX_LINES} more, see -v or --json"
 
 
 def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:
@@ -290,7 +319,7 @@ class ByteBar:
         self._bar = tqdm(
             total=total_bytes,
             desc=label,
-            unit="B",
+            unit="iB",  # with 1024 as the divisor: 327MiB, as the lines below the bar have it
             unit_scale=True,
             unit_divisor=1024,
             file=sys.stderr,

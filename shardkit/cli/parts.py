@@ -69,12 +69,12 @@ Examples:
 )
 @click.argument("output", type=opt.PATH)
 @click.option("--abort", is_flag=True, help="Remove what parts have written and nobody has committed.")
-@opt.as_json
-def status_command(*, output: str, abort: bool, as_json: bool) -> None:
+@opt.reporting
+def status_command(*, out: Output, output: str, abort: bool) -> None:
     """Show how far the parts of a job are that write OUTPUT, and who is missing."""
     from shardkit.operations.commit import status
 
-    Output(as_json=as_json).result(status(output, abort=abort), _render_status)
+    out.result(status(output, abort=abort), _render_status)
 
 
 def _render_status(result: StatusResult) -> list[str]:

@@ -11,6 +11,7 @@ import click
 from shardkit._version import torch_note
 from shardkit.cli import options as opt
 from shardkit.cli.output import (
+    UNEVEN,
     Output,
     PageFile,
     count,
@@ -21,6 +22,7 @@ from shardkit.cli.output import (
     limited,
     part_lines,
     size_runs,
+    uneven,
 )
 from shardkit.core.text import escape, format_size, listed
 from shardkit.files import storage
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult
     from shardkit.operations.preshard.factors import OsftResult
     from shardkit.pictures.page import Page
-
-_UNEVEN = 1.01  # below, nobody would notice
 
 
 @click.command(
@@ -212,8 +212,8 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     yield f"{would}write", f"{count(result.num_files, 'shard file')}, {format_size(result.written_bytes)}"
     if result.copied:
         yield f"{would}copy", f"{count(len(result.copied), 'file')}: {listed(result.copied)}"
-    if result.imbalance >= _UNEVEN:
-        yield "balance", f"the largest file is {result.imbalance:.2f} times the mean"
+    if result.imbalance >= UNEVEN:
+        yield "balance", uneven(result.imbalance)
     if result.dry_run:
         shards = [f"shard {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
         yield from limited("per rank", shards)

@@ -18,6 +18,7 @@ from shardkit.cli.output import (
     limited,
     part_lines,
     size_runs,
+    took,
 )
 from shardkit.core.text import escape, format_size
 
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     name="reshard",
     epilog="""\b
 Examples:
-  shardkit reshard runs/last.ckpt last-64.ckpt --world-size 64
+  shardkit reshard runs/last.ckpt --world-size 64
   shardkit reshard checkpoints out --mesh dp_replicate=2,dp_shard=16 --optimizer-dtype bf16 --dry-run""",
 )
 @click.argument("checkpoint", type=opt.PATH)
-@click.argument("output", type=opt.PATH)
+@click.argument("output", type=opt.PATH, required=False)
 @opt.mesh
 @opt.dtype("--dtype", help="Convert floating tensors outside the optimizer; scalars stay.")
 @opt.dtype("--optimizer-dtype", help="Convert the optimizer's floating tensors; scalars such as step stay.")
@@ -44,11 +45,12 @@ Examples:
 @opt.moving
 @opt.follow_links
 @opt.reporting
-def command(*, out: Output, checkpoint: str, output: str, **options: Any) -> None:
+def command(*, out: Output, checkpoint: str, output: str | None, **options: Any) -> None:
     """Rewrite CHECKPOINT as OUTPUT, for another number of ranks: model, optimizer and everything else.
 
     CHECKPOINT is a sharded checkpoint of any trainer, or a run directory, whose newest complete checkpoint is
-    taken. A DCP checkpoint stays one of the same trainer, with the files beside its shards. No model code is needed.
+    taken. OUTPUT is the directory to make; by default its name gives checkpoint and mesh. A DCP checkpoint stays
+    one of the same trainer, with the files beside its shards. No model code is needed.
     """
     from shardkit.operations.reshard import reshard
 
@@ -64,7 +66,9 @@ def render(result: ReshardResult) -> list[str]:
 
 def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:
     would = "to " if result.dry_run else ""
-    yield "checkpoint", f"{escape(result.checkpoint)} ({escape(result.writer)})"
+    yield "found", escape(result.writer)
+    if result.checkpoint.rstrip("/") != result.source.rstrip("/"):
+        yield took(result.checkpoint, result.reason)
     yield "mesh", f"{escape(result.mesh)}; world size {result.world_size}"
     parts = [
         count(result.num_tensors, "tensor"),
@@ -74,7 +78,7 @@ def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:
     yield "holds", ", ".join(part for part in parts if part)
     yield f"{would}read", format_size(result.read_bytes)
     yield f"{would}write", f"{count(result.num_files, 'shard file')}, {format_size(result.written_bytes)}"
-    if result.dry_run:
+    if result.dry_run and result.num_files > 1:
         files = [f"file {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
         yield from limited("per file", files)
     yield from limited("copied", [escape(name) for name in result.copied])

@@ -1,13 +1,36 @@
-"""`shardkit completion` and `shardkit help`."""
+"""`shardkit completion` and `shardkit help`, with the manual page."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 
 import click
 from click.shell_completion import get_completion_class
 
+from shardkit._version import __version__
 from shardkit.core.text import escape, suggestion
 
 _PROGRAM, _VARIABLE = "shardkit", "_SHARDKIT_COMPLETE"
+
+_STATUS = (
+    ("0", "done; of verify: nothing is wrong; of diff: equal"),
+    ("1", "the answer of verify, diff or keys check is no"),
+    ("2", "usage: options that cannot be carried out, an existing destination"),
+    ("3", "an input that is damaged, refused or not understood"),
+    ("4", "incomplete: the same command goes on"),
+    ("5", "disk, permission, memory or network"),
+    ("70", "a bug of shardkit"),
+    ("130, 143", "interrupted by Ctrl-C or SIGTERM"),
+)
+VARIABLES = (
+    ("SHARDKIT_JOBS", "threads, where --jobs is not given"),
+    ("SHARDKIT_MAX_MEMORY", "memory for all buffers, where --max-memory is not given"),
+    ("SHARDKIT_NO_PROGRESS", "1: no progress bars"),
+    ("SHARDKIT_CACHE", "directory for what is kept between runs, or off; see shardkit cache"),
+    ("SHARDKIT_DEBUG", "1: tracebacks with errors, as with -v"),
+    ("NO_COLOR", "no colours"),
+)
+"""The variables of the environment, and what they do."""
 
 
 @click.command(
@@ -36,20 +59,87 @@ def completion_command(ctx: click.Context, shell: str) -> None:
     name="help",
     epilog="""\b
 Examples:
-  shardkit help
   shardkit help consolidate
-  shardkit help keys check""",
+  shardkit help keys check
+  shardkit help --man > shardkit.1""",
 )
 @click.argument("names", nargs=-1, metavar="[COMMAND]...")
+@click.option("--man", is_flag=True, help="Print all of it as a manual page, for man.")
 @click.pass_context
-def help_command(ctx: click.Context, names: tuple[str, ...]) -> None:
+def help_command(ctx: click.Context, names: tuple[str, ...], man: bool) -> None:
     """Show what a command does and its options: as COMMAND --help."""
     at = ctx.find_root()
+    if man:
+        click.echo(manual(click.Context(at.command, info_name=_PROGRAM, **at.command.context_settings)))
+        return
     for name in names:
         group = at.command
         known = group.list_commands(at) if isinstance(group, click.Group) else []
         found = group.get_command(at, name) if isinstance(group, click.Group) and name in known else None
         if found is None:
-            at.fail(f"No such command {escape(name)!r}.{suggestion(name, known)}")
+            at.fail(f"No such command {escape(name)!r}{suggestion(name, known)}")
         at = click.Context(found, info_name=name, parent=at)
     click.echo(at.get_help())
+
+
+def manual(root: click.Context) -> str:
+    """Return the manual page of all commands, for `man`.
+
+    Args:
+        root: the context of `shardkit` itself.
+    """
+    group = root.command
+    assert isinstance(group, click.Group)
+    said = (group.help or "").rstrip(".")
+    lines = [
+        f'.TH SHARDKIT 1 "" "shardkit {__version__}" "User Commands"',
+        ".SH NAME",
+        f"shardkit \\- {_text(said[:1].lower() + said[1:])}",
+        ".SH SYNOPSIS",
+        ".B shardkit",
+        _text("COMMAND [OPTIONS] [ARGUMENTS]"),
+        ".SH COMMANDS",
+        *(line for context in _contexts(group, root) for line in _command(context)),
+        ".SH EXIT STATUS",
+        *_terms(_STATUS),
+        ".SH ENVIRONMENT",
+        *_terms(VARIABLES),
+    ]
+    return "\n".join(lines)
+
+
+def _contexts(group: click.Group, around: click.Context) -> Iterator[click.Context]:
+    """Yield a context for each command, those of groups after the group."""
+    for name in group.list_commands(around):
+        command = group.get_command(around, name)
+        assert command is not None
+        context = click.Context(command, info_name=name, parent=around)
+        yield context
+        if isinstance(command, click.Group):
+            yield from _contexts(command, context)
+
+
+def _command(context: click.Context) -> Iterator[str]:
+    command = context.command
+    yield f".SS {_text(context.command_path)}"
+    yield _text(" ".join([context.command_path, *command.collect_usage_pieces(context)]))
+    for paragraph in (command.help or "").split("\n\n"):
+        yield ".PP"
+        yield _text(" ".join(paragraph.split()))
+    options = (param for param in command.get_params(context) if isinstance(param, click.Option))
+    records = (option.get_help_record(context) for option in options)
+    yield from _terms(record for record in records if record is not None)
+    if command.epilog:
+        yield ".PP"
+        yield from (".nf", *map(_text, command.epilog.strip("\b\n").splitlines()), ".fi")
+
+
+def _terms(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+    for term, text in pairs:
+        yield from (".TP", f"\\fB{_text(term)}\\fR", _text(text))
+
+
+def _text(text: str) -> str:
+    """Return text that troff prints as it is."""
+    shown = text.replace("\\", "\\e").replace("-", "\\-").replace("'", "\\(aq")
+    return f"\\&{shown}" if shown.startswith((".", "\\(aq")) else shown

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import MAX_LINES, Output, PageFile, answer_facts, count, facts, make_progress, more
+from shardkit.cli.output import Output, PageFile, answer_facts, count, facts, make_progress, max_lines, more
 from shardkit.core.text import escape, format_size
 from shardkit.errors import ResourceError
 from shardkit.operations.verify import verify
@@ -62,7 +62,8 @@ def command(
 ) -> None:
     """Check that PATH is whole, and holds the bytes that were written.
 
-    PATH is a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint. By default metadata, headers,
+    PATH is a Hub model, a pre-sharded directory, any trainer's sharded checkpoint, or a run's directory, whose
+    newest checkpoint is taken. By default metadata, headers,
     sizes and manifests are compared with each other; --read and --full compare bytes with checksums. A manifest is
     looked for in PATH, then beside it (PATH.shardkit.json). Exit code 0: nothing is wrong; 1: something is wrong;
     3: not a checkpoint; 4: with --answers, parts are missing; 5: nothing is wrong, but some files cannot be read. A part
@@ -71,7 +72,7 @@ def command(
     page, share = PageFile(html_file, (path,), overwrite=overwrite), opt.take_part(out, part)
     progress = make_progress(enabled=out.shows_bars)
     result = verify(path, holdings=html_file is not None, part=share, progress=progress, **options)
-    out.result(result, render, max_warnings=MAX_LINES)
+    out.result(result, render, max_warnings=max_lines())
     if result.part is None:  # the last part to finish has the whole answer
         page.write(out, partial(_page, result))
     if not result.ok and result.part is None:
@@ -93,22 +94,24 @@ def render(result: VerifyResult) -> list[str]:
         f"{part}{escape(result.path)}: {verdict}",
         *facts(_facts(result)),
         *([""] if problems else []),
-        *(line for problem in problems[:MAX_LINES] for line in _problem(problem)),
-        *([f"  {more(len(problems))}"] if len(problems) > MAX_LINES else []),
+        *(line for problem in problems[: max_lines()] for line in _problem(problem)),
+        *([f"  {more(len(problems))}"] if len(problems) > max_lines() else []),
     ]
 
 
 def _problem(problem: VerifyProblem) -> Iterator[str]:
     yield f"  {problem.line()}"
-    for detail in problem.details[:MAX_LINES]:
+    for detail in problem.details[: max_lines()]:
         yield f"    {detail}"
-    if len(problem.details) > MAX_LINES:
+    if len(problem.details) > max_lines():
         yield f"    {more(len(problem.details))}"
 
 
 def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
+    if result.resolved != result.path:
+        yield "took", escape(result.resolved)
     if result.format is not None:
-        yield "checkpoint", f"{escape(result.writer or '')} ({escape(result.format)})"
+        yield "checkpoint", escape(result.writer or result.format)
     seed = f", seed {result.seed}" if result.seed is not None else ""
     yield "level", f"{result.level}{seed}"
     tensors = f"{count(result.num_tensors, 'tensor')}, {count(result.num_chunks, 'chunk')}"

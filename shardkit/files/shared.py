@@ -290,7 +290,7 @@ class SharedStaging:
         return UsageError(
             f"{escape(self.destination)} exists: something else was put there",
             problems=problems,
-            hint="remove it, or replace it with shardkit commit --overwrite",
+            hint="remove it, or replace it: shardkit commit takes --overwrite",
         )
 
     def remove(self) -> None:

@@ -17,7 +17,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files import storage
 
-FOLLOW = "pass --follow-links (follow_links=True) if you trust whoever made the links"
+FOLLOW = "pass --follow-links if you trust whoever made the links"
 DOWNLOAD_AGAIN = "the file is damaged or incomplete: download it again"
 # Errors of opening a file that are about the machine or the moment, not about the file.
 _OF_THE_MACHINE = (

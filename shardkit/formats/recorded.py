@@ -142,7 +142,7 @@ def find_manifests(
 
 def _read_given(path: str, source: str) -> _Read:
     if not storage.lexists(path):
-        raise SourceError(f"{escape(path)}: no such file", hint="write one with shardkit manifest")
+        raise SourceError(f"{escape(path)}: no such file", hint="shardkit manifest writes one")
     content = manifest.parse(read_small(path, path, manifest.MAX_BYTES), path)
     return _Read(content, source if storage.isdir(source) else os.path.dirname(source) or os.curdir, path)
 

@@ -14,15 +14,28 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 
 from shardkit.core.text import escape, suggestion
-from shardkit.errors import ResourceError, SourceError, UsageError
+from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
-from shardkit.formats.contract import Checkpoint, Opener, has_any, inner, listing, matching, own_name
+from shardkit.formats.contract import (
+    Checkpoint,
+    Opener,
+    absent,
+    has_any,
+    inner,
+    listing,
+    matching,
+    meant_path,
+    own_name,
+)
 from shardkit.formats.hub.assets import list_assets, list_weights, weights_beside
-from shardkit.formats.hub.files import PIPELINE, select_weights
+from shardkit.formats.hub.files import OTHER_FILES, PIPELINE, select_weights
 from shardkit.formats.trainers import plain_dcp
 
 _MAX_SHOWN = 8
+_NO_CHECKPOINT = "not a checkpoint that can be opened by itself"
+_GIVE_ONE = "give one of them; shardkit.resolve_checkpoint finds the newest complete one"
+_GIVE = "give a checkpoint directory, a .safetensors file, or a file of torch.save with a state dict"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,12 +260,12 @@ def _open_hub(source: str, *, revision: str | None, variant: str | None, headers
         return as_checkpoint(source, open_model(source, variant=variant))
     repo = named_repo(source, revision)
     if repo is not None:
-        model = fetch_model(repo.id, revision=repo.revision, variant=variant, headers_only=headers_only)
+        try:
+            model = fetch_model(repo.id, revision=repo.revision, variant=variant, headers_only=headers_only)
+        except ShardkitError as error:
+            raise meant_path(source, error) from error
         return as_checkpoint(model.directory, model)
-    raise SourceError(
-        f"{escape(source)}: no such path, and not a repo id either",
-        hint="check the path, or name a model on the Hub as organisation/name",
-    )
+    raise absent(source, hint="check the path, or name a model on the Hub as organisation/name")
 
 
 def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
@@ -321,10 +334,8 @@ def _open(row: Format, path: str) -> Checkpoint:
 def _nothing(path: str) -> SourceError:
     """Return an error that says what was looked for, what is there, and what it may be."""
     if not storage.isdir(path):
-        return SourceError(
-            f"{escape(path)}: not a checkpoint that can be opened by itself",
-            hint="give a checkpoint directory, a .safetensors file, or a file of torch.save with a state dict",
-        )
+        what, hint = OTHER_FILES.get(os.path.splitext(path)[1].lower(), (_NO_CHECKPOINT, _GIVE))
+        return SourceError(f"{escape(path)}: {what}", hint=hint)
     names = listing(path)
     if has_any(names, *_HUB_FILES) and not has_any(names, "*.distcp"):
         return _no_hub_model(names, path)
@@ -340,7 +351,7 @@ def _nothing(path: str) -> SourceError:
     return SourceError(
         f"{escape(path)} is not a checkpoint{f': {guess}' if guess else ''}",
         problems=[f"it holds: {shown or 'nothing'}", *looked_for],
-        hint="give one of them" if below else "give the directory that the trainer's save made",
+        hint=_GIVE_ONE if below else "give the directory that the trainer's save made",
     )
 
 

@@ -7,7 +7,6 @@ replicates in case of doubt: `dcp.load` reads either way.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,7 +20,14 @@ from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError
 from shardkit.keys.expressions import Expression
 from shardkit.keys.ties import stored_ties
-from shardkit.layout.wrap_policy import WrapPolicy, list_candidates, match_paths, parse_policy, unknown_names
+from shardkit.layout.wrap_policy import (
+    WrapPolicy,
+    list_candidates,
+    match_paths,
+    parse_policy,
+    path_templates,
+    unknown_names,
+)
 from shardkit.osft.plan import Target
 
 
@@ -217,7 +223,7 @@ def _unit_paths(policy: WrapPolicy, fqns: Iterable[str], reason: str) -> list[st
         if not containers:
             raise PolicyError(
                 "--wrap auto: no numbered container (as in model.layers.0.) among the tensor names",
-                problems=list_candidates(_templates(_module_paths(fqns))),
+                problems=list_candidates(path_templates(_module_paths(fqns))),
                 hint="name one of these module paths, or --wrap none for one unit",
             )
         return [f"{path}.{index}" for path, size in containers.items() for index in range(size)]
@@ -232,7 +238,7 @@ def _named_paths(policy: WrapPolicy, fqns: Iterable[str], reason: str) -> list[s
         why = "class names need the model (transformers and config.json)"
         raise unknown_names(
             unknown,
-            _templates(modules),
+            path_templates(modules),
             what="module paths",
             reason=f"{why}, and {reason}" if reason else why,
         )
@@ -266,11 +272,6 @@ def _module_paths(fqns: Iterable[str]) -> list[str]:
         for stop in range(1, len(parts)):
             found.setdefault(".".join(parts[:stop]))
     return list(found)
-
-
-def _templates(paths: Iterable[str]) -> Counter[str]:
-    """Return module paths with `*` for numbers, and how many modules each stands for."""
-    return Counter(".".join("*" if part.isdecimal() else part for part in path.split(".")) for path in paths)
 
 
 def _natural_order(paths: Iterable[str]) -> list[str]:

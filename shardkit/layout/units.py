@@ -36,6 +36,7 @@ from shardkit.layout.wrap_policy import (
     WrapPolicy,
     list_candidates,
     match_paths,
+    path_templates,
     unknown_names,
 )
 from shardkit.osft.plan import factor_of
@@ -123,6 +124,8 @@ def match_names(model: nn.Module, names: Iterable[str], wording: Wording = OPTIO
     }
     unknown = [name for name, paths in matched.items() if not paths]
     if unknown:
+        if all("." in name for name in unknown):
+            raise unknown_names(unknown, path_templates(modules), what="module paths", wording=wording)
         raise unknown_names(unknown, class_counts(model), what="module classes", wording=wording)
     found = set(chain.from_iterable(matched.values()))
     return [path for path in modules if path in found]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -148,6 +149,13 @@ def match_paths(pattern: str, paths: Sequence[str]) -> list[str]:
 def _ends_with(parts: list[str], wanted: list[str]) -> bool:
     tail = parts[-len(wanted) :]
     return len(tail) == len(wanted) and all(w in ("*", p) for p, w in zip(tail, wanted, strict=True))
+
+
+def path_templates(paths: Iterable[str]) -> Counter[str]:
+    """Return module paths with `*` for numbers, and how many modules each stands for."""
+    return Counter(
+        ".".join("*" if part.isdecimal() else part for part in path.split(".")) for path in paths if path
+    )
 
 
 def unknown_names(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
+from shardkit.core.result import Result
 from shardkit.files.cache import Usage
 from shardkit.layout.trace_cache import trace_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheResult:
+class CacheResult(Result):
     """What is kept of answers of transformers, or with `clear` was."""
 
     directory: str | None
@@ -19,10 +19,6 @@ class CacheResult:
     """They were removed."""
     num_entries: int
     cache_bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
 
 def show_cache(*, clear: bool = False) -> CacheResult:

@@ -7,9 +7,11 @@ import os
 import re
 from collections.abc import Callable, Sequence
 
+from shardkit.core.mesh import Mesh
 from shardkit.core.text import escape, format_size, listed
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
+from shardkit.files.links import is_snapshot
 from shardkit.files.staging import (
     Staging,
     identity_of,
@@ -25,7 +27,8 @@ from shardkit.formats.hub.assets import is_asset, is_asset_folder
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _BESIDE = (manifest.NAME, "adapter_config.json", ".gitattributes")
-_ANOTHER = "choose another name, or replace it: --overwrite (overwrite=True)"
+_ANOTHER = "choose another name, or replace it with --overwrite"
+_APART = "choose another name, or remove it yourself"
 
 
 Replaceable = Callable[[str], str | None]
@@ -171,10 +174,8 @@ def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replac
     Raises:
         UsageError: with the reason.
     """
-    if not overwrite:
-        raise UsageError(f"{shown} exists", hint=_ANOTHER)
     if not storage.isdir(path):
-        raise UsageError(f"{shown} exists and is not a directory: it is not replaced")
+        raise UsageError(f"{shown} exists and is not a directory: it is not replaced", hint=_APART)
     seen, reason = None, None
     # Another run may put its own there between two looks.
     while seen != (seen := identity_of(path)) and seen is not None:
@@ -182,8 +183,37 @@ def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replac
     if reason is not None:
         raise UsageError(
             f"{shown} exists and {reason}: it is not replaced",
-            hint="choose another name, or remove it yourself",
+            hint=_APART,
         )
+    if not overwrite:
+        raise UsageError(f"{shown} exists", hint=_ANOTHER)
+
+
+_SUFFIXES = (".safetensors.index.json", ".bin.index.json", ".safetensors", ".ckpt", ".pth", ".bin", ".pt")
+
+
+def label_of(checkpoint: str) -> str:
+    """Return the name of a checkpoint without what says that it is one: `run/last.ckpt` -> `last`."""
+    name = os.path.basename(storage.absolute(checkpoint))
+    return next((name.removesuffix(end) for end in _SUFFIXES if name.endswith(end)), name) or name or "model"
+
+
+def default_output(label: str, source: str | None, mesh: Mesh) -> str:
+    """Return a name made of label and mesh: "Qwen3-8B-dp_shard32", "last-dp_replicate2-dp_shard16".
+
+    It is one in the working directory, or beside the source where that lies around the working directory.
+
+    Args:
+        label: of what is written.
+        source: what is read; None if it lies in a cache.
+        mesh: that it is written for.
+    """
+    name = "-".join([label, *str(mesh).replace("=", "").split(",")])
+    if source is None or is_remote(source) or is_snapshot(source):  # beside it lies the Hub's cache
+        return name
+    home = storage.realpath(source)
+    is_around = os.path.commonpath([home, os.getcwd()]) == home
+    return os.path.join(os.path.dirname(home), name) if is_around else name
 
 
 def free_bytes(path: str) -> int:

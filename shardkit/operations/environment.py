@@ -6,10 +6,10 @@ import os
 import platform
 import re
 import sys
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from shardkit._version import __version__, torch_note
+from shardkit.core.result import Result
 from shardkit.files import storage
 
 _PACKAGES = (
@@ -28,7 +28,7 @@ _CREDENTIALS = re.compile(r"//[^/@]*@")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
+class Environment(Result):
     """What shardkit runs on."""
 
     shardkit: str
@@ -44,10 +44,6 @@ class Environment:
     """The HF_* variables that are set. Most values are hidden, because some are secrets."""
     notes: tuple[str, ...]
     """Lines for a person, such as that shardkit was not tried with this version of torch."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
 
 def environment() -> Environment:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
 
 from shardkit import formats
+from shardkit.core.result import Result
 from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError, SourceError
-from shardkit.files import storage
+from shardkit.files import manifest, storage
 from shardkit.files.home import home_of, is_data_folder
 from shardkit.files.links import locate, read_inside
-from shardkit.formats.contract import Checkpoint, has_any, listing
+from shardkit.formats.contract import Checkpoint, absent, has_any, inner, listing
+from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
+from shardkit.formats.hub.base import ADAPTER_CONFIG
 from shardkit.formats.hub.files import PIPELINE
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.trainers.plain_dcp import find_structure
@@ -50,7 +52,9 @@ _MAX_ENTRIES = 20_000
 _MAX_TRACKER = 4096
 _FILES = (".ckpt",)
 _META = "meta.pt"
-_ITSELF = "it is a checkpoint itself"
+ITSELF = "it is a checkpoint itself"
+_REMAINS = ("*.distcp", "__*.chunks.json", "*.safetensors", "*.safetensors.index.json", manifest.NAME)
+_ADAPTER = "adapter_model.safetensors"  # peft 0.21, SAFETENSORS_WEIGHTS_NAME
 _UNDATED = "it is complete, and no step tells how old it is"
 # Directories below a name that does not say whether checkpoints are there.
 _MAX_PEEKED = 256
@@ -59,7 +63,7 @@ _TRAINER_STATE = "trainer_state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedCheckpoint:
+class ResolvedCheckpoint(Result):
     """The checkpoint that was taken; `os.fspath` gives its path."""
 
     path: str
@@ -82,10 +86,6 @@ class ResolvedCheckpoint:
 
     def __str__(self) -> str:
         return self.path
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Taken:
 
 def as_it_is(path: str, checkpoint: Checkpoint) -> Taken:
     """Return a checkpoint that is open, as one that was chosen."""
-    resolved = ResolvedCheckpoint(path=path, format=checkpoint.format, step=None, reason=_ITSELF)
+    resolved = ResolvedCheckpoint(path=path, format=checkpoint.format, step=None, reason=ITSELF)
     return Taken(resolved=resolved, opened=(checkpoint,))
 
 
@@ -159,12 +159,10 @@ def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
     """
     given = os.fspath(path)
     if not storage.lexists(given):
-        raise SourceError(
-            f"{escape(given) or 'an empty path'}: no such file or directory", hint="check the path"
-        )
+        raise absent(given)
     if not storage.isdir(given) and os.path.basename(given) in TRACKERS:
         given = os.path.dirname(given) or os.curdir
-    given = directory_of(given)
+    given = adapter_file(given) or directory_of(given)
     search = _Search(given)
     found = search.itself()
     if found is None and not storage.isdir(given):
@@ -193,6 +191,51 @@ def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
         problems=[f"{escape(name)}: {reason}" for name, reason in search.skipped] or search.looked_for(),
         hint="give the directory that the trainer's save made, or its parent",
     )
+
+
+def stands_for(path: str, *, strict: bool = False) -> ResolvedCheckpoint:
+    """Return the checkpoint that a path stands for: the newest one in a run's directory, else the path itself.
+
+    What is left of a checkpoint that was damaged stands for itself.
+
+    Args:
+        path: of something that exists.
+        strict: fail where a newer checkpoint of a run cannot be taken.
+
+    Raises:
+        SourceError, ResourceError: as `resolve_checkpoint`.
+    """
+    adapter = adapter_file(path)
+    if adapter is None and storage.isdir(path) and not was_checkpoint(path):
+        return take(path, strict=strict).resolved
+    return ResolvedCheckpoint(path=adapter or path, format="", step=None, reason=ITSELF)
+
+
+def was_checkpoint(path: str) -> bool:
+    """True for what is or once was a checkpoint, as far as names tell."""
+    if recognise(path) is not None:
+        return True
+    directory = directory_of(path)
+    if any(map(is_data_folder, listing(directory))):
+        return True
+    return any(has_any(listing(place), *_REMAINS) for place in (directory, *_unlisted(directory)))
+
+
+def _unlisted(path: str) -> Iterator[str]:
+    """Yield the directories in a directory that have shard files but no `.metadata` to list them."""
+    for name in listing(path):
+        below = inner(path, name)
+        names = listing(below) if below is not None else frozenset[str]()
+        if below is not None and METADATA not in names and has_any(names, "*.distcp"):
+            yield below
+
+
+def adapter_file(path: str) -> str | None:
+    """Return the weights in the directory of a PEFT adapter; None for any other path, and if a model lies beside it."""
+    names = listing(path) if storage.isdir(path) else frozenset[str]()
+    if {_ADAPTER, ADAPTER_CONFIG} <= names and not any(name.startswith("model") for name in names):
+        return os.path.join(path, _ADAPTER)
+    return None
 
 
 def _passed_over(found: ResolvedCheckpoint, home: str) -> Iterator[tuple[str, bool]]:
@@ -264,7 +307,7 @@ class _Search:
             return self._take(
                 self.home, found.name, step_of(tracked[1]), f"{tracked[0]} names {escape(tracked[1])}"
             )
-        return self._take(self.home, found.name, step, _ITSELF)
+        return self._take(self.home, found.name, step, ITSELF)
 
     def below(self, directory: str, depth: int) -> ResolvedCheckpoint | None:
         """Return the newest complete checkpoint below a directory, None if there is none.

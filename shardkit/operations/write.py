@@ -15,11 +15,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from shardkit._version import __version__
 from shardkit.core.catalog import Catalog, FileStamp
+from shardkit.core.result import Result
 from shardkit.core.text import KIB, MIB, escape, parse_size
 from shardkit.core.threads import NoProgress, Progress, choose_jobs
 from shardkit.errors import IncompleteError, Interrupted, ResourceError, UsageError
@@ -128,7 +129,7 @@ class Writing:
         if self.share is not None and not (self.resume and self.resume_from is None):
             raise UsageError(
                 "--part goes without --no-resume and --resume-from: what any part has finished counts",
-                hint="shardkit status OUTPUT --abort gives up what all parts have written",
+                hint="shardkit status gives up what all parts have written, with `--abort`",
             )
 
     def check_in_store(self, output: str) -> None:
@@ -150,7 +151,7 @@ class Writing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteResult:
+class WriteResult(Result):
     """What every verb that writes a directory answers: what it wrote, or with `dry_run` would write."""
 
     output: str
@@ -182,10 +183,6 @@ class WriteResult:
     elapsed_s: float
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
-        return asdict(self)
 
 
 class Images(ImageSet, Protocol):

@@ -63,7 +63,7 @@ RESULT = ConsolidateResult(
 
 HUMAN = """\
 wrote /run/step-10-hf
-  found     torch.distributed.checkpoint (dcp)
+  found     torch.distributed.checkpoint
   took      /run/step-10: the highest step
   weights   model, everything below app.model; also there: ema
   stripped  app.model. from 20 names
@@ -79,9 +79,9 @@ wrote /run/step-10-hf
   checked   before a byte moved: all that is read is what the checksums beside it say
   read      20 tensors, 16.0 GiB
   write     2 weight files, 8.0 GiB, 4,294,967,296 parameters
-  dtypes    bfloat16: 20, 8.0 GiB
+  dtypes    bf16: 20, 8.0 GiB
   pushed    https://huggingface.co/me/model
-  time      4.00 s, 2.15 GB/s
+  time      4.00 s, 2.0 GiB/s
 
 load it:
   transformers.LlamaForCausalLM.from_pretrained('/run/step-10-hf')
@@ -89,13 +89,13 @@ load it:
 
 DRY = """\
 dry run: nothing was written to /run/step-10-hf
-  found      torch.distributed.checkpoint (dcp)
+  found      torch.distributed.checkpoint
   weights    model, names as they are
   to read    20 tensors, 16.0 GiB
   to write   2 weight files, 8.0 GiB, 4,294,967,296 parameters
-  dtypes     bfloat16: 20, 8.0 GiB
-  files      0: 5.0 GiB
-             1: 3.0 GiB
+  dtypes     bf16: 20, 8.0 GiB
+  per file   file 0: 5.0 GiB
+             file 1: 3.0 GiB
   memory     at most 128.0 MiB of buffers
   free disk  100.0 GiB
 """
@@ -266,10 +266,7 @@ def test_a_newer_checkpoint_that_was_passed_over(run, tiny):
     assert first.startswith("warning: passed over step-2, which is newer than step-1: ")
     assert "__1_0.distcp" in first
     assert not any("passed over" in line for line in others)
-    assert (
-        "  took     run/step-1: step-1: it has the highest step, of those that are complete\n"
-        in result.stdout
-    )
+    assert "  took     run/step-1: it has the highest step, of those that are complete\n" in result.stdout
     result = run("consolidate", "run", "strict", "--strict")
     assert result.exit_code == 3
     assert "step-2, which is newer" in result.stderr

@@ -105,7 +105,7 @@ def test_long_lists_are_cut_for_people(run, tiny):
         )
     result = run("diff", "a", "b")
     assert sum(line.startswith("*") for line in result.stdout.splitlines()) == 20
-    assert "... 10 more, see --json\n\n30 of 30 tensors differ\n" in result.stdout
+    assert "... 10 more, see -v or --json\n\n30 of 30 tensors differ\n" in result.stdout
     assert len(json.loads(run("diff", "a", "b", "--json").stdout)["tensors"]) == 30
 
 

@@ -26,7 +26,7 @@ CASES = {
     "many": (
         errors.LayoutError("25 differ", problems=PROBLEMS),
         3,
-        ["error: 25 differ", *(f"  {p}" for p in PROBLEMS[:20]), "  ... 5 more, see --json"],
+        ["error: 25 differ", *(f"  {p}" for p in PROBLEMS[:20]), "  ... 5 more, see -v or --json"],
     ),
     "incomplete": (errors.IncompleteError("stopped"), 4, ["error: stopped"]),
     "resource": (errors.ResourceError("disk full"), 5, ["error: disk full"]),
@@ -91,13 +91,14 @@ def test_as_json(fail, case):
 def test_click_usage_errors(run, args):
     result = run(*args)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "Error: " in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert "hint: `shardkit " in result.stderr
     content = json.loads(run(*args, "--json").stdout)
     assert (content["error"], content["exit_code"]) == ("UsageError", 2)
 
 
 def test_nearest_command(run):
-    assert "No such command 'inspct'.  (closest name: inspect)" in run("inspct").stderr
+    assert "no such command 'inspct'  (closest name: inspect)" in run("inspct").stderr
 
 
 def test_traceback_only_on_request(fail, monkeypatch):

@@ -68,7 +68,7 @@ wrote /data/model-dp_shard4
   empty    2 tensors with no rows on some ranks
   tied     embed.weight = lm_head.weight (stored once)
   omitted  ids: a buffer
-  time     4.00 s, 2.15 GB/s
+  time     4.00 s, 2.0 GiB/s
 
 load it on every rank, into a model on meta (without to_empty()) that is wrapped for this mesh:
   import shardkit

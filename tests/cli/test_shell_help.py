@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+
+import click
 import pytest
+
+from shardkit.cli import main
 
 
 @pytest.mark.parametrize("names", [[], ["preshard"], ["keys"], ["keys", "check"], ["help"]])
@@ -13,12 +19,37 @@ def test_as_the_option(run, names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["presard"], "'presard'.  (closest name: preshard)"),
-        (["keys", "chek"], "'chek'.  (closest name: check)"),
+        (["presard"], "'presard'  (closest name: preshard)"),
+        (["keys", "chek"], "'chek'  (closest name: check)"),
         (["preshard", "model"], "'model'"),
     ],
 )
 def test_what_is_no_command_is_refused(run, names: list[str], said: str) -> None:
     result = run("help", *names)
     assert result.exit_code == 2
-    assert f"No such command {said}" in result.stderr
+    assert f"no such command {said}" in result.stderr
+
+
+def test_the_manual_has_every_command_and_option_and_troff_takes_it(run) -> None:
+    page = run("help", "--man").stdout
+    said = page.replace("\\-", "-").replace("\\(aq", "'")
+    root = click.Context(main)
+    for name in main.list_commands(root):
+        command = main.get_command(root, name)
+        assert f".SS shardkit {name}\n" in said
+        part = said.partition(f".SS shardkit {name}\n")[2].partition(".SH ")[0]
+        options = [text for param in command.params if isinstance(param, click.Option) for text in param.opts]
+        assert not [text for text in options if text not in part]
+    if shutil.which("groff") is None:
+        pytest.skip("there is no groff")
+    done = subprocess.run(
+        ["groff", "-man", "-Tascii", "-ww", "-z"], input=page, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+
+
+def test_variables_stand_beside_their_options(run, monkeypatch) -> None:
+    for variable in ("SHARDKIT_JOBS", "SHARDKIT_MAX_MEMORY", "SHARDKIT_NO_PROGRESS"):
+        assert f"[env var: {variable}" in " ".join(run("preshard", "--help").stdout.split())
+    monkeypatch.setenv("SHARDKIT_JOBS", "0")
+    assert "--jobs must be at least 1" in run("verify", ".").stderr

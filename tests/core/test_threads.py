@@ -123,5 +123,5 @@ def test_by_default_as_many_threads_as_the_process_may_use_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     assert choose_jobs(None) == threads
     assert choose_jobs(3) == 3
-    with pytest.raises(UsageError, match="--jobs must be at least 1"):
+    with pytest.raises(UsageError, match="jobs must be at least 1"):
         choose_jobs(0)

@@ -39,7 +39,7 @@ def linked(tmp_path: Path) -> Path:
 def test_every_file_is_a_link(verb: str, linked: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="symbolic link") as caught:
         READERS[verb](linked, tmp_path / "refused", False)
-    assert "--follow-links" in str(caught.value) or verb == "manifest"  # it says what verify would
+    assert "follow_links=True" in str(caught.value) or verb == "manifest"  # it says what verify would
     assert not (tmp_path / "refused").exists()
     READERS[verb](linked, tmp_path / "out", True)
 
@@ -53,7 +53,7 @@ def test_the_shards_are_links(verb: str, linked: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         READERS[verb](linked, tmp_path / "refused", False)
     assert "symbolic link" in str(caught.value)
-    assert "--follow-links" in str(caught.value)
+    assert "follow_links=True" in str(caught.value)
     READERS[verb](linked, tmp_path / "out", True)
 
 

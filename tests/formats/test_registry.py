@@ -158,7 +158,7 @@ def test_run_directory_names_its_checkpoints(save_dcp, weights, tmp_path):
 
 
 def test_nothing_there(tmp_path):
-    with pytest.raises(SourceError, match="no such path, and not a repo id either"):
+    with pytest.raises(SourceError, match="no such file or directory"):
         formats.open(str(tmp_path / "nothing"))
     assert format_of(str(tmp_path / "nothing")) is None
     assert format_of("a\0b") is None

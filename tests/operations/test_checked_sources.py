@@ -229,7 +229,7 @@ def test_a_manifest_that_was_given_has_to_fit(tmp_path: Path) -> None:
         assert caught.value.problems[0].startswith("model.safetensors: 72")
         with pytest.raises(SourceError, match=r"absent.json: no such file"):
             run(hub, tmp_path / "out", source_manifest=tmp_path / "absent.json")
-        with pytest.raises(UsageError, match="--check-source is off"):
+        with pytest.raises(UsageError, match="check_source is off"):
             run(hub, tmp_path / "out", source_manifest=file, check_source=False)
     with pytest.raises(SourceError) as caught:
         shardkit.consolidate(more / "other.safetensors", tmp_path / "out", source_manifest=file)
@@ -528,4 +528,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert (answer["checked_bytes"], answer["unchecked"]) == (0, [])
     save_dcp(saved)
     passed = shardkit_cli("--overwrite")
-    assert "70.3 KiB against the CRC-32s in the source, as they moved" in passed.stdout, passed.stdout
+    assert "70.3 KiB against the CRC-32s in the source" in passed.stdout, passed.stdout

@@ -220,7 +220,7 @@ def test_what_the_class_leaves_out_of_old_files_is_not_missed(tmp_path: Path) ->
     assert any(spare in note for note in result.notes)
     lost = "decoder.block.1.layer.0.SelfAttention.q.weight"  # the config counts one block
     save_file({**stored, lost: torch.randn(12, 12)}, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(LayoutError, match="does not fit --base") as caught:
+    with pytest.raises(LayoutError, match="does not fit base") as caught:
         shardkit.consolidate(run, tmp_path / "out-2", base=base)
     assert lost in str(caught.value)
 

@@ -209,7 +209,7 @@ class TestAppearing:
     def test_what_exists_is_replaced_only_if_asked(self, source: Path, out: Path) -> None:
         write(source, out)
         (out / FILES[0]).unlink()
-        with pytest.raises(UsageError, match="--overwrite"):
+        with pytest.raises(UsageError, match="overwrite=True"):
             write(source, out)
         assert not (out / FILES[0]).exists()
         write(source, out, overwrite=True)

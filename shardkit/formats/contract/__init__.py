@@ -16,7 +16,8 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shardkit.core.catalog import Catalog
-from shardkit.errors import ShardkitError
+from shardkit.core.text import escape, nearest
+from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.home import names_in
 from shardkit.files.links import read_inside
@@ -187,6 +188,27 @@ def listing(path: str) -> frozenset[str]:
         return frozenset(names_in(path))
     except (OSError, ValueError):  # ValueError: a NUL in the path
         return frozenset()
+
+
+def absent(path: str, *, hint: str = "check the path") -> SourceError:
+    """Return the error for a path at which there is nothing, with the nearest name beside it."""
+    return SourceError(
+        f"{escape(path) or 'an empty path'}: no such file or directory{_closest(path)}", hint=hint
+    )
+
+
+def meant_path(path: str, error: ShardkitError) -> ShardkitError:
+    """Return an error of the Hub with what to do if a path was meant and misspelt, not a repo."""
+    closest = _closest(path)
+    if closest or "/" not in path:  # only a few old repos have such names
+        error.hint = f"there is no {escape(path)} here{closest[1:]}; if a repo is meant: {error.hint}"
+    return error
+
+
+def _closest(path: str) -> str:
+    around, name = os.path.split(path.rstrip("/"))
+    found = nearest(name, sorted(listing(around or os.curdir)))
+    return "" if found is None else f"  (closest name: {escape(os.path.join(around, found))})"
 
 
 def matching(names: Iterable[str], *patterns: str) -> list[str]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
 from shardkit.core.regions import Shape, find_tiling_error
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.home import MAX_METADATA, home_of, path_in
@@ -246,7 +246,7 @@ def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
         files.append(SourceFile(name=name, path=path, size=size))
     SourceError.raise_for(
         problems,
-        f"{metadata.where} points at {len(problems)} files that cannot be read",
+        f"{metadata.where} points at {count(len(problems), 'file')} that cannot be read",
         hint="copy the missing files from where the checkpoint was saved; it needs all of them",
     )
     return files

@@ -20,7 +20,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
-from shardkit.formats.contract import Checkpoint, HubModel, has_model_config
+from shardkit.formats.contract import Checkpoint, HubModel, has_model_config, meant_path
 from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
 from shardkit.formats.hub.directory import open_model, read_config
 from shardkit.formats.hub.files import select_weights
@@ -125,12 +125,7 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
             try:
                 return _fetch(repo.id, repo.revision)
             except ShardkitError as error:
-                # Only a few old models have such names, and misspelt directories often do.
-                if "/" not in base:
-                    error.hint = (
-                        f"there is no directory {escape(base)} here; if a repo is meant: {error.hint}"
-                    )
-                raise
+                raise meant_path(base, error) from error
         raise SourceError(
             f"--base {escape(base)}: no such path, and not a repo id either",
             hint="check the path, or name a model on the Hub as organisation/name",
@@ -337,7 +332,7 @@ def _no_config(label: str, directory: str) -> SourceError:
         f"--base {escape(label)} has no {CONFIG}: its {MODULES} says that the model lies in a directory below",
         problems=[f"{escape(each)}: a model of its own" for each in models],
         hint=f"write into a copy, which keeps the other modules: cp -r {shlex.quote(label)} OUT; "
-        f"shardkit consolidate CHECKPOINT {copy} --base {place} --overwrite",
+        f"`shardkit consolidate CHECKPOINT {copy} --base {place} --overwrite`",
     )
 
 

@@ -414,7 +414,7 @@ def as_checkpoint(path: str, model: HubModel) -> Checkpoint:
     return Checkpoint(
         path=path,
         format="hub",
-        writer="a Hub model",
+        writer="Hub model",
         catalog=catalog,
         select=lambda names: subset(catalog, names),
         hub=model,

@@ -13,6 +13,7 @@ Source: transformers 5.23, modeling_utils._get_resolved_checkpoint_files and _ad
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -37,10 +38,16 @@ _FORMS: dict[Kind, tuple[str, str, str]] = {
 PIPELINE = "model_index.json"
 _NOT_THE_MODEL = ("adapter*", "consolidated*", "optimizer*")
 
-_CONSOLIDATE = "it is a sharded checkpoint: consolidate it first"
-_OF_A_PIPELINE = (
-    "give the directory of one of its models; those with diffusion_pytorch_model files cannot be opened"
-)
+_CONSOLIDATE = "shardkit consolidate makes a Hub model of it, shardkit reshard writes it for another mesh"
+_OF_A_PIPELINE = "shardkit takes one model at a time: give the weight file of one of them"
+_ORIGINAL = "give the repo or directory with the original safetensors weights"
+OTHER_FILES = {
+    ".gguf": ("a model in GGUF format, which is not read", _ORIGINAL),
+    ".onnx": ("a model in ONNX format, which is not read", _ORIGINAL),
+    ".h5": ("a model of TensorFlow, which is not read", _ORIGINAL),
+    ".msgpack": ("a model of Flax, which is not read", _ORIGINAL),
+}
+"""By the ending of a file: what it is, and what to do."""
 _MERGE = "merge it into its base model (merge_and_unload, save_pretrained) and give that, or give the base"
 # (what, a pattern that some name must match, what to do), in the order in which they are tried.
 _LOOKS_LIKE: tuple[tuple[str, str, str], ...] = (
@@ -48,13 +55,13 @@ _LOOKS_LIKE: tuple[tuple[str, str, str], ...] = (
     ("a sharded checkpoint (.metadata of torch.distributed.checkpoint)", ".metadata", _CONSOLIDATE),
     ("a verl checkpoint (one .pt file for each rank)", "model_world_size_*_rank_*.pt", _CONSOLIDATE),
     ("an accelerate checkpoint (pytorch_model_fsdp_0)", "pytorch_model_fsdp_0*", _CONSOLIDATE),
-    ("a DeepSpeed checkpoint", "global_step*", "gather it with its own zero_to_fp32.py first"),
+    ("a DeepSpeed checkpoint", "global_step*", _CONSOLIDATE),
     ("sharded files of torch's Hugging Face writer", "shard-*-model-*.safetensors", _CONSOLIDATE),
     ("a PEFT adapter", "adapter_model.*", _MERGE),
     (
         "a model in GGUF format only",
         "*.gguf",
-        "give the repo or directory with the original safetensors weights",
+        _ORIGINAL,
     ),
     (
         "a model in its authors' own format only (consolidated files)",
@@ -65,6 +72,11 @@ _LOOKS_LIKE: tuple[tuple[str, str, str], ...] = (
         "a diffusers pipeline (model_index.json), whose models lie in directories of their own",
         PIPELINE,
         _OF_A_PIPELINE,
+    ),
+    (
+        "one model of a diffusers pipeline",
+        "diffusion_pytorch_model*",
+        "give its weight file, and what --wrap is to make units of; its config.json is not one of transformers",
     ),
     *(
         (
@@ -130,6 +142,9 @@ def select_file(name: str) -> Weights:
         return Weights(kind="torch-bin", index=None, single=name, notes=notes)
     if name.endswith(".json") and ".index." in name:
         return Weights(kind="torch-bin" if ".bin." in name else "safetensors", index=name, single=None)
+    what, hint = OTHER_FILES.get(os.path.splitext(name)[1].lower(), (None, None))
+    if what is not None:
+        raise SourceError(f"{escape(name)}: {what}", hint=hint)
     raise SourceError(
         f"{escape(name)}: not a weight file that can be opened by itself",
         hint="give a directory, a .safetensors file, a .bin file, or an index (*.index.json)",

@@ -6,13 +6,14 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any
 
 from shardkit._version import __version__
+from shardkit.core.result import Result
 from shardkit.core.text import escape, listed
 from shardkit.core.threads import Progress
 from shardkit.errors import ShardkitError, SourceError, UsageError
@@ -39,7 +40,7 @@ _MAX_NOTE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommitResult:
+class CommitResult(Result):
     """What became of an output that parts have written."""
 
     output: str
@@ -61,10 +62,6 @@ class CommitResult:
     warnings: tuple[str, ...]
     pushed_to: str | None = None
     """Address of the repo on the Hub, where the parts were told to upload."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +101,7 @@ class PlanStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatusResult:
+class StatusResult(Result):
     """What parts have written for a destination."""
 
     output: str
@@ -117,10 +114,6 @@ class StatusResult:
     """What parts had written was removed."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
-        return asdict(self)
 
 
 def commit(
@@ -193,7 +186,7 @@ def _carry_out(
     if agreement.version != __version__:
         raise UsageError(
             f"the parts were written by shardkit {escape(agreement.version)}, and this is {__version__}",
-            hint="commit with the same version; or begin anew after shardkit status --abort",
+            hint=f"commit with the same version; or begin anew after {_give_up(staging.destination)}",
         )
     verb = _VERBS.get(command.verb)
     if verb is None or not command.options.keys() <= signature(verb).parameters.keys():
@@ -201,20 +194,26 @@ def _carry_out(
     with staging.workplace():  # refuses what another user has put there
         options = {**command.options, "overwrite": overwrite or bool(command.options.get("overwrite"))}
     ended = list[bool]()
-    share = Committing(check=lambda here: _check_same(agreement, here), on_end=ended.append)
+    share = Committing(
+        check=lambda here: _check_same(staging.destination, agreement, here), on_end=ended.append
+    )
     result = verb(output=staging.destination, part=share, progress=progress, on_warning=on_warning, **options)
     return result, ended == [True]
 
 
-def _check_same(agreement: Agreement, here: Agreement) -> None:
+def _give_up(destination: str) -> str:
+    return f"`shardkit status {shlex.quote(destination)} --abort`"
+
+
+def _check_same(destination: str, agreement: Agreement, here: Agreement) -> None:
     if here.plan == agreement.plan:
         return
     differences = agreement.differences(replace(here, command=agreement.command))
     raise UsageError(
         f"the plan is another one by now: {agreement.plan[:16]} was carried out, {here.plan[:16]} is it here",
         problems=differences,
-        hint="commit with the same version of shardkit and an unchanged source; or begin anew after shardkit status "
-        "--abort",
+        hint="commit with the same version of shardkit and an unchanged source; or begin anew after "
+        f"{_give_up(destination)}",
     )
 
 
@@ -246,7 +245,7 @@ def _only_one(path: str) -> SharedStaging | None:
     if len(found) > 1:
         raise UsageError(
             f"parts of {len(found)} plans were begun for {escape(path)}: {listed([_hash_in(each) for each in found])}",
-            hint=f"see shardkit status {escape(path)}; give up all of them with --abort, and begin anew",
+            hint=f"see `shardkit status {shlex.quote(path)}`; {_give_up(path)} gives up all of them",
         )
     return found[0] if found else None
 
@@ -259,7 +258,7 @@ def _was_there(path: str, begun: float) -> CommitResult:
     if not storage.lexists(path):
         raise UsageError(
             f"no part was begun for {escape(path)}, and nothing is there",
-            hint="run the parts first: shardkit preshard ... --part 1/16",
+            hint="run the parts first: preshard, consolidate or reshard with `--part 1/16` and so on",
         )
     remove_marks(path)
     remove_abandoned(path)  # of a process that died after it had committed

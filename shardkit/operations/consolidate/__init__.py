@@ -27,19 +27,18 @@ from shardkit.formats.registry import stray_weights
 from shardkit.keys.select import Naming
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as, parse_rules
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
-from shardkit.operations.consolidate.osf import adapter_file, merge_osf
+from shardkit.operations.consolidate.osf import merge_osf
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
-from shardkit.operations.destination import is_hub_model, write_sidecar
+from shardkit.operations.destination import is_hub_model, label_of, write_sidecar
 from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.parts.part import Part, divide
 from shardkit.operations.parts.pool import Executor, in_pool
-from shardkit.operations.resolve import ResolvedCheckpoint, take
+from shardkit.operations.resolve import ResolvedCheckpoint, adapter_file, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
 from shardkit.operations.uploading.place import HUB_INDEX
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
 
 _SHARD_SIZE = "5GB"  # as transformers and huggingface_hub have it
-_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".safetensors.index.json", ".bin.index.json")
 
 
 @may_follow_links
@@ -290,7 +289,7 @@ def _consolidate(
     recording.check()
     publishing.check(request.output)
     adapter = adapter_file(request.checkpoint)
-    taken = take(adapter or request.checkpoint, strict=request.strict)
+    taken = take(request.checkpoint, strict=request.strict)
     resolved = taken.resolved
     writer.warn(resolved.warnings)
     beside = request.checkpoint if adapter else resolved.path
@@ -345,12 +344,7 @@ def _consolidate(
 
 def default_output(checkpoint: str) -> str:
     """Return a sibling named after a checkpoint: `run/last.ckpt` -> `run/last-hf`."""
-    path = storage.absolute(checkpoint)
-    parent, name = os.path.split(path)
-    stem = next(
-        (name.removesuffix(s) for s in sorted(_SUFFIXES, key=len, reverse=True) if name.endswith(s)), name
-    )
-    return os.path.join(parent, (stem or name or "model") + EXPORT_ENDING)
+    return os.path.join(os.path.dirname(storage.absolute(checkpoint)), label_of(checkpoint) + EXPORT_ENDING)
 
 
 def _shard_limit(max_shard_size: str | int, single_file: bool) -> int | None:

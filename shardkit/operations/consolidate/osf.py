@@ -10,7 +10,6 @@ Source: peft 0.21, tuners/osf/layer.py (get_delta_weight, merge), tuners/osf/uti
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Collection, Mapping
@@ -22,9 +21,8 @@ from shardkit.core.catalog import Catalog, OnRead, SourceFile, renumber, subset
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
-from shardkit.files import storage
-from shardkit.formats.contract import Checkpoint, listing
-from shardkit.formats.hub.base import ADAPTER_CONFIG, Base
+from shardkit.formats.contract import Checkpoint
+from shardkit.formats.hub.base import Base
 from shardkit.keys.expressions import made_name
 from shardkit.keys.renaming import name_as_hub
 from shardkit.operations.consolidate.adapter import STEM, as_bytes, read_tensor
@@ -44,14 +42,6 @@ class Trained(NamedTuple):
     """(r)"""
     v: str
     """(r, M)"""
-
-
-def adapter_file(path: str) -> str | None:
-    """Return the weights in the directory of a PEFT adapter; None for any other path, and if a model lies beside it."""
-    names = listing(path) if storage.isdir(path) else frozenset[str]()
-    if {_FILE, ADAPTER_CONFIG} <= names and not any(name.startswith("model") for name in names):
-        return os.path.join(path, _FILE)
-    return None
 
 
 def merge_osf(checkpoint: Checkpoint, base: Base | None) -> Checkpoint:

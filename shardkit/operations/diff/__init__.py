@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Shape
+from shardkit.core.result import Result
 from shardkit.core.text import KIB, MIB, count, escape, listed, parse_size
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import UsageError
@@ -141,7 +142,7 @@ class TensorDiff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiffResult:
+class DiffResult(Result):
     """How two checkpoints differ."""
 
     a: str

@@ -12,9 +12,9 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
+from shardkit.core.result import Result
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError, UsageError
 from shardkit.files import storage, stores
@@ -42,7 +42,7 @@ class Unused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GcResult:
+class GcResult(Result):
     """What was removed, or with `dry_run` would be."""
 
     path: str
@@ -56,10 +56,6 @@ class GcResult:
     young: tuple[Unused, ...]
     """Left alone, as they are younger than `older_than_s`: a run may be writing them."""
     older_than_s: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
-        return asdict(self)
 
 
 def gc(

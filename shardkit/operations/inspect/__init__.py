@@ -16,19 +16,21 @@ from shardkit import formats
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Shape
+from shardkit.core.result import Result
 from shardkit.core.text import escape, fold
-from shardkit.errors import LayoutError, SourceError
+from shardkit.errors import LayoutError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of, path_in
 from shardkit.files.links import may_follow_links
 from shardkit.files.strict_json import status_of
-from shardkit.formats.contract import Checkpoint, HubModel
+from shardkit.formats.contract import Checkpoint, HubModel, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.ties import ties_embeddings
 from shardkit.layout.recorded import recorded_layout
 from shardkit.operations.casts import DTypeCount, count_dtypes
 from shardkit.operations.holdings import Holdings, hold, shared_extents
+from shardkit.operations.resolve import stands_for
 from shardkit.osft.plan import stored_targets
 
 _SHARD_SUFFIX = ".distcp"
@@ -88,11 +90,13 @@ class InspectedUnits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InspectResult:
+class InspectResult(Result):
     """What a model or a checkpoint holds."""
 
     path: str
     """As it was given."""
+    resolved: str
+    """What was looked at: the newest checkpoint of a run's directory, else the path as it was given."""
     kind: Literal["hub", "presharded", "dcp", "sharded"]
     """A Hub model, a checkpoint with a `shardkit.json`, any other plain DCP checkpoint, or one of another format."""
     format: str
@@ -160,7 +164,8 @@ def inspect(
     """Return what a path holds, without reading tensor data and without torch (legacy `.bin` needs it).
 
     Args:
-        path: a Hub model's directory or weight file, a pre-sharded directory, or any trainer's checkpoint.
+        path: a Hub model's directory or weight file, a PEFT adapter, a pre-sharded directory, any trainer's
+            checkpoint, or a run's directory, whose newest complete checkpoint is taken.
         tensors: list every tensor; otherwise tensors whose names differ only in numbers are one entry.
         holdings: tell too which rank and which file holds which bytes, for pictures. This reads `.metadata` and headers of a
             pre-sharded directory, which takes ten seconds for a million chunks.
@@ -173,10 +178,21 @@ def inspect(
     """
     path = os.fspath(path)
     if not storage.lexists(path):
-        raise SourceError(
-            f"{escape(path)}: no such file or directory",
+        raise absent(
+            path,
             hint="inspect reads local paths and those of object stores; bring a Hub model here with: hf download ORGANISATION/NAME",
         )
+    found = stands_for(path)
+    result = _inspect(found.path, tensors=tensors, holdings=holdings)
+    return replace(
+        result,
+        path=path,
+        notes=(*found.notes, *result.notes),
+        warnings=(*found.warnings, *result.warnings),
+    )
+
+
+def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
     directory = home_of(path if storage.isdir(path) else os.path.dirname(path) or os.curdir)
     if storage.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
         found = manifest.read(directory)
@@ -213,6 +229,7 @@ def _inspect_hub(path: str, model: HubModel, *, unfold: bool) -> InspectResult:
         notes += ("config.json ties the word embeddings: input and output are one parameter",)
     return InspectResult(
         path=path,
+        resolved=path,
         kind="hub",
         format=catalog.format,
         model_class=_model_class(config),
@@ -246,6 +263,7 @@ def _inspect_sharded(
     is_dcp = checkpoint.format == catalog.format  # no trainer's own
     return InspectResult(
         path=path,
+        resolved=path,
         kind="dcp" if is_dcp else "sharded",
         format=checkpoint.format,
         made_by=checkpoint.writer or None,
@@ -303,6 +321,7 @@ def _inspect_presharded(
     targets = _target_fields(found)
     return InspectResult(
         path=path,
+        resolved=path,
         kind="presharded",
         format="dcp",
         made_by=f"{said.tool.name} {said.tool.version}",

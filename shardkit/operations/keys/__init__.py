@@ -13,6 +13,7 @@ from typing import Any
 from shardkit import formats
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.regions import Shape
+from shardkit.core.result import Result
 from shardkit.core.text import count, escape, fold, listed, suggestion
 from shardkit.errors import LayoutError, ShardkitError, UsageError
 from shardkit.files import storage
@@ -91,7 +92,7 @@ class BoundTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeysResult:
+class KeysResult(Result):
     """What key rules make of a source."""
 
     source: str

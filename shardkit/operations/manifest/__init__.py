@@ -15,6 +15,7 @@ from typing import Any
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import is_contiguous
+from shardkit.core.result import Result
 from shardkit.core.text import count, escape, listed
 from shardkit.core.threads import NoProgress, Progress, choose_jobs
 from shardkit.errors import IntegrityError, ResourceError, UsageError
@@ -27,6 +28,7 @@ from shardkit.formats.registry import directory_of, format_of
 from shardkit.operations.answers import Gathering, PartAnswer, Question, State, answers_to
 from shardkit.operations.destination import check_sidecar, write_sidecar
 from shardkit.operations.parts.part import Part
+from shardkit.operations.resolve import stands_for
 from shardkit.operations.verify.bytes import scan_whole
 from shardkit.operations.verify.manifest import Listing, list_files
 from shardkit.operations.verify.questions import recorded_in
@@ -37,11 +39,11 @@ _NOT_TAKEN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ManifestResult:
+class ManifestResult(Result):
     """What was written, or with `dry_run` would be."""
 
     path: str
-    """The checkpoint, as it was given."""
+    """The checkpoint: as it was given, or the newest one in the run's directory that was given."""
     manifest: str
     """The manifest, an absolute path."""
     dry_run: bool
@@ -64,10 +66,6 @@ class ManifestResult:
     part: PartAnswer | None = None
     """What became of a part while others lack something: there is no manifest yet. None where there is."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
-        return asdict(self)
-
 
 @may_follow_links
 def write_manifest(
@@ -89,7 +87,8 @@ def write_manifest(
     Checksums that the checkpoint records are compared: one that is damaged already gets no manifest.
 
     Args:
-        path: a checkpoint of any format that shardkit opens, or a Hub model.
+        path: a checkpoint of any format that shardkit opens, a Hub model, or a run's directory, whose newest
+            checkpoint is taken; it has to be whole.
         output: the manifest to make; by default beside the checkpoint, `<path>.shardkit.json`.
         inside: put it into the checkpoint's directory, as `shardkit.json`.
         sha256: take the sha256 of every file too.
@@ -111,7 +110,8 @@ def write_manifest(
         ResourceError: a file cannot be read, or the manifest cannot be written.
     """
     begun, gathering = time.monotonic(), Gathering.of("write_manifest", locals())
-    path, num_threads = os.fspath(path), choose_jobs(jobs)
+    given, num_threads = os.fspath(path), choose_jobs(jobs)
+    path = stands_for(given, strict=True).path if storage.lexists(given) else given
     directory = home_of(directory_of(path))
     may_be_ours = overwrite or (gathering is not None and gathering.has_begun)
     target = _target(directory, output, inside=inside, overwrite=may_be_ours)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -200,7 +201,7 @@ class Divided:
         UsageError.raise_for(
             closed,
             f"parts have committed {escape(self._destination)}, and it is another one by now",
-            hint=f"remove what they left: shardkit status {escape(self._destination)} --abort",
+            hint=f"remove what they left: `shardkit status {shlex.quote(self._destination)} --abort`",
         )
         folders = {os.path.dirname(image.name) for image in self._images} - {""}
         is_ours = self.staging.create(self._agreement.dump(), folders)
@@ -231,7 +232,7 @@ class Divided:
             f"{self._agreement.plan[:16]} here",
             problems=problems,
             hint="give all parts the same command, source and version of shardkit; or give up what is there: "
-            f"shardkit status {escape(self._destination)} --abort",
+            f"`shardkit status {shlex.quote(self._destination)} --abort`",
         )
 
     @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,15 +21,14 @@ from typing import Any, Literal, NamedTuple
 from shardkit import formats
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.mesh import Mesh, parse_mesh
-from shardkit.core.text import MIB
+from shardkit.core.text import MIB, escape
 from shardkit.core.threads import Progress
-from shardkit.errors import UsageError
+from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import storage
-from shardkit.files.links import is_snapshot, may_follow_links
+from shardkit.files.links import may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
-from shardkit.files.stores import is_remote
-from shardkit.formats.contract import HubModel
 from shardkit.formats.dequantize import take_plain
+from shardkit.formats.registry import recognise
 from shardkit.layout.choice.choose import OnStep, silent
 from shardkit.layout.choice.parallel_rules import parse_parallel_rules
 from shardkit.layout.layout import Layout, TensorLayout
@@ -36,7 +36,7 @@ from shardkit.operations.ahead import Expected
 from shardkit.operations.casts import dequantized_as, parse_rules
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
-from shardkit.operations.destination import check_space
+from shardkit.operations.destination import check_space, default_output
 from shardkit.operations.holdings import Holdings
 from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.parts.pool import Executor, in_pool
@@ -44,6 +44,7 @@ from shardkit.operations.preshard.factors import OsftResult, OsftRun
 from shardkit.operations.preshard.held import hold_job
 from shardkit.operations.preshard.job import JobOptions, PreshardJob, build_job, expect_job
 from shardkit.operations.preshard.profiles import find_profile, write_companions
+from shardkit.operations.resolve import stands_for
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
 from shardkit.osft.plan import OsftPlan, as_plan
 
@@ -259,12 +260,17 @@ def preshard(
     local = source if storage.exists(source) else None
     if output is not None:  # before anything is downloaded
         writer.check_destination(os.fspath(output), local)
-    opened = formats.open(source, format="hub", revision=revision, variant=variant, headers_only=dry_run)
+    try:
+        opened = formats.open(source, format="hub", revision=revision, variant=variant, headers_only=dry_run)
+    except SourceError as error:
+        raise _of_a_training(source, parsed, error) from error
     assert opened.hub is not None  # what it asked for
     writer.find_manifests([opened.hub.catalog], local or opened.hub.directory)
     plain = take_plain(opened, dequantize=dequantize, dtype=dequantized_as(dtype, options.dtype_rules))
     assert plain.hub is not None
-    path = writer.check_destination(os.fspath(output or _default_output(plain.hub, local, parsed)), local)
+    path = writer.check_destination(
+        os.fspath(output or default_output(plain.hub.label, local, parsed)), local
+    )
 
     def expect() -> Expected[PreshardJob] | None:
         expected = expect_job(plain, parsed, options)
@@ -295,6 +301,27 @@ def preshard(
     return replace(result, holdings=hold_job(job)) if holdings else result
 
 
+def _of_a_training(source: str, mesh: Mesh, error: SourceError) -> SourceError:
+    """Return why a source is no Hub model; for a checkpoint of a training with the commands that take it."""
+    if not storage.exists(source):
+        return error
+    try:
+        taken = stands_for(source).path
+    except ShardkitError:
+        return error
+    found = recognise(taken)
+    if found is None or found.name == "hub":
+        return error
+    place = shlex.quote(source)
+    ways = [f"`shardkit consolidate {place}` makes a Hub model of it"]
+    if mesh.pp == 1:
+        ways.insert(0, f"`shardkit reshard {place} --mesh {mesh}` writes it for this mesh")
+    what = (
+        "a checkpoint" if taken == source else f"a run's directory with checkpoints, such as {escape(taken)}"
+    )
+    return SourceError(f"{escape(source)} is {what}, not a Hub model", hint="; ".join(ways))
+
+
 def _describe(
     job: PreshardJob, run: OsftRun | None, directory: str, *, sha256: bool, shards: str | None = None
 ) -> FolderDescriptions | FileDescriptions:
@@ -316,19 +343,6 @@ def _describe(
         sha256=sha256,
         measured={} if run is None else run.measured,
         shards=shards,
-    )
-
-
-def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:
-    """Return a name made of model and mesh: "Qwen3-8B-dp_shard32", "Qwen3-8B-dp_replicate2-dp_shard16"."""
-    name = "-".join([model.label, *str(mesh).replace("=", "").split(",")])
-    if (
-        source is None or is_remote(source) or is_snapshot(source)
-    ):  # the place beside a snapshot belongs to the Hub's cache
-        return name
-    home = storage.realpath(source)
-    return (
-        os.path.join(os.path.dirname(home), name) if os.path.commonpath([home, os.getcwd()]) == home else name
     )
 
 

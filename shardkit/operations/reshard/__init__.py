@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.mesh import parse_mesh
-from shardkit.core.text import MIB, escape
+from shardkit.core.text import MIB
 from shardkit.core.threads import Progress
 from shardkit.errors import MeshError
 from shardkit.files import manifest, storage
@@ -22,6 +22,7 @@ from shardkit.files.stores import is_remote
 from shardkit.formats.recorded import SourceManifests
 from shardkit.operations.companions import copy_file
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
+from shardkit.operations.destination import default_output, label_of
 from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.reshard.job import ReshardJob, build_job, take_apart
@@ -75,6 +76,8 @@ class ReshardResult(WriteResult):
     """As it was given."""
     checkpoint: str
     """The checkpoint that was taken."""
+    reason: str
+    """Why it was taken, for people."""
     writer: str
     """Who wrote it, for people."""
     world_size: int
@@ -92,7 +95,7 @@ class ReshardResult(WriteResult):
 @may_follow_links
 def reshard(
     checkpoint: str | os.PathLike[str],
-    output: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
     *,
     world_size: int | None = None,
     mesh: str | None = None,
@@ -121,7 +124,8 @@ def reshard(
 
     Args:
         checkpoint: a checkpoint, or a run directory, whose newest complete checkpoint is taken.
-        output: the directory to make. The same trainer can read it: files beside the shards are copied.
+        output: the directory to make; by default one in the working directory, named after checkpoint and mesh. The
+            same trainer can read it: files beside the shards are copied.
         world_size: number of ranks; `mesh` may tell it instead.
         mesh: "dp_replicate=2,dp_shard=16"; by default one `dp_shard` axis of `world_size`.
         dtype: "keep", "bf16", "fp16" or "fp32" for floating tensors outside the optimizer; scalars stay.
@@ -191,7 +195,8 @@ def reshard(
     taken = take(source, strict=strict)
     resolved = taken.resolved
     writer.warn(resolved.warnings)
-    writer.check_destination(os.fspath(output), resolved.path)
+    chosen = output or default_output(label_of(resolved.path), resolved.path, parsed)
+    writer.check_destination(os.fspath(chosen), resolved.path)
     parts = take_apart(taken, check_source=check_source)
     writer.warn(parts.warnings)
     manifests = writer.find_manifests([part.catalog for part in parts.parts], resolved.path)
@@ -216,14 +221,13 @@ def reshard(
 def _result(
     job: ReshardJob, source: str, resolved: ResolvedCheckpoint, facts: dict[str, Any]
 ) -> ReshardResult:
-    is_other = resolved.path.rstrip("/") != source.rstrip("/")
-    taken = [f"{escape(resolved.path)}: {resolved.reason}"] if is_other else []
     optimizer = sum(len(part.optimizer) for part in job.folders.values())
     objects = sum(len(part.objects) for part in job.folders.values())
     return ReshardResult(
         **facts,
         source=source,
         checkpoint=resolved.path,
+        reason=resolved.reason,
         writer=job.parts.writer,
         world_size=job.mesh.size,
         mesh=str(job.mesh),
@@ -232,5 +236,5 @@ def _result(
         num_objects=objects,
         folders=tuple(job.folders),
         copied=job.parts.siblings,
-        notes=(*taken, *resolved.notes, *job.notes),
+        notes=(*resolved.notes, *job.notes),
     )

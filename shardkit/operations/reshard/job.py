@@ -419,7 +419,7 @@ def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, dig
         raise UsageError(
             f"--dtype {dtype}: the weights in {escape(parts.weights_beside)} are copied as they are and cannot be "
             "converted",
-            hint="convert them with shardkit consolidate --dtype",
+            hint="shardkit consolidate converts them, with `--dtype`",
         )
     folders = {part.folder: _part_job(part, mesh, dtype, optimizer_dtype, digest) for part in parts.parts}
     output = JoinedImages({folder: job.output for folder, job in folders.items()})

@@ -12,13 +12,14 @@ from functools import partial
 from shardkit.core.text import count, parse_size
 from shardkit.core.threads import NoProgress, Progress, choose_jobs
 from shardkit.errors import UsageError
+from shardkit.files import storage
 from shardkit.files.digest import place_of
 from shardkit.files.links import may_follow_links
 from shardkit.formats.contract import Checkpoint
 from shardkit.operations.answers import Gathering, State, answers_to
 from shardkit.operations.holdings import Holdings, hold, hold_files
 from shardkit.operations.parts.part import Part
-from shardkit.operations.resolve import take
+from shardkit.operations.resolve import stands_for, take
 from shardkit.operations.verify.bytes import choose
 from shardkit.operations.verify.factors import FactorQuestions
 from shardkit.operations.verify.questions import Joined, Questions, recorded_in, some_stretches, whole_files
@@ -52,7 +53,8 @@ def verify(
     cannot be looked at at all is raised.
 
     Args:
-        path: a pre-sharded directory, any trainer's checkpoint, a Hub model's directory or weight file.
+        path: a pre-sharded directory, any trainer's checkpoint, a Hub model's directory or weight file, a PEFT
+            adapter, or a run's directory, whose newest checkpoint is taken; it has to be whole.
         full: read every byte that has a recorded checksum, and the frozen factors of OSFT, whose directions have to be
             orthonormal. Otherwise only headers, metadata, chunk lists and manifests
             are read.
@@ -82,7 +84,8 @@ def verify(
         IncompleteError: `answers` without `part`, and parts are missing.
         ResourceError: a directory cannot be listed, or the Hub cannot be reached.
     """
-    gathering, path = Gathering.of("verify", locals()), os.fspath(path)
+    gathering, given = Gathering.of("verify", locals()), os.fspath(path)
+    path = given
     share, size = _parse_read(read)
     if full and read is not None:
         raise UsageError("a full check reads everything: give either --full or --read")
@@ -97,6 +100,10 @@ def verify(
     other = take(against, strict=True) if strict and against is not None else None
     level: Level = "full" if full else "structure" if read is None else "sample"
     report = Report(progress=progress)
+    if storage.lexists(path):
+        taken = stands_for(path, strict=True)
+        path = taken.path
+        report.add_notes(taken.notes)
     structure = check_structure(path, report, manifest_path=None if manifest is None else os.fspath(manifest))
     if gathering is not None:
         gathering.check_outside(path, structure.directory)
@@ -127,6 +134,7 @@ def verify(
     inquiry.sum_up(found, report)
     return replace(
         _result(
+            given,
             path,
             level,
             structure.checkpoint,
@@ -181,6 +189,7 @@ def _parse_read(read: str | int | None) -> tuple[float | None, int]:
 
 def _result(
     path: str,
+    resolved: str,
     level: Level,
     checkpoint: Checkpoint | None,
     report: Report,
@@ -199,6 +208,7 @@ def _result(
         )
     return VerifyResult(
         path=path,
+        resolved=resolved,
         level=level,
         format=checkpoint.format if checkpoint is not None else None,
         writer=checkpoint.writer if checkpoint is not None else None,

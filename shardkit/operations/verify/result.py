@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from shardkit.core.result import Result
 from shardkit.core.text import escape
 from shardkit.core.threads import NoProgress, Progress, run_all
 from shardkit.errors import ResourceError, ShardkitError
@@ -63,11 +64,13 @@ def _box(region: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyResult:
+class VerifyResult(Result):
     """What was checked, and every problem that was found."""
 
     path: str
     """As it was given."""
+    resolved: str
+    """What was looked at: the newest checkpoint of a run's directory, else the path as it was given."""
     level: Level
     format: str | None
     """Such as "dcp", "lightning" or "hub"; None if it could not be opened."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -18,12 +19,13 @@ from shardkit.files import manifest, storage
 from shardkit.files.digest import Archive, FileBytes, Stretch, place_of
 from shardkit.files.home import home_of, path_in
 from shardkit.files.strict_json import open_regular
-from shardkit.formats.contract import Checkpoint, has_any, inner, listing
+from shardkit.formats.contract import Checkpoint, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
 from shardkit.operations.companions import walk
+from shardkit.operations.resolve import was_checkpoint
 from shardkit.operations.verify.dcp import verify_dcp
 from shardkit.operations.verify.manifest import (
     Described,
@@ -33,7 +35,6 @@ from shardkit.operations.verify.manifest import (
 )
 from shardkit.operations.verify.result import Report
 
-_REMAINS = ("*.distcp", "__*.chunks.json", "*.safetensors", "*.safetensors.index.json", manifest.NAME)
 _NO_CHECKSUM = "safetensors files record no checksum; only a manifest with digests has one"
 
 
@@ -66,9 +67,7 @@ def check_structure(
         ResourceError: a directory cannot be listed.
     """
     if not storage.lexists(path):
-        raise SourceError(
-            f"{escape(path)}: no such file or directory", hint="check the path of the checkpoint"
-        )
+        raise absent(path)
     directory = home_of(directory_of(path))
     beside = _manifest_beside(directory, manifest_path, report) if not is_new else None
     checkpoint, failure = _open(path, is_known=beside is not None)
@@ -104,7 +103,8 @@ def _manifest_beside(directory: str, manifest_path: str | None, report: Report) 
     if manifest_path is not None:
         if not storage.lexists(manifest_path):
             raise SourceError(
-                f"{escape(manifest_path)}: no such file", hint="write one with shardkit manifest"
+                f"{escape(manifest_path)}: no such file",
+                hint=f"`shardkit manifest {shlex.quote(directory)}` writes one",
             )
         return manifest_path
     found = manifest.sidecar_of(directory)
@@ -135,26 +135,9 @@ def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitErro
             raise
         return None, error
     except SourceError as error:
-        if not is_known and not _is_damaged_one(path):
+        if not is_known and not was_checkpoint(path):
             raise
         return None, error
-
-
-def _is_damaged_one(path: str) -> bool:
-    """True for what once was a checkpoint, as far as names tell."""
-    if recognise(path) is not None:
-        return True
-    directory = directory_of(path)
-    return any(has_any(listing(place), *_REMAINS) for place in (directory, *_directories(directory)))
-
-
-def _directories(path: str) -> Iterator[str]:
-    """Yield the directories in a directory that have shard files but no `.metadata` to list them."""
-    for name in listing(path):
-        below = inner(path, name)
-        names = listing(below) if below is not None else frozenset[str]()
-        if below is not None and METADATA not in names and has_any(names, "*.distcp"):
-            yield below
 
 
 def _survey(

@@ -166,7 +166,7 @@ BROKEN: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "missing": (place(relative_path="__1_0.distcp"), r"__1_0\.distcp: no such file .*model\.w"),
     "directory": (place(relative_path="d.distcp"), r"d\.distcp: not a regular file"),
     "fifo": (place(relative_path="f.distcp"), r"f\.distcp: not a regular file"),
-    "link": (place(relative_path="l.distcp"), r"l\.distcp: a symbolic link; pass --follow-links"),
+    "link": (place(relative_path="l.distcp"), r"l\.distcp: a symbolic link; pass follow_links=True"),
     "far": (place(offset=1 << 40), r"model\.w: bytes .*__0_0\.distcp, which has"),
     "negative": (place(offset=-5), r"model\.w: bytes -5"),
     "empty": (place(length=0), r"model\.w: bytes"),

@@ -146,7 +146,7 @@ def test_the_settings_that_are_made_name_the_bases_repo(
 def test_settings_that_are_not_there(state: dict[str, torch.Tensor], settings: Path, tmp_path: Path) -> None:
     source = save({"model": state}, tmp_path / "c")
     for given in (tmp_path / "none", source):
-        with pytest.raises(SourceError, match="--adapter-config") as caught:
+        with pytest.raises(SourceError, match="adapter_config") as caught:
             shardkit.consolidate(source, adapter_config=str(given))
         assert str(given) in caught.value.message
     with pytest.raises(UsageError, match="hold none"):

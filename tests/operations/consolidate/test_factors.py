@@ -106,7 +106,7 @@ def test_kept_factors(tmp_path: Path) -> None:
 
 def test_keeping_what_is_not_there(tmp_path: Path) -> None:
     checkpoint = save({"model": weights()}, tmp_path / "step-3")
-    with pytest.raises(UsageError, match="--keep-factors: the checkpoint holds no factors"):
+    with pytest.raises(UsageError, match="keep_factors=True: the checkpoint holds no factors"):
         shardkit.consolidate(checkpoint, tmp_path / "out", keep_factors=True)
 
 

@@ -72,7 +72,7 @@ def test_without_a_base(tmp_path: Path) -> None:
 def test_every_misfit_is_named(tmp_path: Path) -> None:
     tensors = part("adapter")
     base = hub(tmp_path / "base", {"q.weight": torch.ones(12, 17)})
-    with pytest.raises(SourceError, match="does not fit --base") as caught:
+    with pytest.raises(SourceError, match="does not fit base") as caught:
         shardkit.consolidate(adapter(tmp_path / "one", tensors), base=base)
     assert len(caught.value.problems) == 2
     del tensors["base_model.model.q.osf_svd_params.S_low"]

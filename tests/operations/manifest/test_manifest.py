@@ -417,7 +417,7 @@ def test_the_number_of_threads_changes_nothing(copied: Callable[[str], Path], na
     one = verify(path, full=True, jobs=1)
     assert len(one.problems) > 1
     assert seen(one) == seen(verify(path, full=True, jobs=2)) == seen(verify(path, full=True, jobs=16))
-    with pytest.raises(UsageError, match="--jobs"):
+    with pytest.raises(UsageError, match="jobs"):
         verify(path, jobs=0)
 
 

@@ -231,7 +231,7 @@ def test_where_a_manifest_may_not_go(checkpoint: Path, tmp_path: Path) -> None:
         shardkit.consolidate(checkpoint, tmp_path / "out", manifest_file=checkpoint / "m.json")
     with pytest.raises(ResourceError, match="does not exist"):
         shardkit.consolidate(checkpoint, tmp_path / "out", manifest_file=tmp_path / "absent" / "m.json")
-    with pytest.raises(UsageError, match="--manifest"):
+    with pytest.raises(UsageError, match="manifest=True"):
         shardkit.consolidate(checkpoint, tmp_path / "out", sha256=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-3"]
 

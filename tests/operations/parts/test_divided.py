@@ -121,9 +121,9 @@ def test_without_hard_links(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"resume": False}, "--part goes without --no-resume"),
-        ({"resume_from": "x"}, "--part goes without --no-resume"),
-        ({"osft": 0.3}, "--part with --osft"),
+        ({"resume": False}, "part goes without resume=False"),
+        ({"resume_from": "x"}, "part goes without resume=False"),
+        ({"osft": 0.3}, "part with osft"),
     ],
 )
 def test_what_a_part_cannot_do(options: dict[str, Any], said: str, model: Path, tmp_path: Path) -> None:

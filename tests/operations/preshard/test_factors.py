@@ -334,7 +334,7 @@ def test_a_source_of_factors_is_stored_as_it_is_or_refused(make_hub: MakeHub, tm
     with pytest.raises(LayoutError, match="are not complete"):
         shardkit.preshard(cut, tmp_path / "none", world_size=2)
     (source / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
-    with pytest.raises(UsageError, match="--layout declared"):
+    with pytest.raises(UsageError, match="layout='declared'"):
         shardkit.preshard(source, tmp_path / "more", world_size=2)
 
 
@@ -372,7 +372,7 @@ def test_the_memory_bounds_the_processes(tmp_path: Path) -> None:
         ({"profile": "transformers"}, UsageError, "has none for factors"),
         ({"profile": "torchtitan"}, UsageError, "has none for factors"),
         ({"profile": "verl"}, UsageError, "has none for factors"),
-        ({"keys": "torchtitan-llama3"}, UsageError, "--keys"),
+        ({"keys": "torchtitan-llama3"}, UsageError, "keys"),
         ({"osft": OsftPlan(ratio=0.3, targets="*.nothing")}, UsageError, "matches no weight"),
         ({"dtype_rules": ["*osft_U_high=bf16"]}, UsageError, "match no floating tensor"),
     ],

@@ -34,7 +34,7 @@ def test_declared_asks_nobody(hub: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_traced_is_refused_without_a_model(make_hub: Callable[..., Path], tmp_path: Path) -> None:
     plain = make_hub({"a": torch.ones(4)})
     with pytest.raises(
-        LayoutError, match=r"--layout traced: no model can be traced: there is no config.json"
+        LayoutError, match=r"layout='traced': no model can be traced: there is no config.json"
     ):
         preshard(plain, tmp_path / "out", world_size=2, layout="traced")
     assert not (tmp_path / "out").exists()
@@ -42,9 +42,9 @@ def test_traced_is_refused_without_a_model(make_hub: Callable[..., Path], tmp_pa
 
 def test_what_contradicts_itself_is_refused(hub: Path, tmp_path: Path) -> None:
     for options, said in (
-        ({"layout": "traced", "names": "hub"}, "what --names hub stores is no model"),
+        ({"layout": "traced", "names": "hub"}, "what names='hub' stores is no model"),
         ({"layout": "traced", "keys": "torchtitan-llama3"}, "what key rules make is no model"),
-        ({"layout": "real"}, "--layout 'real' is not one of auto, traced, declared"),
+        ({"layout": "real"}, "layout='real' is not one of auto, traced, declared"),
     ):
         with pytest.raises(UsageError, match=said):
             preshard(hub, tmp_path / "out", world_size=2, **options)

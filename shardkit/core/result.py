@@ -1,0 +1,59 @@
+"""What every verb's result can do: give plain data to a program, and show itself in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from html import escape as html_escape
+from typing import Any
+
+from shardkit.core.text import count, escape, format_size
+
+_MAX_SHOWN = 5
+
+
+class Result:
+    """The base of results, which are frozen dataclasses."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data; docs/schemas describes it."""
+        content: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
+        return content
+
+    def _repr_html_(self) -> str:
+        """Return a small table for a notebook. Every name in it is escaped; lists show how long they are."""
+        rows = (
+            (name, value) for name, value in self.to_json().items() if value not in (None, (), [], {}, "")
+        )
+        lines = (
+            f"<tr><th style='text-align:left'>{_text(name.replace('_', ' '))}</th>"
+            f"<td style='text-align:left'>{_cell(name, value)}</td></tr>"
+            for name, value in rows
+        )
+        return f"<table><caption>{type(self).__name__}</caption>{''.join(lines)}</table>"
+
+
+def _cell(name: str, value: object) -> str:
+    if isinstance(value, Mapping):
+        pairs = (f"{_text(key)}: {_text(each)}" for key, each in value.items() if each is not None)
+        return "; ".join(pairs)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        shown = "".join(f"<br>{_item(name, each)}" for each in value[:_MAX_SHOWN])
+        return count(len(value), "entry", "entries") + shown + ("<br>..." if len(value) > _MAX_SHOWN else "")
+    return _item(name, value)
+
+
+def _item(name: str, value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and name.endswith("_bytes"):
+        return _text(format_size(value))
+    if isinstance(value, Mapping):
+        return _cell(name, value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ": ".join(_text(each) for each in value)
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    return html_escape(escape(str(value)))

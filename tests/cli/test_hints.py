@@ -1,0 +1,206 @@
+"""What errors tell people to type: it works, on the command line and in Python."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from inspect import signature
+from pathlib import Path
+
+import click
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import shardkit
+from shardkit.cli import main
+from shardkit.errors import ARGUMENTS, FLAGS, VALUED, as_arguments
+
+PACKAGE = Path(shardkit.__file__).parent
+COMMAND = re.compile(r"`(shardkit [^`]*)`")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+# What other programs are told.
+OTHERS = {"--ckpt-format", "--array", "--checkpoint", "--format"}
+
+# --resume is the default, --all has an argument of another name, and consolidate has a flag --manifest.
+OTHER_SENSE = {
+    ("preshard", "--resume"),
+    ("consolidate", "--resume"),
+    ("reshard", "--resume"),
+    ("diff", "--all"),
+    ("verify", "--manifest"),
+}
+
+# what was given -> (command, what the message says, what the hint says)
+CASES = {
+    "a pre-sharded directory": ("preshard sharded x --world-size 4", "is a checkpoint", "reshard sharded"),
+    "a DCP directory": ("preshard dcp x --world-size 4", "not a Hub model", "consolidate dcp"),
+    "a run": ("preshard run x --world-size 4", "a run's directory with checkpoints", "reshard run"),
+    "a file of torch.save": ("preshard model.pt x --world-size 4", "not a Hub model", "consolidate model.pt"),
+    "an adapter": ("preshard lora x --world-size 4", "a PEFT adapter", "merge it into its base"),
+    "GPTQ": ("preshard gptq x --world-size 4", "quantization_config (gptq)", "dequantise it"),
+    "a GGUF file": ("inspect tiny.gguf", "a model in GGUF format", "original safetensors"),
+    "a directory with GGUF": ("consolidate gguf x", "GGUF format only", "original safetensors"),
+    "one model of diffusers": (
+        "preshard unet x --world-size 4",
+        "of a diffusers pipeline",
+        "its weight file",
+    ),
+    "a typo in a path": ("preshard ./tinny x --world-size 4", "closest name: ./tiny", "check the path"),
+    "a typo that could be a repo": ("preshard tinny x --world-size 4", "tinny", "closest name: tiny"),
+    "a typo in what is inspected": ("inspect tinny", "closest name: tiny", "hf download"),
+    "a typo in what is verified": ("verify tinny", "closest name: tiny", "check the path"),
+    "a typo in what is compared": ("diff tiny tinny", "closest name: tiny", "check the path"),
+    "a typo in a base": ("consolidate run x --base tinny", "tinny", "closest name: tiny"),
+    "a typo in a module path": (
+        "preshard tiny x --world-size 4 --wrap layer.*",
+        "closest name: layers",
+        "module paths that exist",
+    ),
+    "a typo in a glob": (
+        "preshard tiny x --world-size 4 --dtype-rule layer.*=fp32",
+        "match no floating tensor",
+        "--dry-run shows",
+    ),
+    "a typo in an option": ("preshard tiny x --worldsize 4", "no such option", "shows its options"),
+    "a typo in a command": ("inspct tiny", "closest name: inspect", "shows its options"),
+    "a typo in a dtype": (
+        "preshard tiny x --world-size 4 --dtype bf61",
+        "is not one of",
+        "shows its options",
+    ),
+    "no argument": ("diff tiny", "missing argument 'B'", "shows its options"),
+    "no mesh": ("preshard tiny x", "no mesh given", "--world-size"),
+    "a destination that is something else": (
+        "preshard tiny other --world-size 4",
+        "is not a sharded checkpoint",
+        "choose another name",
+    ),
+    "a destination that can be replaced": ("preshard tiny sharded --world-size 4", "exists", "--overwrite"),
+    "nothing that was committed": ("commit x", "no part", "run the parts first"),
+    "no manifest": ("verify tiny --manifest gone.json", "gone.json: no such file", "shardkit manifest tiny"),
+    "nothing in it": ("inspect other", "is not a checkpoint", "give the directory"),
+}
+
+
+@pytest.fixture
+def all_kinds(tiny, monkeypatch):
+    """What people give, in the working directory, around `tiny`."""
+    home = tiny.parent
+    tensors = {"model": {"layers.0.up.weight": torch.ones(4, 3), "embed.weight": torch.ones(5, 3)}}
+    for place in ("dcp", "run/step-1", "run/step-2"):
+        dcp.save(tensors, checkpoint_id=home / place, no_dist=True)
+    torch.save(tensors["model"], home / "model.pt")
+    shardkit.preshard(tiny, home / "sharded", world_size=2, layout="declared")
+    for place, name in (
+        ("lora", "adapter_model.safetensors"),
+        ("gptq", "model.safetensors"),
+        ("unet", "diffusion_pytorch_model.safetensors"),
+    ):
+        (home / place).mkdir()
+        save_file({"a.weight": torch.ones(2, 2)}, home / place / name, metadata={"format": "pt"})
+    (home / "lora/adapter_config.json").write_text("{}")
+    (home / "gptq/config.json").write_text('{"quantization_config": {"quant_method": "gptq", "bits": 4}}')
+    (home / "unet/config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+    (home / "gguf").mkdir()
+    for place in ("tiny.gguf", "gguf/tiny.gguf"):
+        (home / place).write_bytes(b"GGUF" + bytes(64))
+    (home / "other").mkdir()
+    (home / "other/notes.txt").write_text("mine")
+    return home
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_what_to_type_next(run, all_kinds, subtests):
+    """Each situation says what it is and what to do; every command in a hint runs, and every option is the verb's."""
+    for situation, (typed, said, hinted) in CASES.items():
+        with subtests.test(situation):
+            result = run(*shlex.split(typed))
+            assert result.exit_code in (2, 3, 5), result.output
+            message, _, hint = result.stderr.partition("hint: ")
+            assert message.startswith("error: ")
+            assert said in message
+            assert hinted in hint
+            for command in COMMAND.findall(hint):
+                again = run(*shlex.split(command)[1:])
+                assert again.exit_code == 0, (command, again.output)
+            named = set(OPTION.findall(re.sub("`[^`]*`", "", result.stderr)))
+            assert not named - options_of(typed.split()[0]) - set(typed.split())
+
+
+def options_of(verb: str) -> set[str]:
+    command = main.get_command(click.Context(main), verb)
+    return {
+        text for param in (command.params if command else ()) for text in (*param.opts, *param.secondary_opts)
+    }
+
+
+def strings() -> Iterator[tuple[str, str]]:
+    """Yield (file, text) of every string in the package, with what goes into it left out."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield path.name, node.value
+
+
+def test_options_and_commands_that_texts_name_exist():
+    verbs = main.list_commands(click.Context(main))
+    known = {option for verb in verbs for option in options_of(verb)} | {"--help", "--version"} | OTHERS
+    keys = main.get_command(click.Context(main), "keys")
+    known |= {option for each in keys.commands.values() for param in each.params for option in param.opts}
+    for file, text in strings():
+        assert not set(OPTION.findall(text)) - known, file
+        for verb in re.findall(r"`shardkit ([a-z]+)", text):
+            assert verb in verbs, (file, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "in_python"),
+    [
+        (
+            "choose another name, or replace it with --overwrite",
+            "choose another name, or replace it with overwrite=True",
+        ),
+        (
+            "pass --world-size N, or --mesh dp_replicate=2,dp_shard=16",
+            "pass world_size=N, or mesh='dp_replicate=2,dp_shard=16'",
+        ),
+        ("--check-source off lets it through", "check_source=False lets it through"),
+        ("name it with --base, or ask for bf16", "name it with base, or ask for bf16"),
+        ("begin anew with --no-resume", "begin anew with resume=False"),
+        ("say --parallel-rule 'GLOB=colwise'", "say parallel_rules='GLOB=colwise'"),
+        ("--root says where it begins", "root says where it begins"),
+        ("see `shardkit status x --abort`", "see `shardkit status x --abort`"),
+        ("use --array=1-16 or the like", "use --array=1-16 or the like"),
+    ],
+)
+def test_python_is_told_of_arguments(text: str, in_python: str):
+    assert as_arguments(text) == in_python
+    error = shardkit.UsageError(text, hint=text)
+    assert str(error) == f"{in_python}\nhint: {in_python}"
+    assert (error.to_json()["message"], error.to_json()["hint"]) == (text, text)
+
+
+def test_every_argument_that_has_an_option_is_known():
+    functions = {
+        "preshard": shardkit.preshard,
+        "consolidate": shardkit.consolidate,
+        "reshard": shardkit.reshard,
+        "verify": shardkit.verify,
+        "diff": shardkit.diff,
+        "inspect": shardkit.inspect,
+        "manifest": shardkit.write_manifest,
+        "commit": shardkit.commit,
+        "status": shardkit.status,
+    }
+    for verb, function in functions.items():
+        arguments = set(signature(function).parameters)
+        for param in main.get_command(click.Context(main), verb).params:
+            for option in (*param.opts, *param.secondary_opts):
+                if param.name in arguments and option.startswith("--") and (verb, option) not in OTHER_SENSE:
+                    assert option in (FLAGS if param.is_flag else VALUED), (verb, option)
+                    name = ARGUMENTS.get(option, option[2:].replace("-", "_"))
+                    assert name == param.name or option == "--no-resume"

@@ -1,0 +1,75 @@
+"""docs/schemas describes what `--json` prints, and results show themselves in a notebook."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jsonschema
+import pytest
+
+import shardkit
+
+ROOT = Path(__file__).parents[2]
+SCHEMAS = runpy.run_path(str(ROOT / "scripts" / "schemas.py"))
+
+# command -> what is typed, in a directory with the model `tiny` and what the commands before have made.
+COMMANDS = {
+    "preshard": ["preshard", "tiny", "sharded", "--world-size", "2", "--layout", "declared"],
+    "inspect": ["inspect", "sharded", "--tensors"],
+    "manifest": ["manifest", "tiny"],
+    "verify": ["verify", "sharded", "--full"],
+    "consolidate": ["consolidate", "sharded", "hub"],
+    "reshard": ["reshard", "sharded", "third", "--world-size", "3"],
+    "diff": ["diff", "tiny", "hub", "--stats"],
+    "keys": ["keys", "show", "tiny"],
+    "cache": ["cache"],
+    "env": ["env"],
+    "gc": ["gc", ".", "--dry-run"],
+    "status": ["status", "parts"],
+    "commit": ["commit", "parts"],
+    "error": ["inspect", "gone"],
+}
+
+
+def test_what_lies_in_docs_is_made_from_the_types():
+    found = {path.name: path.read_text() for path in (ROOT / "docs/schemas").iterdir()}
+    assert found == SCHEMAS["texts"](), "python scripts/schemas.py"
+
+
+def test_every_command_prints_what_its_schema_says(run, tiny, subtests):
+    for part in ("1/2", "2/2"):  # the second makes the output, and commit finds it there
+        run("preshard", "tiny", "parts", "--world-size", "2", "--layout", "declared", "--part", part)
+    damaged = run("diff", "tiny", "parts", "--json")
+    assert damaged.exit_code == 0
+    for command, typed in COMMANDS.items():
+        with subtests.test(command):
+            printed = json.loads(run(*typed, "--json").stdout)
+            schema = json.loads((ROOT / f"docs/schemas/{command}.schema.json").read_text())
+            jsonschema.Draft202012Validator.check_schema(schema)
+            jsonschema.validate(printed, schema)
+            assert set(printed) <= set(schema["properties"])
+
+
+def test_a_schema_refuses_what_is_not_so(run, tiny):
+    printed = json.loads(run("inspect", "tiny", "--json").stdout)
+    schema = json.loads((ROOT / "docs/schemas/inspect.schema.json").read_text())
+    for wrong in ({"num_tensors": "4"}, {"kind": "other"}, {"files": [{"name": "x"}]}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(printed | wrong, schema)
+
+
+def test_a_result_in_a_notebook_is_a_small_table_that_is_inert(run, tiny):
+    tiny.rename(tiny.parent / "<script>&")
+    html = shardkit.inspect("<script>&")._repr_html_()
+    table = ElementTree.fromstring(html.replace("<br>", "<br/>"))
+    assert [element.tag for element in table.iter() if element.tag not in ("tr", "th", "td", "br")] == [
+        "table",
+        "caption",
+    ]
+    cells = {row[0].text: "".join(row[1].itertext()) for row in table.findall("tr")}
+    assert cells["path"] == "<script>&"
+    assert cells["tensor bytes"] == "116 B"
+    assert len(html) < 4000
