@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -135,12 +136,25 @@ def _facts(result: InspectResult) -> Iterator[tuple[str, str]]:
     yield from limited("osft", [_targets(each) for each in result.osft])
     yield "files", _files(result)
     yield from limited("tied", [" = ".join(map(escape, group)) for group in result.ties])
-    yield from limited("objects", [escape(name) for name in result.objects])
+    yield from limited("objects", list(_objects(result.objects)))
     for asset in result.assets:
         yield "assets", escape(asset)
     yield from limited("refused", [f"{kind}: {escape(reason)}" for kind, reason in result.refused])
     yield from limited("skipped", [f"{escape(name)}: {escape(reason)}" for name, reason in result.skipped])
     yield from limited("omitted", [f"{escape(name)}: {escape(reason)}" for name, reason in result.omitted])
+
+
+def _objects(names: Sequence[str]) -> Iterator[str]:
+    """Yield the entries that are not tensors; those below one name, such as a param group's, are one line."""
+    below = Counter(name.rpartition(".")[0] for name in names)
+    said = set[str]()
+    for name in names:
+        parent = name.rpartition(".")[0]
+        if not parent or below[parent] == 1:
+            yield escape(name)
+        elif parent not in said:
+            said.add(parent)
+            yield f"{escape(parent)}: {count(below[parent], 'entry', 'entries')}"
 
 
 def _targets(each: InspectedTargets) -> str:

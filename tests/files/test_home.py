@@ -74,7 +74,18 @@ Answer = Callable[[Path, Path], object]
 def said(result: Any) -> dict[str, Any]:
     """What a verb answers, without paths, times and the size of `.metadata`, which has longer names."""
     known = result.to_json()
-    dropped = ("path", "elapsed_s", "read_bytes", "assets", "manifest", "a", "b", "resolved_a", "resolved_b")
+    dropped = (
+        "path",
+        "resolved",
+        "elapsed_s",
+        "read_bytes",
+        "assets",
+        "manifest",
+        "a",
+        "b",
+        "resolved_a",
+        "resolved_b",
+    )
     return {key: value for key, value in known.items() if key not in dropped}
 
 

@@ -193,7 +193,7 @@ def test_random_buffers_do_not_depend_on_the_process(hub: str) -> None:
 
 
 def test_alone_a_source_that_is_absent_is_an_error(hub: str, tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="no such path"):
+    with pytest.raises(SourceError, match="no such file"):
         prepare(hub, tmp_path / "absent/")
     with pytest.raises(SourceError):
         prepare(hub, tmp_path)
@@ -289,7 +289,7 @@ def test_a_rank_whose_source_has_no_weights_learns_what_is_read(out: Path) -> No
 def test_a_source_that_nobody_has_is_one_error(out: Path) -> None:
     found = same_error(lambda: prepare(str(out / "hub"), str(out / "nowhere.d/")))
     assert found["error"] == "SourceError"
-    assert "no such path" in found["message"]
+    assert "no such file" in found["message"]
 
 
 @two.test

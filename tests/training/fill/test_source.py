@@ -350,7 +350,7 @@ def test_chunk_lists_that_cover_less_are_refused(
 
 def test_sources_that_are_none(hub: Callable[[str], Path], tmp_path: Path) -> None:
     model = build_model(str(hub("llama")))
-    with pytest.raises(SourceError, match="no such path"):
+    with pytest.raises(SourceError, match="no such file"):
         opened(model, tmp_path / "ab--sent/")
     with pytest.raises(SourceError, match="not a checkpoint"):
         opened(model, tmp_path)
@@ -438,7 +438,7 @@ def test_weights_in_a_shared_store_are_read(hub: Callable[[str], Path], tmp_path
     (place / "config.json").symlink_to(store / "config.json")
     with pytest.raises(SourceError, match=r"config\.json: a symbolic link that leaves") as caught:
         prepare(str(place), str(place))
-    assert "follow_links=True" in str(caught.value.hint)
+    assert "follow_links=True" in str(caught.value)
     context = prepare(str(place), str(place), follow_links=True)
     assert torch.equal(
         finalize(context.model, context).state_dict()[name],

@@ -1,0 +1,130 @@
+"""Runs the commands of a guide as a reader types them, and holds what they print against the page.
+
+    python -m tests.guides.console       puts what they print today into all pages
+
+A block of the language `console` has lines that begin with `$ `, each followed by what it prints. `shardkit` runs in this
+process, `torchrun` on ranks that are forked, and anything else in a shell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from click.testing import CliRunner
+
+from shardkit.cli import main
+from shardkit.layout import traced
+from tests.test_examples import make_model
+from tests.worlds.processes import fork_server, run_script
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "guides"
+SCRIPTS = ROOT / "examples" / "guides"
+_BLOCK = re.compile(r"^```console\n(.*?)^```$", re.M | re.S)
+# What depends on the machine, and not on what is done.
+_VARYING = (
+    (re.compile(r"\b\d+\.\d\d s(, [\d.]+ [KMG]iB/s)?"), "0.00 s"),
+    (re.compile(r"free disk(\s+).*"), r"free disk\1..."),
+    (re.compile(r"loss \d+\.\d+"), "loss ..."),
+    (re.compile(r"'(train_\w+)': '[\d.]+'"), r"'\1': ..."),
+)
+
+
+class Typed(NamedTuple):
+    """A command of a page."""
+
+    command: str
+    printed: str
+
+
+def commands(block: str) -> Iterator[Typed]:
+    """Yield the commands of a block."""
+    for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
+        command, _, printed = part.partition("\n")
+        while command.endswith("\\"):
+            more, _, printed = printed.partition("\n")
+            command += "\n" + more
+        yield Typed(command, printed)
+
+
+def run(command: str, home: Path) -> str:
+    """Run a command in a directory, and return all that it prints; the directory itself is shown as `.`."""
+    words = shlex.split(command.partition("  # ")[0])
+    if words[0] == "shardkit":
+        result = CliRunner().invoke(main, words[1:], prog_name="shardkit")
+        assert result.exit_code in (0, 1), result.output
+        said = result.output
+    elif words[0] == "torchrun":
+        said = _launch(words, home)
+    else:
+        done = subprocess.run(command, shell=True, cwd=home, capture_output=True, text=True, check=True)
+        said = done.stdout
+    return said.replace(f"{home}/", "./")
+
+
+def steady(text: str) -> str:
+    """Return text without what differs from machine to machine."""
+    for pattern, instead in _VARYING:
+        text = pattern.sub(instead, text)
+    return "\n".join(line.rstrip() for line in text.strip("\n").split("\n"))
+
+
+def _launch(words: list[str], home: Path) -> str:
+    _, option, size, script, *arguments = words
+    assert option == "--nproc-per-node"
+    printed = home / ".printed"
+    printed.unlink(missing_ok=True)
+    request = {
+        "script": str(SCRIPTS / script),
+        "arguments": arguments,
+        "num_processes": int(size),
+        "printed": str(printed),
+    }
+    run_script(
+        "distributed/launch_world.py", json.dumps(request), env={"CUDA_VISIBLE_DEVICES": "", "PWD": str(home)}
+    )
+    said = printed.read_text()
+    printed.unlink()
+    return said
+
+
+def differences(page: Path, home: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield (command, what the page says, what it prints) of each command of a page, run in order."""
+    for block in _BLOCK.findall(page.read_text()):
+        for command, printed in commands(block):
+            yield command, steady(printed), steady(run(command, home))
+
+
+def _fresh(typed: Typed, printed: str) -> Iterator[str]:
+    """Yield a command and what it prints now, or what the page says already where only the machine differs."""
+    yield f"$ {typed.command}"
+    text = typed.printed if steady(typed.printed) == steady(printed) else printed
+    yield from (line.rstrip() for line in text.rstrip("\n").split("\n") if text.strip())
+
+
+def rewrite(page: Path, home: Path) -> None:
+    """Put what the commands print into a page."""
+
+    def fresh(match: re.Match[str]) -> str:
+        lines = [line for typed in commands(match[1]) for line in _fresh(typed, run(typed.command, home))]
+        return "\n".join(["```console", *lines, "```"])
+
+    page.write_text(_BLOCK.sub(fresh, page.read_text()))
+
+
+if __name__ == "__main__":
+    traced._spawn = fork_server().trace  # not once more in a process of its own
+    for each in map(Path, sys.argv[1:]) if sys.argv[1:] else sorted(PAGES.glob("*.md")):
+        with tempfile.TemporaryDirectory() as place:
+            os.chdir(place)
+            make_model(Path(place, "my-model"))
+            rewrite(each if each.is_absolute() else ROOT / each, Path(place))
