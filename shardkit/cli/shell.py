@@ -12,7 +12,7 @@ from shardkit.core.text import escape, suggestion
 
 _PROGRAM, _VARIABLE = "shardkit", "_SHARDKIT_COMPLETE"
 
-_STATUS = (
+STATUS = (
     ("0", "done; of verify: nothing is wrong; of diff: equal"),
     ("1", "the answer of verify, diff or keys check is no"),
     ("2", "usage: options that cannot be carried out, an existing destination"),
@@ -101,7 +101,7 @@ def manual(root: click.Context) -> str:
         ".SH COMMANDS",
         *(line for context in _contexts(group, root) for line in _command(context)),
         ".SH EXIT STATUS",
-        *_terms(_STATUS),
+        *_terms(STATUS),
         ".SH ENVIRONMENT",
         *_terms(VARIABLES),
     ]
