@@ -71,6 +71,8 @@ ERROR = {
     },
     "required": ["error", "message", "problems", "hint", "exit_code"],
 }
+LEFT_OUT = {"holdings"}
+"""Fields for pictures, which `to_json` leaves out."""
 _LATE = {"TensorStats": TensorStats}
 """Types that the modules which name them import only for type checkers."""
 _SCALARS: dict[Any, str] = {
@@ -103,6 +105,7 @@ def _of_record(kind: Any, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
     properties = {
         field.name: _with(_of(hints[field.name], records), texts.get(field.name))
         for field in dataclasses.fields(kind)
+        if field.name not in LEFT_OUT
     }
     properties |= {
         name: _with(_of(hint, records), text) for name, (hint, text) in COMPUTED.get(kind, {}).items()

@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable
 _SHOWN_PROBLEMS = 20
 
 FLAGS = frozenset(
-    "--abort --allow-missing --allow-unexpected --check --dequantize --dry-run --follow-links --full --inside "
+    "--abort --allow-missing --allow-unexpected --allow-unsafe-store --check --dequantize --dry-run --follow-links --full --inside "
     "--keep-factors --manifest --merge-lora --no-resume --overwrite --private --rounded --sha256 --single-file "
     "--stats --strict --tensors --trust-remote-code".split()
 )

@@ -106,8 +106,11 @@ SURFACE = {
     "help": ["--man", "NAMES"],
     "inspect": [
         "--follow-links",
+        "--html",
         "--json",
         "--no-progress",
+        "--overwrite",
+        "--picture",
         "--quiet",
         "--tensors",
         "--verbose",

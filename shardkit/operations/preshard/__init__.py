@@ -27,6 +27,7 @@ from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
+from shardkit.files.stores import is_remote
 from shardkit.formats.dequantize import take_plain
 from shardkit.formats.registry import recognise
 from shardkit.layout.choice.choose import OnStep, silent
