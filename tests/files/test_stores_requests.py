@@ -192,7 +192,7 @@ print(said, (kib("VmHWM") - before) << 10)
 def test_memory_stays_below_the_limit(
     large: Files, tmp_path: Path, verb: str, folder: str, most: int
 ) -> None:
-    """The peak of the process, above what it has once all is imported; 16 MiB are the HTTP client's and malloc's."""
+    """The peak of the process, above what it has once all is imported; 32 MiB are the HTTP client's, and what malloc keeps."""
     arguments = [f"{S3}/{folder}", str(tmp_path / "out"), str(most), verb]
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True, check=False
@@ -200,6 +200,6 @@ def test_memory_stays_below_the_limit(
     assert done.returncode == 0, done.stderr
     said, peak = map(int, done.stdout.split())
     assert said <= most
-    assert peak <= most + 16 * MIB
+    assert peak <= most + 32 * MIB
     largest = max(seen.nbytes for seen in large.served.proxy.ranges("/large/"))
     assert largest <= most // 2

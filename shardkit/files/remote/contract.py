@@ -61,8 +61,8 @@ class Store(Protocol):
             FileNotFoundError: there is none.
         """
 
-    def fetch(self, key: str, version: Object, start: int, into: memoryview) -> int:
-        """Fill `into` with bytes of a version of an object, from byte `start` on; return how many there were.
+    def fetch(self, key: str, version: Object, start: int, nbytes: int) -> memoryview:
+        """Return bytes of a version of an object, from byte `start` on; as many as came.
 
         Raises:
             FileNotFoundError: the object is gone.

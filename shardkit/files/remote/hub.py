@@ -144,17 +144,17 @@ class Repo:
             raise gone(key)
         return found
 
-    def fetch(self, key: str, version: Object, start: int, into: memoryview) -> int:
-        """Fill memory with a range of a file."""
+    def fetch(self, key: str, version: Object, start: int, nbytes: int) -> memoryview:
+        """Return a range of a file."""
         place, is_new = self._place(key, version)
         try:
-            return _fetch(place, start, into, version.size)
+            return _fetch(place, start, nbytes, version.size)
         except Exception as error:
             if is_new or status_of(error) not in _SIGNATURE_GONE:
                 raise
         with self._lock:  # the signature of an address holds for a while
             self._places.pop(key, None)
-        return _fetch(self._place(key, version)[0], start, into, version.size)
+        return _fetch(self._place(key, version)[0], start, nbytes, version.size)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Refuse: a commit does not change."""
@@ -199,11 +199,11 @@ class Repo:
         return Refusal(problem, may_pass=is_short(error) or passes)
 
 
-def _fetch(url: str, start: int, into: memoryview, size: int) -> int:
-    """Fill memory with a range of what lies at an address."""
+def _fetch(url: str, start: int, nbytes: int, size: int) -> memoryview:
+    """Return a range of what lies at an address."""
     from huggingface_hub import utils
 
-    stop, done = start + len(into), 0
+    stop, done, into = start + nbytes, 0, memoryview(bytearray(nbytes))
     with _stream(url, {**_headers(url), "Range": f"bytes={start}-{stop - 1}"}) as (response, pieces):
         utils.hf_raise_for_status(response)  # type: ignore[attr-defined, arg-type]
         said = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
@@ -220,7 +220,7 @@ def _fetch(url: str, start: int, into: memoryview, size: int) -> int:
                 raise short_body()
             into[done : done + len(piece)] = piece
             done += len(piece)
-    return done
+    return into[:done]
 
 
 def _headers(url: str) -> dict[str, str]:

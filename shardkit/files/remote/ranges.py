@@ -10,7 +10,6 @@ held and what is under way stays below one limit, which is the process's (`set_l
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from bisect import bisect_right, insort
@@ -29,20 +28,12 @@ _FIRST_NBYTES = 64 << 10  # of a small read: a header, or the directory of a rec
 _LARGE_NBYTES = 256 << 10  # tensors are read in such pieces, headers are not
 _MIN_REQUEST_NBYTES = 64 << 10
 _OVERHEAD_NBYTES = 1 << 19  # of a request under way: what the HTTP client holds of its body
-_MAPPED_NBYTES = 256 << 10  # memory of this size goes back to the system at once; malloc may keep it
 _KEPT_ENDS = 32  # places of an object at which reading may go on
 BLOCK = 4096
 _STREAK = 2  # spans that followed each other, from which on the next is fetched ahead
 
-Fetch = Callable[[int, memoryview], None]
-"""(first byte, memory) -> the memory is full."""
-
-
-_Room = bytearray | mmap.mmap
-
-
-def _room(nbytes: int) -> _Room:
-    return mmap.mmap(-1, nbytes) if nbytes >= _MAPPED_NBYTES else bytearray(nbytes)
+Fetch = Callable[[int, int], memoryview]
+"""(first byte, bytes) -> so many bytes."""
 
 
 class _Span:
@@ -63,7 +54,7 @@ class _Span:
 
     def __init__(self, owner: Ranges, start: int, stop: int, wanted: int, *, is_planned: bool) -> None:
         self.owner, self.start, self.stop, self.left = owner, start, stop, wanted
-        self.data: _Room | None = None
+        self.data: memoryview | None = None
         self.is_planned = is_planned
         self.is_under_way = self.was_held = self.is_read_to_end = self.is_ahead = False
 
@@ -185,7 +176,7 @@ class Ranges:
 
     Args:
         size: bytes of the object.
-        fetch: fills memory from a byte on, or raises.
+        fetch: returns bytes from one on, or raises.
     """
 
     def __init__(self, size: int, fetch: Fetch) -> None:
@@ -248,7 +239,7 @@ class Ranges:
         into = _Into(views)
         while at < stop:
             span, data, begin = self._bytes_at(at, stop)
-            part = memoryview(data)[at - begin : stop - begin]
+            part = data[at - begin : stop - begin]
             into.put(part)
             self._count(span, at, at + len(part))
             at += len(part)
@@ -275,7 +266,7 @@ class Ranges:
             if index >= 0 and self._spans[index] is span:
                 del self._spans[index]
 
-    def _bytes_at(self, at: int, stop: int) -> tuple[_Span, _Room, int]:
+    def _bytes_at(self, at: int, stop: int) -> tuple[_Span, memoryview, int]:
         """Return the span around byte `at`, its bytes, and the place of the first of them."""
         memory = self._memory
         with memory.changed:
@@ -382,13 +373,12 @@ class Ranges:
         except Exception:  # who needs the bytes tries again, and says what is wrong
             return
 
-    def _carry_out(self, span: _Span) -> _Room:
+    def _carry_out(self, span: _Span) -> memoryview:
         """Fetch a span for which there is room, and hold it."""
-        memory, data = self._memory, None
+        memory = self._memory
+        data: memoryview | None = None
         try:
-            room = _room(span.nbytes)
-            self._fetch(span.start, memoryview(room))
-            data = room
+            data = self._fetch(span.start, span.nbytes)
             return data
         finally:
             with memory.changed:
