@@ -165,7 +165,7 @@ class Mesh:
         """Yield the regions of one axis without a call for each: a thousand ranks have 600,000."""
         size, before, after = shape[dim], shape[:dim], shape[dim + 1 :]
         zeros_before, zeros_after = (0,) * len(before), (0,) * len(after)
-        ranks = self._lowest_ranks(axis)
+        ranks = _lowest_ranks(self, axis)
         step = -(-size // len(ranks))
         whole = (*before, step, *after)
         for part, rank in enumerate(ranks):
@@ -180,13 +180,15 @@ class Mesh:
     def _first(self) -> int:
         return 0 if self.ranks is None else self.ranks.start
 
-    def _lowest_ranks(self, axis: int) -> list[int]:
-        """Return the lowest rank at each position of an axis."""
-        digits = self.digits[axis]
-        return [
-            self._first + sum(at * stride for at, (_, stride) in zip(place, digits, strict=True))
-            for place in product(*(range(size) for size, _ in digits))
-        ]
+
+@lru_cache(maxsize=64)
+def _lowest_ranks(mesh: Mesh, axis: int) -> tuple[int, ...]:
+    """Return the lowest rank at each position of an axis."""
+    digits = mesh.digits[axis]
+    return tuple(
+        mesh._first + sum(at * stride for at, (_, stride) in zip(place, digits, strict=True))
+        for place in product(*(range(size) for size, _ in digits))
+    )
 
 
 @lru_cache(maxsize=256)  # layers are alike
@@ -204,7 +206,7 @@ def _is_read_by_stock(mesh: Mesh, shape: Shape, placements: Placements) -> bool:
 @lru_cache(maxsize=256)
 def _owners(mesh: Mesh, shape: Shape, placements: Placements) -> tuple[tuple[int, Region], ...]:
     ordered = cuts(placements, mesh.shape)
-    lowest = {cut.axis: mesh._lowest_ranks(cut.axis) for cut in ordered}
+    lowest = {cut.axis: _lowest_ranks(mesh, cut.axis) for cut in ordered}
     coord, found = [0] * len(mesh.axes), dict[Shape, tuple[int, Region]]()
     for place in product(*(range(len(ranks)) for ranks in lowest.values())):
         for axis, at in zip(lowest, place, strict=True):

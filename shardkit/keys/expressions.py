@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -264,6 +265,7 @@ def _inverse(dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(back)
 
 
+@lru_cache(maxsize=1024)  # experts are alike
 def cover(source: Shape, target: Shape, region: Region) -> tuple[Region, Region]:
     """Return equal boxes on both sides of a reshape, the smallest that hold a box of the target.
 
