@@ -39,6 +39,11 @@ def test_what_lies_in_docs_is_made_from_the_types():
     assert found == SCHEMAS["texts"](), "python scripts/schemas.py"
 
 
+def test_the_reference_is_made_from_the_commands():
+    reference = runpy.run_path(str(ROOT / "scripts" / "reference.py"))
+    assert reference["PAGE"].read_text() == reference["page"](), "python scripts/reference.py"
+
+
 def test_every_command_prints_what_its_schema_says(run, tiny, subtests):
     for part in ("1/2", "2/2"):  # the second makes the output, and commit finds it there
         run("preshard", "tiny", "parts", "--world-size", "2", "--layout", "declared", "--part", part)
