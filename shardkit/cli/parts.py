@@ -13,6 +13,7 @@ from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
     from shardkit.operations.commit import CommitResult, PartStatus, PlanStatus, StatusResult
+    from shardkit.operations.uploading.status import StoredStatus
 
 
 @click.command(
@@ -68,10 +69,10 @@ Examples:
   shardkit status Qwen3-8B-dp_shard1024 --abort""",
 )
 @click.argument("output", type=opt.PATH)
-@click.option("--abort", is_flag=True, help="Remove what parts have written and nobody has committed.")
+@click.option("--abort", is_flag=True, help="Remove what was written and nobody has committed.")
 @opt.reporting
 def status_command(*, out: Output, output: str, abort: bool) -> None:
-    """Show how far the parts of a job are that write OUTPUT, and who is missing."""
+    """Show how far the parts of a job are that write OUTPUT, and who is missing; in s3://, what is not committed."""
     from shardkit.operations.commit import status
 
     out.result(status(output, abort=abort), _render_status)
@@ -80,9 +81,17 @@ def status_command(*, out: Output, output: str, abort: bool) -> None:
 def _render_status(result: StatusResult) -> list[str]:
     """Return a result as lines for people."""
     is_there = f"{escape(result.output)} {'is' if result.is_there else 'is not'} there"
+    if result.stored is not None:
+        return [is_there, *facts(_stored_facts(result.stored, aborted=result.aborted))]
     if result.aborted:
         return [f"{is_there}; what parts had written was removed"]
     return [is_there, *(line for plan in result.plans for line in facts(_plan_facts(plan)))]
+
+
+def _stored_facts(stored: StoredStatus, *, aborted: bool) -> Iterator[tuple[str, str]]:
+    end = " were removed" if aborted else ""
+    yield "not committed", f"{count(stored.num_files, 'file')}, {format_size(stored.file_bytes)}{end}"
+    yield "on their way", f"{count(stored.num_uploads, 'file')}, {format_size(stored.sent_bytes)} sent"
 
 
 def _plan_facts(plan: PlanStatus) -> Iterator[tuple[str, str]]:

@@ -20,6 +20,7 @@ from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, has_commits, remove_marks, shared_of
 from shardkit.files.staging import identity_of, remove_abandoned
+from shardkit.files.stores import is_remote
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
 from shardkit.operations.parts.agreement import Agreement, Committing, read_all
@@ -27,6 +28,7 @@ from shardkit.operations.parts.divided import absolute, incomplete
 from shardkit.operations.parts.notes import name_of, noted_in
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
+from shardkit.operations.uploading.status import StoredStatus, status_in_store
 from shardkit.operations.write import OnWarning, WriteResult
 from shardkit.transfer.checks import Unchecked
 
@@ -111,7 +113,9 @@ class StatusResult(Result):
     plans: tuple[PlanStatus, ...]
     """One, unless several were begun at the same moment."""
     aborted: bool
-    """What parts had written was removed."""
+    """What parts had written was removed; in a store, what nobody has committed."""
+    stored: StoredStatus | None = None
+    """What lies in a store beside the output; None for a local one."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
@@ -280,14 +284,19 @@ def status(output: str | os.PathLike[str], *, abort: bool = False) -> StatusResu
     """Tell what the parts of a job have written so far, and who is missing; or give it up.
 
     Args:
-        output: the destination that the parts were given.
-        abort: remove everything that parts have written and nobody has committed. Parts that are still at work end with
+        output: the destination that the parts were given; or one in `s3://`, of any run.
+        abort: remove everything that was written and nobody has committed. Parts that are still at work end with
             an error.
 
     Raises:
         UsageError: a commit that did not end has moved an old output aside, and it cannot go back.
         SourceError, ResourceError: the record of the parts cannot be read, or not be removed.
     """
+    if is_remote(output):
+        is_there, stored = status_in_store(os.fspath(output), abort=abort)
+        return StatusResult(
+            output=os.fspath(output), is_there=is_there, plans=(), aborted=abort, stored=stored, notes=()
+        )
     path = absolute(os.fspath(output))
     found = shared_of(path)
     plans: tuple[PlanStatus, ...] = ()

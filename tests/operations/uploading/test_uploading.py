@@ -453,3 +453,37 @@ def test_a_file_that_somebody_removed_is_missed(
             WRITES["preshard"](served.home, out)
     assert ".metadata" not in objects(out)
     assert WRITES["preshard"](served.home, out).resumed_files == 2
+
+
+@pytest.mark.parametrize("verb", WRITES)
+def test_it_is_a_source(served: Served, tmp_path: Path, out: str, verb: str) -> None:
+    """shardkit reads what it has written, and both sides of a verb may lie in stores."""
+    WRITES[verb](served.home, out)
+    stores.forget()
+    report = shardkit.verify(out, full=True)
+    assert (report.problems, report.warnings) == ((), ())
+    assert shardkit.diff(out, served.home / "hub").is_equal
+    shardkit.preshard(out, f"{out}-again", world_size=2, wrap="none") if verb == "consolidate" else (
+        shardkit.consolidate(out, f"{out}-again")
+    )
+    assert shardkit.diff(f"{out}-again", served.home / "hub").is_equal
+
+
+def test_what_is_not_committed_is_shown_and_given_up(served: Served, out: str) -> None:
+    WRITES["preshard"](served.home, out)
+    whole = objects(out)
+    served.proxy.strikes = lambda seen: seen.method == "POST" and "uploadId" in seen.path  # to complete one
+    served.proxy.faults[:] = ["403"] * 10
+    with pytest.raises(ResourceError):
+        shardkit.reshard(served.home / "dcp", out, world_size=2, overwrite=True)
+    served.proxy.reset()
+    status = shardkit.status(out)
+    assert status.is_there
+    assert status.stored is not None
+    assert status.stored.num_uploads > 0
+    assert status.stored.sent_bytes > uploads.PART_NBYTES
+    assert shardkit.status(out, abort=True).aborted
+    after = shardkit.status(out).stored
+    assert after is not None
+    assert (after.num_files, after.num_uploads) == (0, 0)
+    assert objects(out) == whole
