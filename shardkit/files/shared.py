@@ -6,11 +6,12 @@
         done/                         a note for each finished file, by its number in the plan
         parts/                        who began and who ended, for people
         work/<owner>/                 what one process is writing
-        replaced/                     what was at the destination; or a note that nothing was
+        new-<owner>/                  `data` while a commit exchanges it with the destination; then what was there
+        replaced/                     where nothing can be exchanged: what was at the destination, or a note that nothing was
         committed.json                sizes and times of the files that became the destination
 
 It appears whole, with one rename, and nothing ever makes `data` again: where `data` is missing, it has become the
-destination. Files get their names in `data` by a rename, and whoever writes a file of that name writes the same bytes,
+destination, or a commit has taken it to exchange it. Files get their names in `data` by a rename, and whoever writes a file of that name writes the same bytes,
 so that a process may work on what another one was believed to have lost. No locks. Only a commit moves `data`, and only
 a commit or a person removes the rest: the name is not one that `staging.abandoned` takes for a dead run's. Where a part
 commits, `plan.json` and `committed.json` stay under a name that ends in `.done`, so that parts that come late see that all is
@@ -38,6 +39,7 @@ _HASH_DIGITS = 16
 _DONE = ".done"
 _NAME = re.compile(_MARK + r"[0-9a-f]{16}", re.ASCII)
 _NOTHING, _COMMITTED = "nothing", "committed.json"
+_TAKEN = "new-"
 _MAX_BYTES = 1 << 28
 
 
@@ -204,9 +206,11 @@ class SharedStaging:
     def commit(self, work: str, names: Iterable[str], *, overwrite: bool) -> bool:
         """Make `data` the destination, in one rename; False if another process has. `remove` or `keep_mark` comes next.
 
-        With `overwrite` what is at the destination is moved aside first. Whoever commits does that, or notes that
-        nothing was there, under one name that can be taken once: so a slow committer never moves aside what a faster
-        one has made.
+        With `overwrite` what is at the destination is exchanged: its name has the old or the new one at every moment.
+        Whoever exchanges has taken `data` before, and others may take it from there; so a slow committer never brings
+        back what a faster one has replaced. Where the system cannot exchange, the old one is moved aside first. Whoever
+        commits does that, or notes that nothing was there, under one name that can be taken once: so a slow committer
+        never moves aside what a faster one has made.
 
         Args:
             work: a `workplace` of this process.
@@ -215,6 +219,7 @@ class SharedStaging:
 
         Raises:
             UsageError: the destination exists.
+            FileNotFoundError: another commit has taken the data, and has not ended.
             ResourceError: the system cannot rename, or bring it to the disk.
         """
         try:
@@ -224,9 +229,14 @@ class SharedStaging:
             # Descriptions may be written by several at once, and have other times then.
             states = {name: _state(os.path.join(self.data, name)) for name in names}
             self.write_note(work, self.path, _COMMITTED, json.dumps(states).encode())
-            self._move_aside(work, overwrite=overwrite)
-            rename_noreplace(self.data, self.destination)
+            if overwrite and storage.lexists(self.destination) and _can_exchange(work):
+                self._exchange(work)
+            else:
+                self._move_aside(work, overwrite=overwrite)
+                rename_noreplace(self.data, self.destination)
         except FileNotFoundError:
+            if not self.is_committed and (self.is_open or self._taken()):
+                raise
             return False
         except OSError as error:
             if error.errno in IS_THERE:
@@ -246,7 +256,7 @@ class SharedStaging:
         Raises:
             ResourceError: the system refuses.
         """
-        for path in (self.done, self.parts, self._work, self._replaced):
+        for path in (self.done, self.parts, self._work, self._replaced, *self._taken()):
             storage.remove_tree(path)
         mark = self.path + _DONE
         try:
@@ -257,6 +267,59 @@ class SharedStaging:
             return
         except OSError as error:
             raise ResourceError(f"cannot rename {escape(self.path)}: {error.strerror}") from error
+
+    def _exchange(self, work: str) -> None:
+        """Take the data under a name of this process's own, and exchange it with the destination.
+
+        Raises:
+            FileNotFoundError: another process has taken it.
+            OSError: the system refuses; the data is where it was.
+        """
+        own = os.path.join(self.path, _TAKEN + os.path.basename(work))
+        storage.rename(self.data, own)
+        try:
+            try:
+                storage.renameat2(own, self.destination, storage.RENAME_EXCHANGE)
+            except (
+                FileNotFoundError
+            ):  # nothing is at the destination any more, or another process has taken it
+                rename_noreplace(own, self.destination)
+        except FileNotFoundError:
+            raise
+        except BaseException:
+            self.reopen()
+            raise
+
+    def _taken(self) -> list[str]:
+        try:
+            names = sorted(storage.listdir(self.path))
+        except OSError:
+            return []
+        return [os.path.join(self.path, name) for name in names if name.startswith(_TAKEN)]
+
+    def reopen(self) -> bool:
+        """Put the data back that a commit has taken and not exchanged, whether it lives or not; True if there was such.
+
+        Only who has moved a directory to a name of its own can tell for sure which one it is: until then its owner may
+        exchange it.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        for path in () if self.is_open else self._taken():
+            owner = Owner.new_run()
+            own = os.path.join(self.path, _TAKEN + str(owner))
+            try:
+                storage.rename(path, own)
+                if _is_record_of(self._committed, own):
+                    storage.rename(own, self.data)
+                    storage.sync_directory(self.path)
+                    return True
+            except FileNotFoundError:  # another process was faster
+                continue
+            finally:
+                owner.end()
+        return False
 
     def _move_aside(self, work: str, *, overwrite: bool) -> None:
         source = os.path.join(work, "none")
@@ -310,6 +373,7 @@ class SharedStaging:
             ResourceError: the system refuses.
         """
         try:
+            self.reopen()
             if self.is_open and self._has_replaced():
                 rename_noreplace(self._replaced, self.destination)
         except OSError as error:
@@ -322,6 +386,21 @@ class SharedStaging:
                 hint="keep what you want of the two, and remove that directory",
             ) from error
         self.remove()
+
+
+def _can_exchange(work: str) -> bool:
+    """True if the system can exchange directories; tried with two that are empty.
+
+    Args:
+        work: a `workplace` on the same file system.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    one, other = os.path.join(work, "one"), os.path.join(work, "other")
+    for path in (one, other):
+        storage.make_directories(path)
+    return storage.renameat2(one, other, storage.RENAME_EXCHANGE)
 
 
 def _state(path: str) -> list[int]:
@@ -346,6 +425,8 @@ def _remove(destination: str, path: str) -> None:
     taken = os.path.join(parent, prefix_of(name) + str(owner))
     try:
         storage.rename(path, taken)
+        # Else a power loss would bring it back under its name, without what is removed here.
+        storage.sync_directory(parent)
     except FileNotFoundError:  # another process was faster
         return
     except OSError as error:

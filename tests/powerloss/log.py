@@ -62,6 +62,8 @@ class Log:
     inodes: dict[int, int] = field(default_factory=dict)
     """The file system's own number of a file -> its node."""
     ops: list[Op] = field(default_factory=list)
+    times: dict[int, int] = field(default_factory=dict)
+    """Node of a file that is there in the end -> when it was written, in nanoseconds."""
 
     @classmethod
     def of(cls, root: str) -> Log:
@@ -87,6 +89,14 @@ class Log:
         node = len(self.is_directory) - 1
         self.inodes[os.lstat(path).st_ino] = node
         return node
+
+    def take_times(self, root: str) -> None:
+        """Note the times of the files that are there by now."""
+        for here, _, names in os.walk(root):
+            for name in names:
+                status = os.lstat(os.path.join(here, name))
+                if status.st_ino in self.inodes:
+                    self.times[self.inodes[status.st_ino]] = status.st_mtime_ns
 
     def names(self) -> dict[tuple[int, str], int]:
         """Return (directory, name) -> node after everything that was done."""

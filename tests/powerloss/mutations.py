@@ -78,6 +78,15 @@ def manifest_comes_after_the_rename() -> None:
     Staging.commit = late  # type: ignore[method-assign]
 
 
+def parts_are_not_synced() -> None:
+    """Notes that say that files are finished are."""
+    data_is_not_synced()
+
+
+def exchange_of_parts_is_not_synced() -> None:
+    parent_is_not_synced()
+
+
 MUTATIONS = {
     make.__name__: make
     for make in (
@@ -90,5 +99,7 @@ MUTATIONS = {
         removal_on_resuming_is_not_synced,
         directories_are_synced_after_the_rename,
         manifest_comes_after_the_rename,
+        parts_are_not_synced,
+        exchange_of_parts_is_not_synced,
     )
 }

@@ -13,10 +13,10 @@ from tests.powerloss.log import ROOT, Change, Entries, Log, Resize, Sync, Write,
 
 CHANGING = (
     *("open_fd", "close_fd", "pwrite", "write", "ftruncate", "fsync", "mkdir", "rmdir", "unlink"),
-    *("rename", "renameat2", "clone_range"),
+    *("rename", "renameat2", "hard_link", "clone_range"),
 )
-UNKNOWN = ("hard_link", "symbolic_link")
-"""Calls that change files and that no scenario makes: the log has no links."""
+UNKNOWN = ("symbolic_link",)
+"""A call that changes files and that no scenario makes: the log has none."""
 READING = (
     *("pread", "preadv"),
     *("access", "fstat", "listdir", "lstat", "readlink", "scandir", "stat", "walk"),
@@ -85,7 +85,12 @@ class Recorder:
         path = os.path.realpath(path)
         if path == self._root:
             return ROOT
-        return self._names.get(self._place(path)) if path.startswith(self._root + os.sep) else None
+        if not path.startswith(self._root + os.sep):
+            return None
+        try:
+            return self._names.get(self._place(path))
+        except KeyError:  # nor is the directory above it
+            return None
 
     def _change(self, *changes: Change) -> None:
         op = Entries(changes)
@@ -125,6 +130,10 @@ class Recorder:
     def _rename(self, source: str, target: str) -> None:
         self._calls["rename"](source, target)
         self._moved(source, target)
+
+    def _hard_link(self, source: str, target: str) -> None:
+        self._calls["hard_link"](source, target)
+        self._change(Change(*self._place(target), self._names[self._place(source)]))
 
     def _renameat2(self, source: str, target: str, flags: int) -> bool:
         if not self._calls["renameat2"](source, target, flags):

@@ -24,7 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardkit.files.shared import shared_of
 from shardkit.files.staging import abandoned, journal_of
+from shardkit.operations.parts.agreement import read_all
+from shardkit.operations.parts.notes import read_note
 from shardkit.transfer.journal import read_finished
 from tests.powerloss.disk import Disk, State, Tree
 from tests.powerloss.log import Log
@@ -132,6 +135,7 @@ class Replay:
             "source": str(sources[scenario.source]),
             "clones": scenario.clones,
             "can_exchange": scenario.can_exchange,
+            "steps": scenario.steps,
         }
         self._replaces = scenario.replaces is not None
         self._root, self._scratch = place / "root", place / "scratch"
@@ -245,11 +249,16 @@ class Replay:
                     is_resumable = True
                     if Path(data, name).read_bytes() not in (self.new[name], self._between[name]):
                         found.wrong.append(f"the journal vouches for {name}, which is damaged; {state.story}")
+            for name in noted_files(str(place / NAME)):
+                is_resumable = True
+                (shared,) = shared_of(str(place / NAME))
+                if Path(shared.data, name).read_bytes() != self.new[name]:
+                    found.wrong.append(f"a note vouches for {name}, which is damaged; {state.story}")
         return is_resumable
 
     def _is_aside(self, tree: Tree) -> bool:
         """True where the old output lies complete in a staging directory, from where the next run brings it back."""
-        places = [name for name in tree if name.count("/") == 1 and name.endswith("/data.old")]
+        places = [name for name in tree if name.count("/") == 1 and name.endswith(("/data.old", "/replaced"))]
         return not self._scenario.can_exchange and self.old in [_below(tree, place) for place in places]
 
     def run_again(self, state: State, found: Findings) -> None:
@@ -281,6 +290,8 @@ class Replay:
         for name in state.tree:
             if os.path.basename(name) == JOURNAL and (place / name).is_file():
                 self._renumber(place, name, state)
+            if (written := self.log.times.get(state.nodes[name])) is not None:
+                os.utime(place / name, ns=(written, written))
         try:
             yield place
         finally:
@@ -296,6 +307,15 @@ class Replay:
 
         data = (place / journal).read_bytes()
         (place / journal).write_bytes(_NUMBER.sub(here, data))
+
+
+def noted_files(destination: str) -> list[str]:
+    """Return the files of parts under way that have a note, which another part would believe."""
+    found = list[str]()
+    for shared, agreement in read_all([each for each in shared_of(destination) if each.is_open]):
+        for number, (name, size) in enumerate(agreement.files):
+            found += [name] if read_note(shared, number, name, size) is not None else []
+    return found
 
 
 def _below(tree: Tree, place: str) -> Tree | None:

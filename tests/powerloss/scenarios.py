@@ -32,6 +32,8 @@ class Scenario:
     """Of the runs that were killed, where it was another one."""
     clones: bool = False
     """Blocks are shared with the source."""
+    steps: tuple[str, ...] = ()
+    """Parts of a divided job and commits, one after the other."""
     can_exchange: bool = True
     """The system can exchange directories; else the old output is moved aside, and may lie there only."""
 
@@ -85,6 +87,27 @@ SCENARIOS = {
     ),
     "reshard-resumed": Scenario(
         verb="reshard", options={"world_size": 2, **NO_DIGEST}, source="trainer", killed=(0.4, 0.7)
+    ),
+}
+
+DIVIDED = ("1/2", "2/2", "commit")
+SCENARIOS |= {
+    "preshard-divided": Scenario(verb="preshard", options={**SHARDS, "jobs": 1}, steps=DIVIDED),
+    "preshard-divided-overwrite": Scenario(
+        verb="preshard", options={**SHARDS, **NO_DIGEST}, replaces="other", steps=DIVIDED
+    ),
+    "preshard-divided-overwrite-aside": Scenario(
+        verb="preshard", options=SHARDS, replaces="other", steps=DIVIDED, can_exchange=False
+    ),
+    "consolidate-divided-overwrite": Scenario(
+        verb="consolidate",
+        options={**SMALL_FILES, **TWO, "manifest": True},
+        source="trained",
+        replaces="trained2",
+        steps=("1/3", "2/3", "3/3", "commit"),
+    ),
+    "reshard-divided": Scenario(
+        verb="reshard", options={"world_size": 2, **TWO}, source="trainer", steps=DIVIDED
     ),
 }
 

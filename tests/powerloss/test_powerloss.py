@@ -36,8 +36,14 @@ CAUGHT_IN = {
     "removal_on_resuming_is_not_synced": "preshard-resumed-no-digest",
     "directories_are_synced_after_the_rename": "preshard",
     "manifest_comes_after_the_rename": "preshard",
+    "parts_are_not_synced": "preshard-divided-overwrite",
+    "exchange_of_parts_is_not_synced": "preshard-divided-overwrite",
 }
-AT_A_GLANCE = CAUGHT_IN.keys() - {"data_is_not_synced", "removal_on_resuming_is_not_synced"}
+AT_A_GLANCE = CAUGHT_IN.keys() - {
+    "data_is_not_synced",
+    "removal_on_resuming_is_not_synced",
+    "parts_are_not_synced",
+}
 """Those after which the destination itself is wrong; the others let a run believe a journal that it should not."""
 
 

@@ -2,7 +2,7 @@
 
 A request is a line of JSON: {"verb", "source", "output", "options"} for an undisturbed run; with "log" (a file) it is
 recorded below "root" and written there, continued if the file exists; "fatal": as `Recorder`; "mutation": a name in
-`mutations`; "clones" and "can_exchange": as `Scenario`. An answer is a line: {"code": exit code}, and of a recorded
+`mutations`; "clones", "can_exchange" and "steps": as `Scenario`. An answer is a line: {"code": exit code}, and of a recorded
 run also how many "calls" there were and "clones" of blocks, and which call was the "last_rename".
 """
 
@@ -13,6 +13,7 @@ import os
 import pickle
 import sys
 import traceback
+from functools import partial
 from typing import Any
 
 import numpy  # noqa: F401 (what a run would import)
@@ -39,9 +40,9 @@ def run(request: dict[str, Any], answer: int) -> None:
         storage.renameat2 = lambda *_: False
     if request.get("clones"):
         sys.executable = ""  # blocks are shared in the process itself, where it is recorded
-    verb = getattr(shardkit, request["verb"])
-    verb(request["source"], request["output"], **request["options"])
+    _carry_out(request)
     if request.get("log"):
+        recorder.log.take_times(request["root"])
         _save(recorder.log, request["log"])
         report = {
             "calls": recorder.num_calls,
@@ -49,6 +50,15 @@ def run(request: dict[str, Any], answer: int) -> None:
             "last_rename": recorder.last_rename,
         }
         os.write(answer, json.dumps(report).encode())
+
+
+def _carry_out(request: dict[str, Any]) -> None:
+    verb = partial(getattr(shardkit, request["verb"]), request["source"], request["output"])
+    for step in request.get("steps") or [None]:
+        if step == "commit":
+            shardkit.commit(request["output"])
+        else:
+            verb(**request["options"], **({"part": step} if step else {}))
 
 
 def _recorder(request: dict[str, Any]) -> Recorder:
@@ -89,7 +99,7 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for verb in ("preshard", "consolidate", "reshard", "write_manifest"):
+    for verb in ("preshard", "consolidate", "reshard", "write_manifest", "commit"):
         getattr(shardkit, verb)  # imported now, not by each fork
     for line in sys.stdin:
         print(json.dumps(serve(json.loads(line))), flush=True)

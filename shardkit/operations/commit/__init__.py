@@ -149,6 +149,8 @@ def commit(
     while staging is None and not storage.lexists(path) and time.monotonic() < until:  # no part has begun
         time.sleep(_LOOK_AGAIN_S)
         staging = _only_one(path)
+    if staging is not None:
+        staging.reopen()
     if staging is None or not staging.is_open:
         if staging is not None:
             staging.remove()

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from shardkit.core.text import count, escape, listed
 from shardkit.core.threads import Progress
@@ -31,6 +31,9 @@ from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.fill import CrcPiece, crc_of
 from shardkit.transfer.plan import TransferPlan
+
+_T = TypeVar("_T")
+_MOST_TRIES = 20  # each only if another process was in the middle of a commit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +130,20 @@ class Divided:
             IncompleteError: somebody gave it up meanwhile.
             IntegrityError, ResourceError: as `Execution.run`.
         """
+        return self._unless_taken(lambda: self._run(part))
+
+    def _unless_taken(self, work: Callable[[], _T]) -> _T:
+        """Do something, and once more where a commit had taken the data meanwhile; that one may have died."""
+        for _ in range(_MOST_TRIES):
+            try:
+                return work()
+            except (OSError, ShardkitError) as error:
+                is_gone = any(isinstance(each, FileNotFoundError) for each in (error, error.__cause__))
+                if not (self.staging.reopen() or (is_gone and self._is_open())):
+                    raise
+        return work()
+
+    def _run(self, part: Part) -> PartResult:
         if not self._begin():
             return self.result(part, is_committed=True, resumed_files=len(self.files_of(part)))
         try:
@@ -192,6 +209,7 @@ class Divided:
         Raises:
             UsageError: parts of another plan are under way, or the destination is there.
         """
+        self.staging.reopen()
         if self.staging.is_committed:
             return False
         remove_marks(self._destination, only_old=True)
@@ -343,6 +361,17 @@ class Divided:
             IntegrityError: what the parts read is not what the source records, or they read different things.
             UsageError: something is at the destination.
         """
+        return self._unless_taken(
+            lambda: self._commit(describe, overwrite=overwrite, check_replaceable=check_replaceable)
+        )
+
+    def _commit(
+        self,
+        describe: Callable[[str], AbstractContextManager[Describer]],
+        *,
+        overwrite: bool,
+        check_replaceable: Callable[[], object],
+    ) -> bool:
         try:
             self._look_before()
             with self._workplace() as work:
