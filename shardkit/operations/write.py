@@ -341,8 +341,12 @@ class Writer:
             self._target = self._target or target
             self.path = self._target.path
             return self.path
-        may_be_ours = overwrite or (isinstance(self.writing.share, Part) and has_commits(absolute(output)))
-        self.path = check_destination(output, source, overwrite=may_be_ours, why_not=self._why_not)
+        try:
+            self.path = check_destination(output, source, overwrite=overwrite, why_not=self._why_not)
+        except UsageError:  # asked afterwards: the last part may commit at this very moment
+            if overwrite or not (isinstance(self.writing.share, Part) and has_commits(absolute(output))):
+                raise
+            self.path = check_destination(output, source, overwrite=True, why_not=self._why_not)
         if is_first:
             self._before = identity_of(self.path) if overwrite else None
         return self.path
@@ -536,8 +540,8 @@ class Writer:
         result: PartResult | None = None
         try:
             if isinstance(share, Part):
-                if not (self.writing.overwrite or divided.is_committed):
-                    check_destination(self.path, None, overwrite=False)
+                if not self.writing.overwrite:
+                    self._check_absent(divided)
                 result = divided.run(share)
                 if result.missing or result.is_committed:
                     return result, CheckedSource()
@@ -558,6 +562,14 @@ class Writer:
         if self.has_committed:
             divided.clean_up(keeps_mark=isinstance(share, Part))
         return result, _summary(divided.check, job.plan, self.options)
+
+    def _check_absent(self, divided: Divided) -> None:
+        """Refuse if something is at the destination that parts of this very plan have not made."""
+        try:
+            check_destination(self.path, None, overwrite=False)
+        except UsageError:  # asked afterwards, as above
+            if not divided.is_committed:
+                raise
 
     def _check_replaceable(self) -> None:
         """Refuse to replace what is at the destination by now."""

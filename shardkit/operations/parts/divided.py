@@ -209,13 +209,16 @@ class Divided:
         Raises:
             UsageError: parts of another plan are under way, or the destination is there.
         """
-        self.staging.reopen()
-        if self.staging.is_committed:
-            return False
-        remove_marks(self._destination, only_old=True)
-        closed = [
-            escape(each.path) for each in shared_of(self._destination) if not each.is_open and each.exists
-        ]
+        closed = list[str]()
+        for _ in range(_MOST_TRIES):
+            self.staging.reopen()
+            if self.staging.is_committed:
+                return False
+            remove_marks(self._destination, only_old=True)
+            beside = shared_of(self._destination)
+            closed = [escape(each.path) for each in beside if not each.is_open and each.exists]
+            if not closed:
+                break
         UsageError.raise_for(
             closed,
             f"parts have committed {escape(self._destination)}, and it is another one by now",
