@@ -85,11 +85,11 @@ def test_a_dry_run_asks_no_worker(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"num_parts": 2}, "--num-parts goes with --executor"),
-        ({"num_parts": 0, "executor": "pool"}, "--num-parts must be at least 1, not 0"),
-        ({"num_parts": -1, "executor": "ray"}, "--num-parts must be at least 1, not -1"),
+        ({"num_parts": 2}, "num_parts goes with executor"),
+        ({"num_parts": 0, "executor": "pool"}, "num_parts must be at least 1, not 0"),
+        ({"num_parts": -1, "executor": "ray"}, "num_parts must be at least 1, not -1"),
         ({"executor": "pool"}, "executor goes with num_parts"),
-        ({"executor": "dask", "num_parts": 2}, "--executor 'dask' is not ray"),
+        ({"executor": "dask", "num_parts": 2}, "executor='dask' is not ray"),
         ({"executor": "pool", "num_parts": 2, "part": "1/2"}, "exclude each other"),
         ({"executor": "ray", "part": "1/2"}, "exclude each other"),
         ({"executor": "pool", "num_parts": 2, "output": None}, "name the output"),
