@@ -161,7 +161,7 @@ def test_streams(run, monkeypatch):
     assert human.stdout == HUMAN
     assert human.stderr == "note: a note\nwarning: a \\x1b warning\n"
     assert document.stderr == "warning: a \\x1b warning\n"
-    assert json.loads(document.stdout) == json.loads(json.dumps(asdict(RESULT)))
+    assert json.loads(document.stdout) == json.loads(json.dumps(RESULT.to_json()))
 
 
 def test_options_reach_the_library(run, monkeypatch):
@@ -183,6 +183,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "parallel_rules": ("*.q=colwise",),
         "stages": "m:f",
         "layout": "declared",
+        "holdings": False,
         "keys": "k.toml",
         "names": "hub",
         "profile": "lightning",

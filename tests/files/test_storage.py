@@ -47,6 +47,8 @@ CALLS = {
 # What is not about checkpoints: the traced layout's scratch files, /proc, pipes, shared memory, standard output.
 ELSEWHERE = {
     "keys/rules.py": {"open", "os.listdir"},  # the sets that lie in the package
+    "pictures/page.py": {"open"},  # style and script, which lie in the package
+    "cli/output.py": {"shutil.get_terminal_size"},
     "layout/trace_child.py": {"open"},
     "layout/traced.py": {"open"},
     "cli/errors.py": {"os.open", "os.path.realpath", "shutil.which"},
