@@ -9,7 +9,7 @@ import shlex
 import signal
 import struct
 import subprocess
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
