@@ -239,7 +239,7 @@ def test_memory_is_a_few_parts(served: Served, out: str, monkeypatch: pytest.Mon
     assert max(held) <= 2 * uploads.PART_NBYTES + MIB
     assert len(held) == -(-result.file_bytes[0] // uploads.PART_NBYTES)
     assert result.peak_memory_bytes <= 256 * MIB
-    with pytest.raises(UsageError, match="--max-memory is too little for a store"):
+    with pytest.raises(UsageError, match="max_memory is too little for a store"):
         shardkit.consolidate(served.home / "dcp", f"{out}-2", max_memory="16MiB")
 
 
@@ -294,9 +294,9 @@ def test_what_cannot_be_done_is_refused(served: Served, out: str) -> None:
     for message, call in {
         "parts cannot write": lambda: shardkit.consolidate(dcp_, out, part="1/2"),
         "a store has none": lambda: shardkit.consolidate(dcp_, out, resume_from="x"),
-        "--push-to-hub": lambda: shardkit.consolidate(dcp_, out, push_to_hub="a/b"),
+        "push_to_hub": lambda: shardkit.consolidate(dcp_, out, push_to_hub="a/b"),
         "read only so far": lambda: shardkit.consolidate(dcp_, "gs://bucket/x"),
-        "--profile verl": lambda: shardkit.preshard(hub, out, world_size=2, profile="verl"),
+        "profile='verl'": lambda: shardkit.preshard(hub, out, world_size=2, profile="verl"),
         "factors are computed": lambda: shardkit.preshard(
             hub, out, world_size=2, wrap="none", osft=shardkit.OsftPlan(ratio=0.5, targets=("layers.*",))
         ),
