@@ -123,7 +123,7 @@ def test_a_save_is_replaced_on_request_alone(served: Served, tmp_path: Path) -> 
     before = keys(path)
     for told in save(served, tmp_path / "second", path):
         assert told["error"] == "UsageError"
-        assert "--overwrite" in told["message"]
+        assert "overwrite=True" in told["message"]
     assert keys(path) == before
     save(served, tmp_path / "third", path, overwrite=True)
     assert keys(path) > before

@@ -78,9 +78,7 @@ def check_target(output: str, source: str | None, marker: str, *, overwrite: boo
         _check_apart(path, storage.realpath(source), shown)
     found = s3.head(f"{path}/{marker}")
     if found is not None and not overwrite:
-        raise UsageError(
-            f"{shown} exists", hint="choose another name, or replace it: --overwrite (overwrite=True)"
-        )
+        raise UsageError(f"{shown} exists", hint="choose another name, or replace it: --overwrite")
     stores.forget()
     names = storage.listdir(path) if storage.isdir(path) else []
     folders = [name for name in names if storage.isdir(os.path.join(path, name))]
