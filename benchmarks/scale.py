@@ -1,6 +1,6 @@
 """What a terabyte, a thousand ranks and a million chunks cost before and beside the moving of bytes.
 
-    python benchmarks/scale.py DIRECTORY [--runs 5] [--chunks 1000000]
+    python benchmarks/scale.py DIRECTORY [--runs 5] [--terabytes 1 10] [--chunks 1000000]
 
 Plans are measured by `--dry-run` on models whose files have headers and sizes but no data, so that a terabyte takes no
 room. For `.metadata` a checkpoint of so many chunks is really written, of tensors of 16 KB for 1,024 ranks; with 1,000,000
@@ -48,6 +48,7 @@ def shardkit(*arguments: str) -> list[str]:
 def main() -> None:
     parser = common_options(__doc__, gigabytes=0, runs=5)
     parser.add_argument("--chunks", type=int, default=1_000_000)
+    parser.add_argument("--terabytes", type=int, nargs="*", default=[1, 10])
     args = parser.parse_args()
     work = work_in(args.directory)
     cache = {"SHARDKIT_CACHE": str(work / "cache")}
@@ -67,7 +68,7 @@ def main() -> None:
         )
 
     print(f"{'':60} {'seconds':>8} {'(min-max)':>14} {'CPU s':>8} {'peak MiB':>8}")
-    for terabytes in (1, 10):
+    for terabytes in args.terabytes:
         model = work / f"{terabytes}tb"
         options = ["--gigabytes", str(1000 * terabytes), "--hidden", str(HIDDEN), "--experts", str(EXPERTS)]
         said = run([sys.executable, str(HERE / "model.py"), str(model), *options, "--sparse"])
