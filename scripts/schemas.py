@@ -101,7 +101,7 @@ def schema(command: str) -> dict[str, Any]:
 def _of_record(kind: Any, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
     record: dict[str, Any] = {"type": "object", "description": (kind.__doc__ or "").split("\n\n")[0]}
     records[kind.__name__] = record
-    hints, texts = get_type_hints(kind, localns=_LATE), dict(_texts(kind))
+    hints, texts = get_type_hints(kind, localns=_LATE), dict(texts_of_fields(kind))
     properties = {
         field.name: _with(_of(hints[field.name], records), texts.get(field.name))
         for field in dataclasses.fields(kind)
@@ -139,7 +139,7 @@ def _of(hint: Any, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"type": _SCALARS[hint]}
 
 
-def _texts(kind: type) -> Iterator[tuple[str, str]]:
+def texts_of_fields(kind: type) -> Iterator[tuple[str, str]]:
     """Yield (field, the text below it) of a dataclass and of those that it is made from."""
     for each in reversed(kind.__mro__):
         if not dataclasses.is_dataclass(each):
@@ -156,11 +156,35 @@ def _texts(kind: type) -> Iterator[tuple[str, str]]:
                 yield field.target.id, " ".join(str(text.value.value).split())
 
 
+_PAGE = """\
+# JSON schemas
+
+What each command prints with `--json`, as a [JSON schema](https://json-schema.org), made from the types of the results.
+Keys may be added in any release, and none is renamed. Sizes end with `_bytes`, times in seconds with `_s`, and counts
+begin with `num_`. The same results come from the [Python API](../python.md).
+
+| schema | of what |
+|---|---|
+"""
+_FILES = {
+    "../keys.schema.json": "a file of [key rules](../keys.md), for editors",
+    "../manifest.schema.json": "`shardkit.json`, the [manifest](../format.md) beside shards",
+}
+
+
 def texts() -> dict[str, str]:
     """Return the files of docs/schemas, by name."""
     error = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "an error", **ERROR}
     made = {**{name: schema(name) for name in RESULTS}, "error": error}
-    return {f"{name}.schema.json": json.dumps(content, indent=1) + "\n" for name, content in made.items()}
+    rows = [
+        f"| [{name}]({name}.schema.json) | {content['title'].replace('shardkit', '`shardkit')}{'`' if name != 'error' else ''} |"
+        for name, content in sorted(made.items())
+    ]
+    rows += [
+        f"| [{path[3:].partition('.')[0]}.schema.json]({path}) | {what} |" for path, what in _FILES.items()
+    ]
+    files = {f"{name}.schema.json": json.dumps(content, indent=1) + "\n" for name, content in made.items()}
+    return {**files, "README.md": _PAGE + "\n".join(rows) + "\n"}
 
 
 def main() -> int:

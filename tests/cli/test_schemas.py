@@ -39,9 +39,11 @@ def test_what_lies_in_docs_is_made_from_the_types():
     assert found == SCHEMAS["texts"](), "python scripts/schemas.py"
 
 
-def test_the_reference_is_made_from_the_commands():
-    reference = runpy.run_path(str(ROOT / "scripts" / "reference.py"))
-    assert reference["PAGE"].read_text() == reference["page"](), "python scripts/reference.py"
+def test_the_reference_is_made_from_the_commands_and_the_docstrings():
+    made = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["texts"]()
+    assert {name: (ROOT / "docs" / name).read_text() for name in made} == made, "python scripts/reference.py"
+    names = [name for name in shardkit.__all__ if not name.startswith("_")]
+    assert not [name for name in names if f"### {name}\n" not in made["python.md"]]
 
 
 def test_every_command_prints_what_its_schema_says(run, tiny, subtests):

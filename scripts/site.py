@@ -1,0 +1,77 @@
+"""Hooks of mkdocs: pages of README.md and its neighbours, and links that lead out of docs/.
+
+The pages are plain Markdown with relative links, as GitHub shows them. On the site, a link to a page leads to the page,
+and a link to any other file of the repository leads to the repository.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
+"""File of the repository that is a page too -> page."""
+_LINK = re.compile(r"(\]\(<?)([^)#\s>]+)((?:#[^)\s>]*)?>?\))")
+_FENCE = re.compile(r"^( *)(```+|~~~+)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that lie outside of docs/."""
+    from mkdocs.structure.files import File
+
+    for path, page in OUTSIDE.items():
+        files.append(File.generated(config, page, content=(ROOT / path).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links between files of the repository into links of the site."""
+    outside = {to: path for path, to in OUTSIDE.items()}
+    here = outside.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    return site_links(markdown, here, config.extra["repository"])
+
+
+def site_links(markdown: str, path: str, repository: str) -> str:
+    """Return the Markdown of a file of the repository with its links as they are on the site.
+
+    Args:
+        markdown: its text.
+        path: where it lies, from the root of the repository, e.g. "docs/guides/index.md".
+        repository: URL of the repository.
+    """
+    page = OUTSIDE.get(path, path.removeprefix("docs/"))
+
+    def lead(match: re.Match[str]) -> str:
+        before, target, after = match.groups()
+        found = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+        if ":" in target or not (ROOT / found).exists():  # what is missing, mkdocs says
+            return match[0]
+        if found in OUTSIDE or (found.startswith("docs/") and (ROOT / found).is_file()):
+            to = OUTSIDE.get(found, found.removeprefix("docs/"))
+            return before + posixpath.relpath(to, posixpath.dirname(page) or ".") + after
+        kind = "tree" if (ROOT / found).is_dir() else "blob"
+        return f"{before}{repository}/{kind}/main/{found}{after}"
+
+    lines, fence = markdown.split("\n"), ""
+    for number, line in enumerate(lines):
+        mark = _FENCE.match(line)
+        if mark and not fence:
+            fence = mark[2]
+        elif mark and mark[2].startswith(fence):
+            fence = ""
+        elif not fence:
+            lines[number] = _LINK.sub(lead, line)
+    return "\n".join(lines)

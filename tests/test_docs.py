@@ -1,0 +1,110 @@
+"""The documentation holds together: links and anchors lead somewhere, and the site has every page."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import runpy
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+SITE = runpy.run_path(str(ROOT / "scripts" / "site.py"))
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+_LINK = re.compile(r"\]\(<?([^)\s>]+)>?\)|(?:src|href|srcset)=\"([^\"\s]+)")
+_CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)")
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (number, line) of the lines of Markdown that stand in no fence."""
+    fence = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        mark = re.match(r" *(`{3,})", line)
+        if mark and not fence:
+            fence = mark[1]
+        elif fence:
+            fence = "" if mark and mark[1].startswith(fence) else fence
+        else:
+            yield number, line
+
+
+def anchors(text: str) -> Iterator[str]:
+    """Yield the anchors of a page, as GitHub makes them of its headings."""
+    taken = set[str]()
+    for _, line in prose(text):
+        if heading := re.match(r"#+ +(.*)", line):
+            said = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading[1]).lower().replace("`", "").strip()
+            slug = re.sub(r"[^\w\- ]", "", said).replace(" ", "-")
+            slug = next(each for n in count() if (each := f"{slug}-{n}" if n else slug) not in taken)
+            taken.add(slug)
+            yield slug
+
+
+def broken(path: Path, root: Path) -> Iterator[str]:
+    """Yield the links of a page that lead to no file of the repository, or to no heading."""
+    text = path.read_text()
+    for number, line in prose(text):
+        for found in _LINK.findall(_CODE.sub("", line)):
+            target, _, anchor = (found[0] or found[1]).partition("#")
+            if re.match(r"[a-z]+:", target):
+                continue
+            at = Path(posixpath.normpath(path.parent / target)) if target else path
+            where = f"{path.relative_to(root)}:{number}: {target or '#'}"
+            if not at.exists() or not at.is_relative_to(root):
+                yield where
+            elif anchor and at.suffix == ".md" and anchor not in anchors(at.read_text()):
+                yield f"{where}: no heading {anchor}"
+
+
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    assert [problem for page in PAGES for problem in broken(page, ROOT)] == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One `two`: three\n[a](gone.md) [b](#one-two-three) `[c](gone.md)` [d](page.md#four) [e](../..)\n"
+        "```text\n[f](gone.md)\n```\n[g](https://example.org/gone)\n"
+    )
+    assert [problem.partition(": ")[2] for problem in broken(page, tmp_path)] == [
+        "gone.md",
+        "page.md: no heading four",
+        "../..",
+    ]
+
+
+def listed(entries: object) -> Iterator[str]:
+    """Yield the pages of the site's navigation."""
+    if isinstance(entries, str):
+        yield entries
+    elif isinstance(entries, dict):
+        yield from listed(list(entries.values()))
+    elif isinstance(entries, list):
+        for entry in entries:
+            yield from listed(entry)
+
+
+def test_the_site_has_every_page_once() -> None:
+    pages = sorted(listed(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    in_docs = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
+    assert pages == sorted(in_docs | set(SITE["OUTSIDE"].values()))
+
+
+@pytest.mark.parametrize(
+    ("path", "link", "on_the_site"),
+    [
+        ("README.md", "[a](docs/start.md#install)", "[a](start.md#install)"),
+        ("README.md", "![a](docs/speed.svg) [b](LICENSE)", "![a](speed.svg) [b](REPO/blob/main/LICENSE)"),
+        ("docs/guides/index.md", "[a](../start.md)", "[a](../start.md)"),
+        ("docs/guides/index.md", "[a](../../CHANGELOG.md)", "[a](../changelog.md)"),
+        ("docs/start.md", "[a](../examples/guides)", "[a](REPO/tree/main/examples/guides)"),
+        ("docs/start.md", "[a](gone.md) [b](https://example.org)", "[a](gone.md) [b](https://example.org)"),
+        ("docs/start.md", "```text\n[a](../LICENSE)\n```", "```text\n[a](../LICENSE)\n```"),
+    ],
+)
+def test_links_on_the_site(path: str, link: str, on_the_site: str) -> None:
+    assert SITE["site_links"](link, path, "REPO") == on_the_site
