@@ -24,7 +24,7 @@ def checkpointable(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict for `dcp.save` and `dcp.load` in which each tensor says what its memory holds.
 
         state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
-        dcp.load(shardkit.checkpointable(state), checkpoint_id=path)   # fills the tensors of `state`
+        dcp.load(shardkit.checkpointable(state), checkpoint_id=path)  # fills the tensors of `state`
 
     Args:
         state_dict: of a model or an optimizer, nested or not. It is not changed.

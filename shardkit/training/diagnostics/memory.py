@@ -60,9 +60,9 @@ class PhaseMemory:
 
         with PhaseMemory() as memory:
             with memory.phase("load"):
-                with memory.phase("read"):       # recorded as load/read
+                with memory.phase("read"):  # recorded as load/read
                     ...
-            memory.mark("after forward")         # what was held since the last mark, without a block
+            memory.mark("after forward")  # what was held since the last mark, without a block
         print(memory)
 
     On CUDA it resets the allocator's peak statistics whenever a phase begins or ends. It can
