@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from shardkit.errors import ShardkitError
 from tests.hub_client import HubClient
+from tests.worlds.hints import untypable
 
 # Tests never look anything up on the network, whatever the machine's settings are.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -66,3 +68,27 @@ def fast_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.worlds.factors import WorkerHere
 
     monkeypatch.setattr("shardkit.transfer.factors.fill.Worker", WorkerHere)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _errors() -> Iterator[list[ShardkitError]]:
+    """Collect every error that is made in this process."""
+    made, init = list[ShardkitError](), ShardkitError.__init__
+
+    def note(self: ShardkitError, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        made.append(self)
+
+    ShardkitError.__init__ = note  # type: ignore[method-assign]
+    yield made
+    ShardkitError.__init__ = init  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def _hints_can_be_typed(_errors: list[ShardkitError]) -> Iterator[None]:
+    """Whatever a test is about: commands that errors tell people to type are commands, with options that exist."""
+    yield
+    made = list(_errors)
+    _errors.clear()
+    wrong = [line for error in made for line in untypable([*error.problems, error.hint or ""])]
+    assert not wrong

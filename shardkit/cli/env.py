@@ -17,17 +17,13 @@ Examples:
   shardkit env
   shardkit env --json > environment.json""",
 )
-@opt.as_json
-def command(*, as_json: bool) -> None:
+@opt.answering
+def command(*, out: Output) -> None:
     """Show versions and settings, to paste into a bug report.
 
     Of the HF_* variables only HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE are shown with their values.
     """
-    out, found = Output(as_json=as_json), environment()
-    if as_json:
-        out.document(found.to_json())
-    else:
-        out.lines(render(found))
+    out.answer(environment(), render)
 
 
 def render(found: Environment) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import MAX_LINES, Output, count, facts
+from shardkit.cli.output import Output, count, facts, max_lines
 from shardkit.core.text import escape
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ Examples:
 @click.argument("source", type=opt.PATH)
 @base
 @opt.follow_links
-@opt.as_json
+@opt.answering
 @click.pass_context
-def check(ctx: click.Context, /, *, rules: str, source: str, as_json: bool, **options: Any) -> None:
+def check(ctx: click.Context, /, *, out: Output, rules: str, source: str, **options: Any) -> None:
     """Hold RULES against the names and shapes of SOURCE, there and back. No tensor is read.
 
     RULES is a TOML file or the name of a rule set that shardkit has. SOURCE is a Hub model, or a checkpoint with a
@@ -60,7 +60,7 @@ def check(ctx: click.Context, /, *, rules: str, source: str, as_json: bool, **op
     from shardkit.operations.keys import check_keys
 
     result = check_keys(rules, source, **options)
-    Output(as_json=as_json).result(result, render)
+    out.result(result, render)
     ctx.exit(0 if result.ok else 1)
 
 
@@ -75,12 +75,12 @@ Examples:
 @click.argument("source", type=opt.PATH)
 @base
 @opt.follow_links
-@opt.as_json
-def show(*, source: str, as_json: bool, **options: Any) -> None:
+@opt.answering
+def show(*, out: Output, source: str, **options: Any) -> None:
     """Show what the tensors of SOURCE are on the other side: of a Hub model in memory, of a checkpoint on the Hub."""
     from shardkit.operations.keys import show_keys
 
-    Output(as_json=as_json).result(show_keys(source, **options), render)
+    out.result(show_keys(source, **options), render)
 
 
 def render(result: KeysResult) -> list[str]:
@@ -89,9 +89,10 @@ def render(result: KeysResult) -> list[str]:
 
     lines = facts(_facts(result))
     rows = folded(result)
-    lines += [f"  {name} {shape} = {how}" for name, shape, how, _ in rows[: 4 * MAX_LINES]]
-    if len(rows) > 4 * MAX_LINES:
-        lines.append(f"  and {len(rows) - 4 * MAX_LINES} more kinds; --json has all")
+    most = 4 * max_lines()
+    lines += [f"  {name} {shape} = {how}" for name, shape, how, _ in rows[:most]]
+    if len(rows) > most:
+        lines.append(f"  and {len(rows) - most} more kinds; -v or --json has all")
     lines += [f"  {problem}" for problem in result.problems]
     return lines
 

@@ -90,17 +90,10 @@ as_json = click.option(
 )
 
 
-def reporting(function: Command) -> Command:
-    """Add `--json`, `--no-progress`, `--quiet` and `--verbose`. The command gets an `Output` as `out` instead."""
+def answering(function: Command) -> Command:
+    """Add `--json`, `--quiet` and `--verbose`. The command gets an `Output` as `out` instead."""
 
     @as_json
-    @click.option(
-        "--no-progress",
-        is_flag=True,
-        envvar="SHARDKIT_NO_PROGRESS",
-        show_envvar=True,
-        help="Show no progress bars.",
-    )
     @click.option(
         "--quiet", "-q", is_flag=True, help="Print no result and no notes; warnings and errors remain."
     )
@@ -111,7 +104,9 @@ def reporting(function: Command) -> Command:
         help="Print lists whole, and where in the code an error arose (as with SHARDKIT_DEBUG=1).",
     )
     @wraps(function)
-    def command(*, as_json: bool, no_progress: bool, quiet: bool, verbose: bool, **options: Any) -> None:
+    def command(
+        *, as_json: bool, quiet: bool, verbose: bool, no_progress: bool = True, **options: Any
+    ) -> None:
         if quiet and as_json:
             raise click.UsageError("--quiet prints no result, and --json is one: give one of them")
         show_whole_lists(verbose)
@@ -119,6 +114,17 @@ def reporting(function: Command) -> Command:
         function(out=Output(as_json=as_json, shows_bars=shows_bars, is_quiet=quiet), **options)
 
     return command
+
+
+def reporting(function: Command) -> Command:
+    """Add `--no-progress` to what `answering` adds, for commands that take their time."""
+    return click.option(
+        "--no-progress",
+        is_flag=True,
+        envvar="SHARDKIT_NO_PROGRESS",
+        show_envvar=True,
+        help="Show no progress bars.",
+    )(answering(function))
 
 
 def silence_hub() -> None:

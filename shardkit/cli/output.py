@@ -128,8 +128,15 @@ def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True)
     yield "time", f"{result.elapsed_s:.2f} s{rate if is_told else ''}"
 
 
-class Result(Protocol):
-    """The part of a result that every command prints."""
+class Answer(Protocol):
+    """What can be printed as a document."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+
+
+class Result(Answer, Protocol):
+    """The part of a result that commands which move or compare something print."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -139,10 +146,8 @@ class Result(Protocol):
     def warnings(self) -> Sequence[str]:
         """What a person should check."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
 
-
+A = TypeVar("A", bound=Answer)
 R = TypeVar("R", bound=Result)
 
 
@@ -175,16 +180,21 @@ class Output:
             render: turns it into lines for people.
             max_warnings: how many warnings a person sees; None for all.
         """
-        if self.as_json:
-            self.document(result.to_json())
-        elif not self.is_quiet:
-            self.lines(render(result))
+        self.answer(result, render)
+        if not (self.as_json or self.is_quiet):
             for note in result.notes:
                 self.say("note", note)
         for warning in result.warnings[:max_warnings]:
             self.warn(warning)
         if max_warnings is not None and len(result.warnings) > max_warnings:
             self.say("warning", more(len(result.warnings)))
+
+    def answer(self, result: A, render: Callable[[A], Iterable[str]]) -> None:
+        """Print what was asked for, as a document or as lines."""
+        if self.as_json:
+            self.document(result.to_json())
+        elif not self.is_quiet:
+            self.lines(render(result))
 
     def document(self, content: Mapping[str, Any]) -> None:
         """Print a result as JSON; ASCII only, so that no name can act on a terminal."""

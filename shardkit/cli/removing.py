@@ -24,19 +24,15 @@ Examples:
   shardkit cache --clear""",
 )
 @click.option("--clear", is_flag=True, help="Remove what is kept.")
-@opt.as_json
-def cache_command(*, clear: bool, as_json: bool) -> None:
+@opt.answering
+def cache_command(*, out: Output, clear: bool) -> None:
     """Show what is kept of transformers' answers about models, or remove it.
 
     The environment variable SHARDKIT_CACHE names another directory, or is "off".
     """
     from shardkit.operations.cache import show_cache
 
-    out, found = Output(as_json=as_json), show_cache(clear=clear)
-    if as_json:
-        out.document(found.to_json())
-    else:
-        out.lines(cache_lines(found))
+    out.answer(show_cache(clear=clear), cache_lines)
 
 
 def cache_lines(found: CacheResult) -> list[str]:
@@ -64,8 +60,8 @@ Examples:
 )
 @click.option("--uncommitted", is_flag=True, help="Remove it where nothing was committed, too.")
 @opt.dry_run
-@opt.as_json
-def gc_command(*, path: str, older_than: str, uncommitted: bool, dry_run: bool, as_json: bool) -> None:
+@opt.answering
+def gc_command(*, out: Output, path: str, older_than: str, uncommitted: bool, dry_run: bool) -> None:
     """Remove what replaced saves and dead runs have left in PATH, an output in an object store or a copy of one.
 
     Only folders data-<16 hex digits> are removed that .metadata does not name, and weight files with a hash in their
@@ -73,12 +69,7 @@ def gc_command(*, path: str, older_than: str, uncommitted: bool, dry_run: bool, 
     """
     from shardkit.operations.gc import gc
 
-    result = gc(path, older_than=older_than, uncommitted=uncommitted, dry_run=dry_run)
-    out = Output(as_json=as_json)
-    if as_json:
-        out.document(result.to_json())
-    else:
-        out.lines(gc_lines(result))
+    out.answer(gc(path, older_than=older_than, uncommitted=uncommitted, dry_run=dry_run), gc_lines)
 
 
 def gc_lines(result: GcResult) -> list[str]:

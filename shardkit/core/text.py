@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 from typing import Generic, TypeVar
 
@@ -14,6 +15,7 @@ from shardkit.errors import UsageError
 _MAX_SHOWN = 200
 _MAX_CANDIDATES = 20_000
 _MAX_LISTED = 3
+_WILD = re.compile(r"[*?[]")
 
 
 def escape(name: str) -> str:
@@ -33,10 +35,25 @@ def escape(name: str) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate most like `name`, escaped, or None if nothing is like it."""
+    """Return the candidate most like `name`, escaped, or None if nothing is like it.
+
+    For a glob that matches none it is the glob with its parts spelt as those of the candidates: `layers.*` for `layer.*`.
+    """
     pool = [c for _, c in zip(range(_MAX_CANDIDATES), candidates, strict=False)]
+    if _WILD.search(name):
+        return _nearest_glob(name, pool)
     found = difflib.get_close_matches(name, pool, n=1, cutoff=0.6)
     return escape(found[0]) if found else None
+
+
+def _nearest_glob(glob: str, pool: Sequence[str]) -> str | None:
+    parts = sorted({part for name in pool for part in name.split(".")})
+    spelt = list[str]()
+    for part in glob.split("."):
+        found = [part] if part in parts or _WILD.search(part) else difflib.get_close_matches(part, parts, n=1)
+        spelt += found or [part]
+    better = ".".join(spelt)
+    return escape(better) if better != glob and any(fnmatchcase(name, better) for name in pool) else None
 
 
 def suggestion(name: str, candidates: Iterable[str]) -> str:

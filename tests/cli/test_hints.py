@@ -61,8 +61,8 @@ CASES = {
         "module paths that exist",
     ),
     "a typo in a glob": (
-        "preshard tiny x --world-size 4 --dtype-rule layer.*=fp32",
-        "match no floating tensor",
+        "preshard tiny x --world-size 4 --dtype-rule layer.*.weight=fp32",
+        "layer.*.weight  (closest name: layers.*.weight)",
         "--dry-run shows",
     ),
     "a typo in an option": ("preshard tiny x --worldsize 4", "no such option", "shows its options"),

@@ -8,7 +8,7 @@ import pytest
 from shardkit.cli import main
 
 SURFACE = {
-    "cache": ["--clear", "--json"],
+    "cache": ["--clear", "--json", "--quiet", "--verbose", "-q", "-v"],
     "commit": [
         "--json",
         "--no-progress",
@@ -101,8 +101,19 @@ SURFACE = {
         "A",
         "B",
     ],
-    "env": ["--json"],
-    "gc": ["--dry-run", "--json", "--older-than", "--uncommitted", "-n", "PATH"],
+    "env": ["--json", "--quiet", "--verbose", "-q", "-v"],
+    "gc": [
+        "--dry-run",
+        "--json",
+        "--older-than",
+        "--quiet",
+        "--uncommitted",
+        "--verbose",
+        "-n",
+        "-q",
+        "-v",
+        "PATH",
+    ],
     "help": ["--man", "NAMES"],
     "inspect": [
         "--follow-links",
@@ -118,8 +129,27 @@ SURFACE = {
         "-v",
         "PATH",
     ],
-    "keys check": ["--base", "--follow-links", "--json", "RULES", "SOURCE"],
-    "keys show": ["--base", "--follow-links", "--json", "SOURCE"],
+    "keys check": [
+        "--base",
+        "--follow-links",
+        "--json",
+        "--quiet",
+        "--verbose",
+        "-q",
+        "-v",
+        "RULES",
+        "SOURCE",
+    ],
+    "keys show": [
+        "--base",
+        "--follow-links",
+        "--json",
+        "--quiet",
+        "--verbose",
+        "-q",
+        "-v",
+        "SOURCE",
+    ],
     "manifest": [
         "--answers",
         "--dry-run",

@@ -46,6 +46,8 @@ def test_cuts_very_long_names() -> None:
 def test_nearest_name() -> None:
     assert nearest("up_proj", ["down_proj", "up.proj", "x"]) == "up.proj"
     assert nearest("up_proj", ["x"]) is None
+    assert nearest("layer.*.up.wieght", ["layers.0.up.weight", "layers.0.x"]) == "layers.*.up.weight"
+    assert nearest("layer.*.down.weight", ["layers.0.x.weight"]) is None
     assert nearest("up\nproj", ["up\n_proj"]) == "up\\n_proj"
     assert suggestion("up_proj", ["up_prj"]) == "  (closest name: up_prj)"
     assert suggestion("up_proj", []) == ""

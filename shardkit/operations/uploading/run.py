@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -121,7 +122,8 @@ class _Run:
             raise Interrupted(
                 f"interrupted: {shown} was not made; what was finished is kept in the store",
                 signum=getattr(interrupt, "signum", signal.SIGINT),
-                hint=f"run the same command again to resume, or give it up: shardkit status {shown} --abort",
+                hint=f"run the same command again to resume, or give it up: "
+                f"`shardkit status {shlex.quote(self._target.path)} --abort`",
             ) from interrupt
         except (IncompleteError, ResourceError):
             raise
