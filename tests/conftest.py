@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -75,6 +76,7 @@ def _errors() -> Iterator[list[ShardkitError]]:
     """Collect every error that is made in this process."""
     made, init = list[ShardkitError](), ShardkitError.__init__
 
+    @functools.wraps(init)
     def note(self: ShardkitError, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
         made.append(self)

@@ -8,6 +8,7 @@ from html import escape as html_escape
 from typing import Any
 
 from shardkit.core.text import count, escape, format_size
+from shardkit.errors import as_arguments
 
 _MAX_SHOWN = 5
 
@@ -36,6 +37,8 @@ class Result:
 
 
 def _cell(name: str, value: object) -> str:
+    if name in ("notes", "warnings") and isinstance(value, Sequence):
+        value = [as_arguments(each) for each in value]  # in a notebook nobody types options
     if isinstance(value, Mapping):
         pairs = (f"{_text(key)}: {_text(each)}" for key, each in value.items() if each is not None)
         return "; ".join(pairs)

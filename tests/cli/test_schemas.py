@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -80,3 +81,9 @@ def test_a_result_in_a_notebook_is_a_small_table_that_is_inert(run, tiny):
     assert cells["path"] == "<script>&"
     assert cells["tensor bytes"] == "116 B"
     assert len(html) < 4000
+
+
+def test_a_notebook_is_told_of_arguments(tiny):
+    result = replace(shardkit.inspect("tiny"), warnings=("name it with --base",))
+    assert "name it with base<" in result._repr_html_()
+    assert result.to_json()["warnings"] == ("name it with --base",)
