@@ -40,7 +40,12 @@ _DONE = ".done"
 _NAME = re.compile(_MARK + r"[0-9a-f]{16}", re.ASCII)
 _NOTHING, _COMMITTED = "nothing", "committed.json"
 _TAKEN = "new-"
-_MAX_BYTES = 1 << 28
+_MAX_BYTES, _MAX_TOLD_BYTES = 1 << 28, 1 << 16
+
+
+def note_name(number: int) -> str:
+    """Return the name of the note of a file."""
+    return f"{number}.json"
 
 
 class SharedStaging:
@@ -66,6 +71,38 @@ class SharedStaging:
         """Return the one of a plan, whether it exists or not."""
         parent, name = os.path.split(destination)
         return cls(destination, os.path.join(parent, prefix_of(name) + _MARK + plan_hash[:_HASH_DIGITS]))
+
+    def read_record(self) -> bytes:
+        """Return the content of `plan.json`.
+
+        Raises:
+            SourceError: it is missing, or a link.
+            ResourceError: it cannot be read.
+        """
+        name = os.path.join(os.path.basename(self.path), os.path.basename(self.record))
+        return read_small(self.record, name, _MAX_BYTES, follow=False)
+
+    def noted(self) -> set[int]:
+        """Return the numbers of the files that have a note. Network file systems may show one later."""
+        try:
+            names = storage.listdir(self.done)
+        except OSError:
+            return set()
+        return set(map(int, filter(str.isdecimal, (name.removesuffix(".json") for name in names))))
+
+    def has_note(self, number: int) -> bool:
+        """True if a file has a note, whether it is listed yet or not."""
+        return storage.lexists(os.path.join(self.done, note_name(number)))
+
+    def told(self) -> Iterator[tuple[str, bytes]]:
+        """Yield (name, content) of what parts said of themselves."""
+        try:
+            names = sorted(storage.listdir(self.parts))
+        except OSError:
+            return
+        for name in names:
+            with contextlib.suppress(ShardkitError):
+                yield name, read_small(os.path.join(self.parts, name), name, _MAX_TOLD_BYTES, follow=False)
 
     @property
     def exists(self) -> bool:
@@ -135,6 +172,11 @@ class SharedStaging:
         finally:
             owner.end()
             storage.remove_tree(path)
+
+    def check_owner(self) -> None:
+        """Refuse what another user has put there; errors as `workplace`."""
+        with self.workplace():
+            pass
 
     def _remove_dead(self) -> None:
         for name in storage.listdir(self._work):

@@ -40,7 +40,8 @@ from shardkit.operations.destination import (
     is_sharded_checkpoint,
 )
 from shardkit.operations.parts.agreement import Agreement, Command, Committing, Share
-from shardkit.operations.parts.divided import Describer, Divided, PartResult, absolute
+from shardkit.operations.parts.divided import Describer, PartResult
+from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
 from shardkit.operations.parts.part import Part
 from shardkit.operations.uploading.place import Target, check_target
 from shardkit.operations.uploading.run import Describe, Upload, check_beside
@@ -532,7 +533,7 @@ class Writer:
         self, job: Job, describe: Describe, share: Share, needed_bytes: int
     ) -> tuple[PartResult | None, CheckedSource]:
         """Carry out a part, or what comes after all parts; return what became of it, and what was compared."""
-        divided = self._divided(job, share)
+        divided = self._divided(job, describe, share)
         rest = max(needed_bytes - job.plan.written_bytes, 0)
         check_space(self.path, divided.bytes_left(share) if isinstance(share, Part) else rest)
         if self.writing.dry_run:
@@ -546,9 +547,7 @@ class Writer:
                 if result.missing or result.is_committed:
                     return result, CheckedSource()
                 result = replace(result, is_committed=True)
-            self.has_committed = divided.commit(
-                describe, overwrite=self.writing.overwrite, check_replaceable=self._check_replaceable
-            )
+            self.has_committed = divided.commit()
         except KeyboardInterrupt as interrupt:
             raise Interrupted(
                 f"interrupted: {escape(self.path)} is not whole; the files that were finished are kept beside it",
@@ -563,7 +562,7 @@ class Writer:
             divided.clean_up(keeps_mark=isinstance(share, Part))
         return result, _summary(divided.check, job.plan, self.options)
 
-    def _check_absent(self, divided: Divided) -> None:
+    def _check_absent(self, divided: DividedOnDisk) -> None:
         """Refuse if something is at the destination that parts of this very plan have not made."""
         try:
             check_destination(self.path, None, overwrite=False)
@@ -575,8 +574,23 @@ class Writer:
         """Refuse to replace what is at the destination by now."""
         check_replaceable(self.path, escape(self.path), overwrite=True, why_not=self._why_not)
 
-    def _divided(self, job: Job, share: Share) -> Divided:
-        """Return what parts carry out: they agree on the plan, and on what the descriptions say."""
+    def _divided(self, job: Job, describe: Describe, share: Share) -> DividedOnDisk:
+        """Return what parts carry out."""
+        return DividedOnDisk(
+            self.path,
+            self._agreement(job, share),
+            job.plan,
+            job.output.data_nbytes,
+            self.options,
+            self._progress,
+            describe=describe,
+            before=self._before,
+            overwrite=self.writing.overwrite,
+            check_replaceable=self._check_replaceable,
+        )
+
+    def _agreement(self, job: Job, share: Share) -> Agreement:
+        """Return what parts agree on: the plan, and what the descriptions say."""
         command = self.writing.command
         assert command is not None
         made_of = {**ingredients(job, shared_stamp), "settings": command.settings()}
@@ -594,15 +608,7 @@ class Writer:
         )
         if isinstance(share, Committing):
             share.check(agreement)
-        return Divided(
-            self.path,
-            agreement,
-            job.plan,
-            job.output.data_nbytes,
-            self.options,
-            self._progress,
-            before=self._before,
-        )
+        return agreement
 
     def _run(
         self,

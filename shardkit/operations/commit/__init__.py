@@ -21,11 +21,11 @@ from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, has_commits, remove_marks, shared_of
 from shardkit.files.staging import identity_of, remove_abandoned
 from shardkit.files.stores import is_remote
-from shardkit.files.strict_json import parse_object, read_small
+from shardkit.files.strict_json import parse_object
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
-from shardkit.operations.parts.agreement import Agreement, Committing, read_all
-from shardkit.operations.parts.divided import absolute, incomplete
-from shardkit.operations.parts.notes import name_of, noted_in
+from shardkit.operations.parts.agreement import Agreement, Committing, Staging, read_all
+from shardkit.operations.parts.divided import incomplete
+from shardkit.operations.parts.on_disk import absolute
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
 from shardkit.operations.uploading.status import StoredStatus, status_in_store
@@ -38,7 +38,6 @@ _VERBS: Mapping[str, Callable[..., WriteResult]] = {
     "reshard": reshard,
 }
 _LOOK_AGAIN_S = 0.5
-_MAX_NOTE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +155,7 @@ def commit(
             staging.remove()
         return _was_there(path, begun)
     try:
-        agreement = Agreement.read(staging.record)
+        agreement = Agreement.of(staging)
         _wait_for_all(staging, agreement, until)
         result, is_ours = _carry_out(staging, agreement, overwrite, progress, on_warning)
     except (OSError, ShardkitError):  # the directory may have gone meanwhile, with another commit
@@ -181,7 +180,7 @@ def commit(
 
 
 def _carry_out(
-    staging: SharedStaging,
+    staging: Staging,
     agreement: Agreement,
     overwrite: bool,
     progress: Progress | None,
@@ -197,8 +196,8 @@ def _carry_out(
     verb = _VERBS.get(command.verb)
     if verb is None or not command.options.keys() <= signature(verb).parameters.keys():
         raise SourceError(f"{escape(staging.record)} is damaged")
-    with staging.workplace():  # refuses what another user has put there
-        options = {**command.options, "overwrite": overwrite or bool(command.options.get("overwrite"))}
+    staging.check_owner()
+    options = {**command.options, "overwrite": overwrite or bool(command.options.get("overwrite"))}
     ended = list[bool]()
     share = Committing(
         check=lambda here: _check_same(staging.destination, agreement, here), on_end=ended.append
@@ -223,7 +222,7 @@ def _check_same(destination: str, agreement: Agreement, here: Agreement) -> None
     )
 
 
-def _wait_for_all(staging: SharedStaging, agreement: Agreement, until: float) -> None:
+def _wait_for_all(staging: Staging, agreement: Agreement, until: float) -> None:
     """Return once every file has a note.
 
     Raises:
@@ -231,19 +230,13 @@ def _wait_for_all(staging: SharedStaging, agreement: Agreement, until: float) ->
     """
     missing = list(range(len(agreement.files)))
     while True:
-        with_notes = noted_in(staging)  # listing also lets network file systems look again
-        missing = [
-            number for number in missing if number not in with_notes and not _has_note(staging, number)
-        ]
+        noted = staging.noted()  # listing also lets network file systems look again
+        missing = [number for number in missing if number not in noted and not staging.has_note(number)]
         if not missing:
             return
         if time.monotonic() >= until or not staging.is_open:
             raise incomplete(staging.destination, agreement, missing)
         time.sleep(_LOOK_AGAIN_S)
-
-
-def _has_note(staging: SharedStaging, number: int) -> bool:
-    return storage.lexists(os.path.join(staging.done, name_of(number)))
 
 
 def _only_one(path: str) -> SharedStaging | None:
@@ -256,7 +249,7 @@ def _only_one(path: str) -> SharedStaging | None:
     return found[0] if found else None
 
 
-def _hash_in(staging: SharedStaging) -> str:
+def _hash_in(staging: Staging) -> str:
     return staging.path.rpartition("-")[2]
 
 
@@ -324,8 +317,8 @@ def status(output: str | os.PathLike[str], *, abort: bool = False) -> StatusResu
     )
 
 
-def _plan_status(staging: SharedStaging, agreement: Agreement) -> PlanStatus:
-    noted, files = noted_in(staging), agreement.files
+def _plan_status(staging: Staging, agreement: Agreement) -> PlanStatus:
+    noted, files = staging.noted(), agreement.files
     finished = [number for number in range(len(files)) if number in noted]
     missing = [number for number in range(len(files)) if number not in noted]
     return PlanStatus(
@@ -346,22 +339,16 @@ def _plan_status(staging: SharedStaging, agreement: Agreement) -> PlanStatus:
     )
 
 
-def _parts(staging: SharedStaging) -> Iterator[PartStatus]:
+def _parts(staging: Staging) -> Iterator[PartStatus]:
     """Yield what parts said of themselves, in the order of their numbers."""
-    try:
-        names = storage.listdir(staging.parts)
-    except OSError:
-        return
     told = []
-    for name in names:
+    for name, data in staging.told():
         number, _, count = name.removesuffix(".json").partition("-of-")
         if number.isdecimal() and count.isdecimal():
-            told.append((int(count), int(number), name))
-    for of, place, name in sorted(told):
+            told.append((int(count), int(number), name, data))
+    for of, place, name, data in sorted(told):
         try:
-            content = parse_object(
-                read_small(os.path.join(staging.parts, name), name, _MAX_NOTE_BYTES, follow=False), name
-            )
+            content = parse_object(data, name)
         except ShardkitError:
             continue
         pid = content.get("pid")

@@ -6,12 +6,11 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files import storage
-from shardkit.files.shared import SharedStaging
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.part import Part, divide, parse_part
 
@@ -78,6 +77,54 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+class Staging(Protocol):
+    """What the parts of one plan share until there is an output."""
+
+    @property
+    def destination(self) -> str:
+        """Where the output goes; absolute."""
+
+    @property
+    def path(self) -> str:
+        """Where it lies."""
+
+    @property
+    def record(self) -> str:
+        """Path of `plan.json`."""
+
+    @property
+    def exists(self) -> bool:
+        """True until all of it is removed."""
+
+    @property
+    def is_open(self) -> bool:
+        """True until a commit, or until it was given up."""
+
+    def read_record(self) -> bytes:
+        """Return the content of `plan.json`."""
+
+    def noted(self) -> set[int]:
+        """Return the numbers of the files that have a note."""
+
+    def has_note(self, number: int) -> bool:
+        """True if a file has a note, whether it is listed yet or not."""
+
+    def told(self) -> Iterator[tuple[str, bytes]]:
+        """Yield (name, content) of what parts said of themselves."""
+
+    def check_owner(self) -> None:
+        """Refuse what another user has put there, as far as that can be known."""
+
+    def reopen(self) -> bool:
+        """Put back what a commit has taken that did not end."""
+
+    def remove(self) -> None:
+        """Remove all of it."""
+
+    def give_up(self) -> None:
+        """Remove all of it; what a commit that did not end has replaced is put back."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
     """What is written, by which call, in how many parts."""
@@ -111,8 +158,26 @@ class Agreement:
             SourceError: the file is missing or not what shardkit writes.
             ResourceError: it cannot be read.
         """
-        name = os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))
-        content = parse_object(read_small(path, name, _MAX_BYTES, follow=False), name)
+        name = _name_of(path)
+        return cls.parse(read_small(path, name, _MAX_BYTES, follow=False), name)
+
+    @classmethod
+    def of(cls, staging: Staging) -> Agreement:
+        """Return what the parts agreed on that share a place; errors as `read`."""
+        return cls.parse(staging.read_record(), _name_of(staging.record))
+
+    @classmethod
+    def parse(cls, data: bytes, name: str) -> Agreement:
+        """Return what a `plan.json` says.
+
+        Args:
+            data: its content.
+            name: how to call it in messages.
+
+        Raises:
+            SourceError: it is not what shardkit writes.
+        """
+        content = parse_object(data, name)
         if content.pop("format", None) != _FORMAT:
             raise SourceError(f"{escape(name)} was written by another version of shardkit")
         try:
@@ -188,6 +253,7 @@ class Committing:
 
 
 Share = Part | Committing
+_S = TypeVar("_S", bound=Staging)
 
 
 def as_share(part: str | Share | None) -> Share | None:
@@ -195,13 +261,17 @@ def as_share(part: str | Share | None) -> Share | None:
     return parse_part(part, os.environ) if isinstance(part, str) else part
 
 
-def read_all(stagings: Sequence[SharedStaging]) -> list[tuple[SharedStaging, Agreement]]:
-    """Return what is agreed on in each directory; one that is going away meanwhile is left out."""
+def read_all(stagings: Sequence[_S]) -> list[tuple[_S, Agreement]]:
+    """Return what is agreed on in each place; one that is going away meanwhile is left out."""
     found = []
     for staging in stagings:
         try:
-            found.append((staging, Agreement.read(staging.record)))
+            found.append((staging, Agreement.of(staging)))
         except (SourceError, ResourceError):
             if staging.exists:
                 raise
     return found
+
+
+def _name_of(path: str) -> str:
+    return os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardkit.errors import ShardkitError
 from shardkit.files import storage
-from shardkit.files.shared import SharedStaging
+from shardkit.files.shared import SharedStaging, note_name
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.fill import CrcPiece
@@ -38,11 +38,6 @@ class Note:
         return json.dumps(asdict(self)).encode()
 
 
-def name_of(number: int) -> str:
-    """Return the name of the note of a file."""
-    return f"{number}.json"
-
-
 def read_note(staging: SharedStaging, number: int, name: str, size: int) -> Note | None:
     """Return the note of a file that is finished and lies in `data` with its size.
 
@@ -52,13 +47,26 @@ def read_note(staging: SharedStaging, number: int, name: str, size: int) -> Note
         name: of the file.
         size: in bytes.
     """
-    path = os.path.join(staging.done, name_of(number))
+    path = os.path.join(staging.done, note_name(number))
     try:
         if storage.lstat(os.path.join(staging.data, name)).st_size != size:
             return None
-        content = parse_object(read_small(path, name_of(number), _MAX_BYTES, follow=False), name_of(number))
+        content = parse_object(
+            read_small(path, note_name(number), _MAX_BYTES, follow=False), note_name(number)
+        )
     except (OSError, ShardkitError):
         return None
+    return load_note(content, name, size)
+
+
+def load_note(content: Mapping[str, Any], name: str, size: int) -> Note | None:
+    """Return a note that was read; None if it is damaged, or of another file.
+
+    Args:
+        content: what `Note.dump` has written.
+        name: of the file.
+        size: in bytes.
+    """
     entry, source, scattered = content.get("digest"), content.get("source"), content.get("scattered")
     digest = parse_digest(entry) if isinstance(entry, dict) else None
     if digest is None or (digest.name, digest.size) != (name, size) or not isinstance(scattered, list):
@@ -66,15 +74,6 @@ def read_note(staging: SharedStaging, number: int, name: str, size: int) -> Note
     if not (source is None or isinstance(source, dict)) or not all(map(_is_tensor, scattered)):
         return None
     return Note(digest=digest, source=source, scattered=[_load(*entry) for entry in scattered])
-
-
-def noted_in(staging: SharedStaging) -> set[int]:
-    """Return the numbers of the files that have a note. Network file systems may show one later."""
-    try:
-        names = storage.listdir(staging.done)
-    except OSError:
-        return set()
-    return {int(name.removesuffix(".json")) for name in names if name.removesuffix(".json").isdecimal()}
 
 
 def _is_tensor(entry: object) -> bool:
@@ -98,6 +97,6 @@ def remove_notes(staging: SharedStaging, numbers: Sequence[int]) -> None:
     """Forget that files are finished."""
     for number in numbers:
         try:
-            storage.unlink(os.path.join(staging.done, name_of(number)))
+            storage.unlink(os.path.join(staging.done, note_name(number)))
         except OSError:
             continue

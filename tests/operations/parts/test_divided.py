@@ -90,16 +90,16 @@ def test_a_commit_that_another_overtakes_says_so(
         patch.setattr(storage, "hard_link", full)
         with pytest.raises(shardkit.ResourceError, match="No space"):
             preshard(model, tmp_path / "out", "2/2", sha256=True)
-    read = Agreement.read
+    read = Agreement.of
     others = list[bool]()
 
     def overtaken(staging: Any) -> Agreement:
         agreement = read(staging)
-        monkeypatch.setattr(Agreement, "read", read)
+        monkeypatch.setattr(Agreement, "of", read)
         others.append(shardkit.commit(tmp_path / "out").by_another)
         return agreement
 
-    monkeypatch.setattr(Agreement, "read", overtaken)
+    monkeypatch.setattr(Agreement, "of", overtaken)
     monkeypatch.setattr(commit_verb, "_wait_for_all", lambda *_: None)
     assert shardkit.commit(tmp_path / "out").by_another
     assert others == [False]

@@ -1,0 +1,215 @@
+"""Parts that share a file system: files get their names by renames, and the output appears by one.
+
+`files/shared` has the directory in which all of that lies, and what becomes of it where processes are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from shardkit.core.text import escape
+from shardkit.core.threads import Progress
+from shardkit.errors import ShardkitError, UsageError
+from shardkit.files import storage
+from shardkit.files.shared import SharedStaging, note_name, remove_marks, shared_of
+from shardkit.files.staging import identity_of
+from shardkit.operations.parts.agreement import Agreement, read_all
+from shardkit.operations.parts.divided import Describer, Divided, PartResult
+from shardkit.operations.parts.notes import Note, read_note, remove_notes
+from shardkit.operations.parts.part import Part
+from shardkit.transfer.execute import ExecuteOptions
+from shardkit.transfer.plan import TransferPlan
+
+_T = TypeVar("_T")
+_MOST_TRIES = 20  # each only if another process was in the middle of a commit
+
+
+class DividedOnDisk(Divided):
+    """A job that several processes carry out in a directory that all of them see.
+
+    Args:
+        destination: absolute.
+        agreement, plan, data_nbytes, options, progress: as for `Divided`.
+        describe: writes what lies beside the images.
+        before: identity of what was at the destination when this process began.
+        overwrite: what is at the destination may be replaced.
+        check_replaceable: refuses if it may not.
+    """
+
+    def __init__(
+        self,
+        destination: str,
+        agreement: Agreement,
+        plan: TransferPlan,
+        data_nbytes: Sequence[int],
+        options: ExecuteOptions,
+        progress: Progress,
+        *,
+        describe: Callable[[str], AbstractContextManager[Describer]],
+        before: tuple[int, int] | None,
+        overwrite: bool,
+        check_replaceable: Callable[[], object],
+    ) -> None:
+        self.staging = SharedStaging.of_plan(destination, agreement.plan)
+        super().__init__(destination, self.staging, agreement, plan, data_nbytes, options, progress)
+        self._describe, self._overwrite, self._check_replaceable = describe, overwrite, check_replaceable
+        self._before, self._is_lost, self._work = before, False, ""
+
+    def run(self, part: Part) -> PartResult:
+        """Write the files of a part that are not finished yet; errors as `Divided.run`."""
+        return self._unless_taken(lambda: super(DividedOnDisk, self).run(part))
+
+    def commit(self) -> bool:
+        """Make the output of what all parts wrote; False if another process has. Errors as `Divided.commit`."""
+        return self._unless_taken(lambda: super(DividedOnDisk, self).commit())
+
+    def _unless_taken(self, work: Callable[[], _T]) -> _T:
+        """Do something, and once more where a commit had taken the data meanwhile; that one may have died."""
+        for _ in range(_MOST_TRIES):
+            try:
+                return work()
+            except (OSError, ShardkitError) as error:
+                is_gone = any(isinstance(each, FileNotFoundError) for each in (error, error.__cause__))
+                if not (self.staging.reopen() or (is_gone and self._is_open())):
+                    raise
+        return work()
+
+    def _look_before(self) -> None:
+        """Remember what is at the destination while nobody has committed."""
+        before = identity_of(self._destination)
+        if self.staging.is_open:
+            self._before = before
+
+    def _is_open(self) -> bool:
+        # There may be another one by now.
+        return self.staging.is_open and not self._is_lost
+
+    def _has_another_committed(self) -> bool:
+        if self._is_open():
+            return False
+        return self.staging.is_committed or identity_of(self._destination) not in (None, self._before)
+
+    @property
+    def is_committed(self) -> bool:
+        """True if the destination is what parts of this plan have made."""
+        return self.staging.is_committed
+
+    def _begin(self) -> bool:
+        closed = list[str]()
+        for _ in range(_MOST_TRIES):
+            self.staging.reopen()
+            if self.staging.is_committed:
+                return False
+            remove_marks(self._destination, only_old=True)
+            beside = shared_of(self._destination)
+            closed = [escape(each.path) for each in beside if not each.is_open and each.exists]
+            if not closed:
+                break
+        UsageError.raise_for(
+            closed,
+            f"parts have committed {escape(self._destination)}, and it is another one by now",
+            hint=f"remove what they left: `shardkit status {shlex.quote(self._destination)} --abort`",
+        )
+        folders = {os.path.dirname(image.name) for image in self._images} - {""}
+        is_ours = self.staging.create(self._agreement.dump(), folders)
+        if is_ours and identity_of(self._destination) != self._before:
+            # The last part has committed since this one began: what was made here would never be whole.
+            self.staging.remove()
+            if self.staging.is_committed:
+                return False
+            raise UsageError(
+                f"{escape(self._destination)} exists: another process has made it while this part began"
+            )
+        others = read_all([each for each in shared_of(self._destination) if each.path != self.staging.path])
+        if others:
+            if is_ours:
+                self.staging.remove()
+            raise self._other_plan([agreement for _, agreement in others])
+        return True
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[str]:
+        self._look_before()
+        try:
+            with self.staging.workplace() as self._work:
+                try:
+                    directory = os.path.join(self._work, "data")
+                    for folder in sorted({os.path.dirname(image.name) for image in self._images}):
+                        storage.make_directories(os.path.join(directory, folder))
+                    yield directory
+                except BaseException:
+                    self._is_lost = not storage.isdir(self._work)
+                    raise
+        except FileNotFoundError:
+            self._is_lost = True
+            raise
+
+    def _say(self, name: str, content: bytes) -> None:
+        self.staging.write_note(self._work, self.staging.parts, name, content)
+
+    def _note(self, number: int) -> Note | None:
+        image = self._images[number]
+        note = read_note(self.staging, number, image.name, image.size)
+        if note is None or (self.check is not None and note.source is None):
+            return None
+        return note
+
+    def _notes(self, numbers: Sequence[int]) -> Iterator[tuple[int, Note]]:
+        return ((number, note) for number in numbers if (note := self._note(number)) is not None)
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        remove_notes(self.staging, numbers)
+
+    def _publish(self, directory: str, number: int, note: Note) -> None:
+        if self._note(number) is not None:  # a twin was faster: its file may be in the output already
+            return
+        name = note.digest.name
+        self.staging.publish(os.path.join(directory, name), name)
+        self.staging.write_note(self._work, self.staging.done, note_name(number), note.dump())
+
+    def _make(self, directory: str) -> bool:
+        """Write what lies beside the images, apart from `data`, and then by renames into it; then let `data` appear."""
+        digests, scattered = self._finished()
+        linked = self._link_images(directory)
+        with self._describe(directory) as descriptions:
+            for digest in digests.values():
+                if digest.name not in linked:
+                    descriptions.add_file(digest)
+            self._finish(directory, descriptions, digests, scattered)
+        self.staging.adopt(directory, linked)
+        if self._overwrite and storage.lexists(self._destination) and self.staging.is_open:
+            self._check_replaceable()
+        names = [image.name for image in self._images]
+        return self.staging.commit(self._work, names, overwrite=self._overwrite)
+
+    def clean_up(self, *, keeps_mark: bool) -> None:
+        if keeps_mark:
+            self.staging.keep_mark()
+            remove_marks(self._destination, only_old=True)
+        else:
+            self.staging.remove()
+            remove_marks(self._destination)
+
+    def _link_images(self, directory: str) -> Collection[str]:
+        """Let the images lie beside what describes them. What is little more than a header is copied."""
+        linked = set[str]()
+        for image in self._images:
+            source, target = os.path.join(self.staging.data, image.name), os.path.join(directory, image.name)
+            if len(image):
+                storage.link(source, target)
+                linked.add(image.name)
+            else:
+                with storage.open_file(source, "rb") as file:
+                    storage.write_file(target, file.read())
+        return linked
+
+
+def absolute(output: str) -> str:
+    """Return the path of a destination, with all links above it resolved."""
+    path = storage.absolute(output)
+    return os.path.join(storage.realpath(os.path.dirname(path)), os.path.basename(path))
