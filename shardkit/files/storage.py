@@ -102,7 +102,11 @@ def ftruncate(fd: int, size: int) -> None:
 
 def fsync(fd: int) -> None:
     """As `os.fsync`; of a file in a store it makes the object."""
-    uploads.finish(fd) if fd >= uploads.FIRST_NUMBER else os.fsync(fd)
+    if fd < uploads.FIRST_NUMBER:
+        os.fsync(fd)
+        return
+    path, stored = uploads.finish(fd)
+    stores.learn_object(path, stored.size, stored.etag)  # it may be read at once
 
 
 def settle(fd: int, start: int, stop: int) -> None:

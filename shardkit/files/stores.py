@@ -141,6 +141,15 @@ def learn(said: Mapping[str, Any]) -> None:
             _listings[path] = Listing(objects, set(found["folders"]))
 
 
+def learn_object(path: str, size: int, etag: str) -> None:
+    """Take note of an object that this process has made: its directory may have been listed before."""
+    above, _, name = plain(path).rpartition("/")
+    with _lock:
+        _single[plain(path)] = Object(size, etag, 0)
+        if above in _listings:
+            _listings[above].objects[name] = Object(size, etag, 0)
+
+
 def _kind(path: str) -> _Kind:
     return _KINDS[path[: path.index("://") + 3]]
 

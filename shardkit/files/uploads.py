@@ -313,12 +313,13 @@ class Session:
                 self._files[path] = _File(self, path)
             return self._files[path]
 
-    def finish(self, file: _File) -> None:
+    def finish(self, file: _File) -> Stored:
         """Make the object of a file."""
         stored = file.finish()
         with self._lock:
             self.stored[file.path] = stored
             self._files.pop(file.path, None)
+        return stored
 
     def abort(self) -> None:
         """End all uploads under way."""
@@ -409,11 +410,11 @@ def settle(number: int, start: int, stop: int) -> None:
     _open[number].settle(start, stop)
 
 
-def finish(number: int) -> None:
-    """Send what is left of an open file, and make the object. The store compares its CRC-32.
+def finish(number: int) -> tuple[str, Stored]:
+    """Send what is left of an open file, and make the object; return its path, and what it is. The store compares its CRC-32.
 
     Raises:
         ResourceError, IntegrityError, LostUpload: as `s3.complete`.
     """
     file = _open[number]
-    file.session.finish(file)
+    return file.path, file.session.finish(file)

@@ -325,6 +325,7 @@ class Writer:
         self._ahead: Ahead[Any] | None = None
         self._before: tuple[int, int] | None = None
         self._target: Target | None = None
+        self._hash = ""
         self._warnings: tuple[str, ...] = ()
         self._facts: dict[str, Any] = {}
 
@@ -470,8 +471,12 @@ class Writer:
         }
 
     def hash_in_store(self, job: Job) -> str:
-        """Return what stands for inputs, options and version, on all machines alike."""
-        return hash_of(ingredients(job, shared_stamp))
+        """Return what stands for inputs, options and version, on all machines alike.
+
+        It is taken once: the names of a job's files may have it in them later.
+        """
+        self._hash = self._hash or hash_of(ingredients(job, shared_stamp))
+        return self._hash
 
     def check_beside(self, files: Mapping[str, Callable[[], bytes]]) -> None:
         """Refuse files in a store that would have to be replaced, before anything moves.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import threading
@@ -395,6 +396,36 @@ def test_a_source_that_is_damaged_leaves_nothing(served: Served, tmp_path: Path,
         shardkit.consolidate(tmp_path / "dcp", out)
     assert not objects(out)
     assert not s3.uploads(out)
+
+
+def test_a_run_that_failed_leaves_an_output_of_the_same_names(
+    served: Served, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same job once more, over its own output, fails when its files are there."""
+    from shardkit.operations.uploading import run
+
+    WRITES["consolidate"](served.home, out)
+    whole = objects(out)
+
+    def fails(_: Any) -> None:
+        raise IntegrityError("the source is damaged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run._Run, "_check_all", fails)
+        with pytest.raises(IntegrityError):
+            WRITES["consolidate"](served.home, out, overwrite=True)
+    assert objects(out) == whole
+
+
+@pytest.mark.parametrize("verb", WRITES)
+def test_the_sha256_of_files_that_were_just_written(served: Served, out: str, verb: str) -> None:
+    WRITES[verb](served.home, out, sha256=True)
+    found = objects(out)
+    (place,) = [name.removesuffix("shardkit.json") for name in found if name.endswith("shardkit.json")]
+    listed = json.loads(found[f"{place}shardkit.json"])["files"]
+    assert len(listed) > 1
+    for each in listed:
+        assert each["sha256"] == hashlib.sha256(found[place + each["name"]]).hexdigest()
 
 
 def test_a_run_that_failed_is_resumed(served: Served, tmp_path: Path, out: str) -> None:
