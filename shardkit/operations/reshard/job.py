@@ -492,17 +492,25 @@ def _no_phase(fqn: str) -> None:
 
 def _aliases(catalog: Catalog, objects: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return, by the first of them, the names that point at the same bytes: shardkit stores tied parameters so."""
-    table, first, found = catalog.chunks, dict[object, str](), dict[str, tuple[str, ...]]()
-    left_out = frozenset(objects)
+    table, left_out = catalog.chunks, frozenset(objects)
+    alike: dict[object, list[str]] = {}  # a million chunks are not compared one by one
     for name, entry in catalog.tensors.items():
         if name in left_out or entry.nbytes == 0:
             continue
         rows = slice(entry.chunk_ids.start, entry.chunk_ids.stop)
-        places = zip(table.file[rows], table.start[rows], table.regions(entry.chunk_ids), strict=True)
-        key = (entry.dtype.name, entry.shape, frozenset(places))
-        original = first.setdefault(key, name)
-        if original != name:
-            found[original] = (*found.get(original, ()), name)
+        files, starts = table.file[rows], table.start[rows]
+        key = (entry.dtype.name, entry.shape, min(files), max(files), min(starts), max(starts))
+        alike.setdefault(key, []).append(name)
+    found: dict[str, tuple[str, ...]] = {}
+    for names in alike.values():
+        first: dict[object, str] = {}
+        for name in names if len(names) > 1 else ():
+            ids = catalog.tensors[name].chunk_ids
+            rows = slice(ids.start, ids.stop)
+            places = frozenset(zip(table.file[rows], table.start[rows], table.regions(ids), strict=True))
+            original = first.setdefault(places, name)
+            if original != name:
+                found[original] = (*found.get(original, ()), name)
     return found
 
 

@@ -246,3 +246,18 @@ def test_the_command_line(saved: Path, tmp_path: Path) -> None:
         refused = run(*arguments)
         assert refused.exit_code == code, refused.stderr
         assert words in refused.stderr
+
+
+def test_tied_names_point_at_the_same_bytes_again(make_hub: Any, tmp_path: Path) -> None:
+    tensors = {"model.embed_tokens.weight": torch.randn(11, 4), "model.proj.weight": torch.randn(11, 4)}
+    config = {"architectures": ["TinyForCausalLM"], "tie_word_embeddings": True}
+    two, three = str(tmp_path / "two"), str(tmp_path / "three")
+    shardkit.preshard(str(make_hub(tensors, config=config)), two, world_size=2, wrap="none")
+    result = shardkit.reshard(two, three, world_size=3)
+    assert result.num_tensors == 2
+    manifest = json.loads((tmp_path / "three" / "shardkit.json").read_text())
+    assert manifest["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
+    state = {name: torch.empty(11, 4) for name in (*tensors, "lm_head.weight")}
+    dcp.load(state, checkpoint_id=three, no_dist=True)
+    for name, value in (*tensors.items(), ("lm_head.weight", tensors["model.embed_tokens.weight"])):
+        assert torch.equal(state[name], value), name
