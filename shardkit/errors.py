@@ -29,7 +29,7 @@ _SHOWN_PROBLEMS = 20
 FLAGS = frozenset(
     "--abort --allow-missing --allow-unexpected --allow-unsafe-store --check --dequantize --dry-run --follow-links --full --inside "
     "--keep-factors --manifest --merge-lora --no-resume --overwrite --private --rounded --sha256 --single-file "
-    "--stats --strict --tensors --trust-remote-code".split()
+    "--stats --store --strict --tensors --trust-remote-code".split()
 )
 """Options without a value that functions have as arguments."""
 VALUED = frozenset(

@@ -51,6 +51,11 @@ Examples:
 @opt.strict
 @click.option("--hub", metavar="REPO", help="Compare its files with a Hub repo's, without downloading.")
 @opt.revision
+@click.option(
+    "--store",
+    is_flag=True,
+    help="Compare the manifest with what the object store says of each file, reading none of them.",
+)
 @opt.gathering
 @opt.jobs
 @opt.html
@@ -66,7 +71,8 @@ def command(
     newest checkpoint is taken. By default metadata, headers,
     sizes and manifests are compared with each other; --read and --full compare bytes with checksums. A manifest is
     looked for in PATH, then beside it (PATH.shardkit.json). Exit code 0: nothing is wrong; 1: something is wrong;
-    3: not a checkpoint; 4: with --answers, parts are missing; 5: nothing is wrong, but some files cannot be read. A part
+    3: not a checkpoint; 4: with --answers, parts are missing; 5: nothing is wrong, but some files cannot be read, or the
+    store keeps no checksum of them. A part
     ends with 0 while others are missing, whatever it found: the last one to finish has the answer.
     """
     page, share = PageFile(html_file, (path,), overwrite=overwrite), opt.take_part(out, part)
@@ -114,6 +120,12 @@ def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
         yield "checkpoint", escape(result.writer or result.format)
     seed = f", seed {result.seed}" if result.seed is not None else ""
     yield "level", f"{result.level}{seed}"
+    if result.level == "store":
+        for name in result.manifests:
+            yield "held against", escape(name)
+        files = count(result.num_vouched_files, "file")
+        yield "store", f"CRC-32 of {files}, {format_size(result.vouched_bytes)}"
+        return
     tensors = f"{count(result.num_tensors, 'tensor')}, {count(result.num_chunks, 'chunk')}"
     yield "holds", f"{tensors}, {format_size(result.tensor_bytes)} in {count(result.num_files, 'file')}"
     for name in result.manifests:

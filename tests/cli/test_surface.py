@@ -270,6 +270,7 @@ SURFACE = {
         "--revision",
         "--rounded",
         "--seed",
+        "--store",
         "--strict",
         "--verbose",
         "-q",

@@ -24,6 +24,7 @@ from shardkit.operations.verify.bytes import choose
 from shardkit.operations.verify.factors import FactorQuestions
 from shardkit.operations.verify.questions import Joined, Questions, recorded_in, some_stretches, whole_files
 from shardkit.operations.verify.result import Level, Report, VerifyResult
+from shardkit.operations.verify.store import check_stored
 from shardkit.operations.verify.structure import Structure, check_structure
 
 
@@ -40,6 +41,7 @@ def verify(
     strict: bool = False,
     hub: str | None = None,
     revision: str | None = None,
+    store: bool = False,
     jobs: int | None = None,
     holdings: bool = False,
     part: str | Part | None = None,
@@ -68,6 +70,8 @@ def verify(
         strict: with `against`: refuse a run directory in which a newer checkpoint had to be passed over.
         hub: a repo id. Every file must be the repo's, as the ids tell that the Hub keeps. Nothing is downloaded.
         revision: branch, tag or commit of the repo.
+        store: ask the object store in which the checkpoint lies for size and CRC-32 of each file that the manifest
+            lists, and read none of them. Where the store keeps no CRC-32 of a whole file, `problems` say so.
         jobs: threads; by default the cores that this process may use, from 2 to 8.
         holdings: tell too which file holds which bytes, for pictures.
         part: read this part of what is to be read, such as "3/16", or "env" to ask the launcher. Where no other part is
@@ -96,15 +100,21 @@ def verify(
             raise UsageError(f"{option} belongs to --against, which is not given")
     if gathering is not None and not (full or read or against or hub):
         raise UsageError("--part divides what is read: give --full, --read, --against or --hub with it")
+    if store and (full or read or against or hub or gathering or holdings):
+        raise UsageError("--store reads no bytes: give it without what reads or draws them")
     num_threads, progress = choose_jobs(jobs), progress or NoProgress()
     other = take(against, strict=True) if strict and against is not None else None
-    level: Level = "full" if full else "structure" if read is None else "sample"
+    level: Level = "store" if store else "full" if full else "structure" if read is None else "sample"
     report = Report(progress=progress)
     if storage.lexists(path):
         taken = stands_for(path, strict=True)
         path = taken.path
         report.add_notes(taken.notes)
-    structure = check_structure(path, report, manifest_path=None if manifest is None else os.fspath(manifest))
+    manifest_path = None if manifest is None else os.fspath(manifest)
+    if store:
+        check_stored(path, manifest_path, report, progress)
+        return _result(given, path, level, None, report, seed=None, against=None, repo=None, commit=None)
+    structure = check_structure(path, report, manifest_path=manifest_path)
     if gathering is not None:
         gathering.check_outside(path, structure.directory)
     state = partial(_state, structure, report, seed=seed if level == "sample" else None)
@@ -228,6 +238,8 @@ def _result(
         num_unrecorded_tensors=len(report.unrecorded),
         num_checked_files=report.num_checked_files,
         read_bytes=report.read_bytes,
+        num_vouched_files=report.num_vouched_files,
+        vouched_bytes=report.vouched_bytes,
         problems=tuple(report.problems),
         warnings=tuple(report.warnings),
         notes=tuple(report.notes),

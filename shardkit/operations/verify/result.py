@@ -18,7 +18,7 @@ from shardkit.files.digest import Stretch
 from shardkit.operations.answers import PartAnswer
 from shardkit.operations.holdings import Holdings
 
-Level = Literal["structure", "sample", "full"]
+Level = Literal["structure", "sample", "full", "store"]
 SIZE = "size in bytes"
 """The message where a file has another size than is recorded."""
 
@@ -43,7 +43,7 @@ class VerifyProblem:
     details: tuple[str, ...] = ()
     """One line for each instance, where opening found several at once."""
     is_unreadable: bool = False
-    """The system could not read the file, so what it holds is not known."""
+    """The system could not read the file, or a store keeps no checksum of it: what it holds is not known."""
 
     def line(self) -> str:
         """Return it as one line, safe to print."""
@@ -93,6 +93,7 @@ class VerifyResult(Result):
     num_files: int
     """Files that hold tensors."""
     num_tensors: int
+    """0 with the level "store", as are chunks and bytes: no tensor is looked at."""
     num_chunks: int
     """Pieces of tensors, each in one place; those of tied names count once."""
     tensor_bytes: int
@@ -107,6 +108,10 @@ class VerifyResult(Result):
     """Files that were read whole and compared with a recorded checksum."""
     read_bytes: int
     """Bytes that were compared with a checksum; headers, metadata, manifests and `against` not counted."""
+    num_vouched_files: int
+    """With the level "store": files whose CRC-32, as the store took it of what it has, is the recorded one."""
+    vouched_bytes: int
+    """Of those files; none of them was read."""
     problems: tuple[VerifyProblem, ...]
     warnings: tuple[str, ...]
     """What does no harm but does not belong here, such as stale files."""
@@ -124,7 +129,7 @@ class VerifyResult(Result):
 
     @property
     def is_only_unreadable(self) -> bool:
-        """True if the only problem is that the system could not read some files."""
+        """True if nothing is known to be wrong, but what some files hold could not be told."""
         return not self.ok and all(problem.is_unreadable for problem in self.problems)
 
     def to_json(self) -> dict[str, Any]:
@@ -170,6 +175,8 @@ class Report:
     num_checked_files: int = 0
     num_compared_tensors: int = 0
     num_rounded_tensors: int = 0
+    num_vouched_files: int = 0
+    vouched_bytes: int = 0
     read_bytes: int = 0
 
     def problem(self, message: str, *, at: Stretch | None = None, **fields: Any) -> None:

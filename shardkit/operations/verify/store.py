@@ -1,0 +1,139 @@
+"""verify by what a store says of its objects: one request for each file that a manifest lists, and none of its bytes.
+
+Amazon S3 and stores like it keep the CRC-32 of a whole object that was sent with one, as shardkit sends all. They computed it
+from the bytes that they got. Of any other object only the size is known.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from shardkit.core.text import count, escape
+from shardkit.core.threads import Progress, until_done
+from shardkit.errors import SourceError, UsageError
+from shardkit.files import manifest, storage, stores
+from shardkit.files.home import home_of, path_in
+from shardkit.files.remote import s3
+from shardkit.files.strict_json import read_small
+from shardkit.formats.contract import absent
+from shardkit.formats.registry import directory_of
+from shardkit.operations.verify.result import SIZE, Report
+
+_NUM_REQUESTS = 16
+_SCHEMES = ("s3://", "gs://", "az://")
+
+
+def check_stored(path: str, manifest_path: str | None, report: Report, progress: Progress) -> None:
+    """Compare what a manifest records with what the store says of each file.
+
+    Args:
+        path: of a checkpoint in a store.
+        manifest_path: of a manifest that lies elsewhere.
+        report: gets what is wrong, and what the store cannot tell.
+        progress: told of the bytes that each file has.
+
+    Raises:
+        UsageError: the path is none of a store that can be asked.
+        SourceError: there is nothing, or no manifest.
+        ResourceError: the store does not answer.
+    """
+    if not path.startswith(_SCHEMES):
+        raise UsageError(
+            f"--store asks an object store, and {escape(path)} lies in none",
+            hint="--full reads the bytes; of a repo of the Hub, --hub REPO compares a copy with it",
+        )
+    if not storage.lexists(path):
+        raise absent(path)
+    directory = home_of(directory_of(path))
+    wanted = list(_recorded(directory, manifest_path, report))
+    progress.start(sum(file.size for _, file in wanted), "ask")
+    try:
+        with ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="shardkit-requests") as pool:
+            asked = [pool.submit(_head, path_in(directory, name)) for name, _ in wanted]
+            try:
+                until_done(asked)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    finally:
+        progress.finish()
+    untold, unrecorded = list[str](), list[str]()
+    for (name, file), answer in zip(wanted, asked, strict=True):
+        crc = file.crc32 if isinstance(file, manifest.File) else None
+        if isinstance(file, manifest.ShardFile):
+            report.files.add(name)
+        stored = answer.result()
+        if stored is None:
+            report.problem("the manifest lists it, and there is no such object", file=name)
+        elif stored.size != file.size:
+            report.problem(SIZE, file=name, expected=str(file.size), found=str(stored.size))
+        elif crc is None:
+            unrecorded.append(name)
+        elif stored.crc32 is None:
+            untold.append(name)
+        elif stored.crc32 != crc:
+            report.problem(
+                "CRC-32 that the store has", file=name, expected=f"{crc:08x}", found=f"{stored.crc32:08x}"
+            )
+        else:
+            report.num_vouched_files += 1
+            report.vouched_bytes += file.size
+    _say(
+        report,
+        untold,
+        "the store keeps no CRC-32 of {}: only sizes were compared, a full check reads the bytes",
+    )
+    _say(report, unrecorded, "the manifest records no CRC-32 of {}: only sizes were compared")
+
+
+def _recorded(
+    directory: str, manifest_path: str | None, report: Report, folder: str = ""
+) -> Iterator[tuple[str, manifest.SavedFile]]:
+    """Yield (name relative to the checkpoint, what is recorded of it) of each file."""
+    here = os.path.join(directory, folder) if folder else directory
+    where = manifest_path or os.path.join(folder, manifest.NAME)
+    if not storage.lexists(manifest_path or os.path.join(here, manifest.NAME)):
+        raise SourceError(
+            f"{escape(manifest_path or here)}: there is no manifest, so that nothing says what the files should be",
+            hint="make one of a copy that is right, with shardkit manifest, and name it: --manifest FILE",
+        )
+    report.manifests.append(where)
+    content: manifest.Manifest | None = None
+    with report.failing(where):
+        data = (
+            manifest.read_bytes(here)
+            if manifest_path is None
+            else read_small(where, where, manifest.MAX_BYTES)
+        )
+        content = manifest.parse(data, os.path.basename(where))
+    if content is None:
+        return
+    files = [*manifest.all_files(content)]
+    if isinstance(content, (manifest.Presharded, manifest.SavedState)) and content.metadata is not None:
+        files.append(content.metadata)
+    for file in files:
+        yield os.path.join(folder, file.name), file
+        if isinstance(file, manifest.ShardFile):
+            yield os.path.join(folder, file.chunks.name), file.chunks
+    for inner in (content.folders or ()) if isinstance(content, manifest.FileList) else ():
+        yield from _recorded(directory, None, report, os.path.join(folder, inner))
+
+
+def _head(path: str) -> s3.Stored | None:
+    """Return what a store says of an object, None if there is none."""
+    if path.startswith("s3://"):
+        return s3.head(path)
+    try:
+        found = stores.head(path)
+    except FileNotFoundError:
+        return None
+    return s3.Stored(found.size, found.etag, None)
+
+
+def _say(report: Report, names: Sequence[str], message: str) -> None:
+    """Add that nothing tells whether the bytes of some files are right."""
+    if names:
+        details = tuple(map(escape, names))
+        report.problem(message.format(count(len(names), "file")), details=details, is_unreadable=True)
