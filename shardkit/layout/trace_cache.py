@@ -20,6 +20,7 @@ import os
 import re
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -73,7 +74,7 @@ class Slot:
         if data is None:
             return None
         try:
-            entry = json.loads(data)
+            entry = json.loads(zlib.decompress(data))
             if entry["answer"]["status"] != "ok" or not self._holds(entry["evidence"]):
                 return None
             return read(entry["answer"])
@@ -86,7 +87,9 @@ class Slot:
         if evidence is None or evidence["beside"].get(_CONFIG) != self.config_mark:
             return
         plain = {name: value for name, value in answer.items() if name != "evidence"}
-        self.cache.keep(self.key, json.dumps({"answer": plain, "evidence": evidence}).encode())
+        # The names of 880,000 experts are 190 MB, and a twentieth of that packed.
+        packed = zlib.compress(json.dumps({"answer": plain, "evidence": evidence}).encode(), 1)
+        self.cache.keep(self.key, packed)
 
     def _holds(self, evidence: Mapping[str, Mapping[str, str]]) -> bool:
         beside = {os.path.join(self.directory, name): mark for name, mark in evidence["beside"].items()}
