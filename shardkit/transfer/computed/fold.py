@@ -93,7 +93,8 @@ def folded_paths(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, t
 
 def is_folded(catalog: Catalog, name: str) -> bool:
     """True if a tensor, or a part of it, is folded, be it reordered or cut."""
-    computes = [catalog.files[catalog.chunks.file[row]].compute for row in catalog.tensors[name].chunk_ids]
+    rows = catalog.tensors[name].chunk_ids
+    computes = [catalog.files[file].compute for file in set(catalog.chunks.file[rows.start : rows.stop])]
     return any(
         isinstance(each, Fold)
         or (isinstance(each, View) and any(is_folded(each.catalog, leaf.name) for leaf in leaves(each.made)))
