@@ -94,10 +94,22 @@ def part_lines(result: WriteResult) -> list[str]:
     assert part is not None
     head = f"{'dry run: ' if result.dry_run else ''}part {part.part} of {escape(result.output)}"
     would = "to write" if result.dry_run else "wrote"
-    pairs = [(would, f"{count(part.num_files, 'file')}, {format_size(part.written_bytes)}")]
-    if part.resumed_files:
-        pairs.append(("resumed", f"{count(part.resumed_files, 'file')} had been finished before"))
-    pairs.append(("all parts", f"{part.finished_files} of {count(result.num_files, 'file')} are finished"))
+    pairs = []
+    if part.all_weights:
+        did = "to compute" if result.dry_run else "computed"
+        pairs.append((did, f"factors of {count(part.num_weights, 'weight')}"))
+        if part.resumed_weights:
+            pairs.append(("resumed", f"{count(part.resumed_weights, 'weight')} had factors before"))
+        all_weights = count(part.all_weights, "weight")
+        pairs.append(
+            ("all parts", f"{part.finished_weights} of {all_weights} have factors; files come after all")
+        )
+    if result.dry_run or part.finished_weights == part.all_weights:
+        pairs.append((would, f"{count(part.num_files, 'file')}, {format_size(part.written_bytes)}"))
+        if part.resumed_files:
+            pairs.append(("resumed", f"{count(part.resumed_files, 'file')} had been finished before"))
+        all_files = count(result.num_files, "file")
+        pairs.append(("all parts", f"{part.finished_files} of {all_files} are finished"))
     if not result.dry_run and part.missing:
         pairs.append(("missing", f"parts {listed(part.missing)}; the last to finish makes the output"))
         pairs.append(("time", f"{result.elapsed_s:.2f} s"))

@@ -104,11 +104,17 @@ def _plan_facts(plan: PlanStatus) -> Iterator[tuple[str, str]]:
         f"{plan.finished_files} of {count(plan.num_files, 'file')}, {format_size(plan.finished_bytes)} of "
         f"{format_size(plan.file_bytes)}",
     )
+    if plan.num_weights:
+        yield (
+            "factors",
+            f"of {plan.finished_weights} of {count(plan.num_weights, 'weight')}; files come after all",
+        )
     yield from limited("part", [_part(part) for part in plan.parts])
-    missing = [f"part {part}: {count(number, 'file')}; {typed}" for part, number, typed in plan.missing]
+    unit = "weight" if plan.finished_weights < plan.num_weights else "file"
+    missing = [f"part {part}: {count(number, unit)}; {typed}" for part, number, typed in plan.missing]
     yield from limited("missing", missing)
-    if not missing:
-        yield "next", "shardkit commit"
+    if not missing or (plan.num_weights and unit == "file"):
+        yield "next", "shardkit commit" + (", which writes what is missing" if missing else "")
 
 
 def _part(part: PartStatus) -> str:

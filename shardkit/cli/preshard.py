@@ -233,7 +233,7 @@ def _factors(osft: OsftResult, *, dry_run: bool) -> Iterator[tuple[str, str]]:
     """Yield what the factors take, or how good they are."""
     number = sum(kind.num_targets for kind in osft.kinds)
     size = format_size(sum(kind.factor_bytes for kind in osft.kinds))
-    if not dry_run:
+    if osft.max_error is not None:
         yield (
             "factors",
             f"{count(number, 'weight')}, {size}; error at most {osft.max_error:.1e}, orthogonal to "
@@ -243,6 +243,8 @@ def _factors(osft: OsftResult, *, dry_run: bool) -> Iterator[tuple[str, str]]:
             yield "resumed", f"{count(osft.num_resumed, 'weight')} had been computed before"
         return
     yield "factors", f"{count(number, 'weight')}, {size}"
+    if not dry_run:  # other parts have made the output
+        return
     lines = [
         f"{kind.num_targets} x {escape(kind.name)} [{kind.rows}, {kind.columns}]: {kind.rank} of "
         f"{min(kind.rows, kind.columns)} directions frozen; {format_size(kind.factor_bytes)}, "

@@ -4,6 +4,7 @@
         plan.json                     what they agree on
         data/                         becomes the destination
         done/                         a note for each finished file, by its number in the plan
+        factors/                      a record and a note for each weight whose factors are computed, for preshard --osft
         parts/                        who began and who ended, for people
         work/<owner>/                 what one process is writing
         new-<owner>/                  `data` while a commit exchanges it with the destination; then what was there
@@ -61,6 +62,7 @@ class SharedStaging:
         self.record = os.path.join(path, "plan.json")
         self.data = os.path.join(path, "data")
         self.done = os.path.join(path, "done")
+        self.factors = os.path.join(path, "factors")
         self.parts = os.path.join(path, "parts")
         self._work = os.path.join(path, "work")
         self._replaced = os.path.join(path, "replaced")
@@ -135,7 +137,7 @@ class SharedStaging:
         fresh = Staging.create(self.destination)
         here = SharedStaging(self.destination, fresh.path)
         try:
-            for directory in (here.done, here.parts, here._work):
+            for directory in (here.done, here.factors, here.parts, here._work):
                 storage.mkdir(directory)
             for folder in sorted(folders):
                 storage.make_directories(os.path.join(here.data, folder))
@@ -212,8 +214,24 @@ class SharedStaging:
         storage.rename(path, target)
         storage.sync_directory(os.path.dirname(target))
 
+    def publish_record(self, path: str, name: str) -> None:
+        """Give a record, which is on the disk, its name in `factors`; one that has the name stays, as others may read it.
+
+        Args:
+            path: in a `workplace`.
+            name: it tells the bytes.
+
+        Raises:
+            OSError: the system refuses, or `factors` is gone.
+        """
+        try:
+            rename_noreplace(path, os.path.join(self.factors, name))
+        except FileExistsError:
+            storage.unlink(path)
+        storage.sync_directory(self.factors)
+
     def write_note(self, work: str, directory: str, name: str, content: bytes) -> None:
-        """Write a small file into `done` or `parts`: whole, or not at all.
+        """Write a small file into `done`, `factors` or `parts`: whole, or not at all.
 
         Raises:
             OSError: the system refuses, or the directory is gone.
@@ -298,7 +316,7 @@ class SharedStaging:
         Raises:
             ResourceError: the system refuses.
         """
-        for path in (self.done, self.parts, self._work, self._replaced, *self._taken()):
+        for path in (self.done, self.factors, self.parts, self._work, self._replaced, *self._taken()):
             storage.remove_tree(path)
         mark = self.path + _DONE
         try:

@@ -20,8 +20,9 @@ from shardkit.core.catalog import TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.regions import Region, is_contiguous
-from shardkit.core.text import KIB
+from shardkit.core.text import KIB, escape
 from shardkit.core.threads import until_done
+from shardkit.errors import IntegrityError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import combine, sha256_of
 from shardkit.formats.dcp import METADATA, chunk_list
@@ -291,8 +292,12 @@ class Descriptions:
 
         If a tensor's chunks are neighbours in row-major order, their CRC-32s are combined. If it was cut another way, its
         CRC-32 was taken on the source's side, where it was contiguous.
+
+        Raises:
+            IntegrityError: factors are others in the files than were computed.
         """
-        output, found = self._job.output, dict[str, int]()
+        output, found, damaged = self._job.output, dict[str, int](), list[str]()
+        computed = {name: crc for each in self._measured.values() for name, crc in each.whole.items()}
         crcs = [iter(digests[image.name].data_crcs) for image in output]
         for fqn, entry in output.catalog.tensors.items():
             files = output.catalog.chunks.file[entry.chunk_ids.start : entry.chunk_ids.stop]
@@ -307,6 +312,12 @@ class Descriptions:
             crc = combine(pieces) if are_neighbours else scattered.get(self._job.sources[fqn])
             if crc is not None:
                 found[fqn] = crc
+                damaged += [fqn] if computed.get(self._job.sources[fqn], crc) != crc else []
+        IntegrityError.raise_for(
+            list(map(escape, damaged)),
+            "factors are not in the files as they were computed: a disk or the memory fails",
+            hint="run it again, on another machine or disk",
+        )
         return found
 
     def _write_metadata(self) -> manifest.File:

@@ -41,6 +41,7 @@ from shardkit.operations.destination import (
 )
 from shardkit.operations.parts.agreement import Agreement, Command, Committing, Share
 from shardkit.operations.parts.divided import Describer, PartResult
+from shardkit.operations.parts.factors import DividedWithFactors, FactoredJob, weights_of
 from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
 from shardkit.operations.parts.part import Part
 from shardkit.operations.uploading.place import Target, check_target
@@ -54,6 +55,8 @@ from shardkit.transfer.journal import Journal, is_journal_of, read_finished, rea
 from shardkit.transfer.plan import TransferPlan
 
 DIGESTS = ("crc32", "none")
+_OF_ONE_MACHINE = "computed_by"
+"""What of a job the bits of its factors depend upon, beside the weights."""
 _MIN_MEMORY, _MIN_MEMORY_PER_JOB = 2 * MIB, 512 * KIB
 
 OnWarning = Callable[[str], object]
@@ -280,10 +283,6 @@ def shared_stamp(file: ReadFile) -> list[int | str] | None:
     return [stamp.size, stamp.modified_ns // 1000]  # some file systems keep no more
 
 
-Fill = Callable[[Filling], Mapping[str, int]]
-"""Fills holes of a plan before anything moves; returns the CRC-32 of each of these tensors, by its name in the catalog."""
-
-
 class Writer:
     """One run of a verb that writes a directory. Its methods are called in the order in which they stand here.
 
@@ -325,6 +324,7 @@ class Writer:
         self._ahead: Ahead[Any] | None = None
         self._before: tuple[int, int] | None = None
         self._target: Target | None = None
+        self._moved: TransferPlan | None = None
         self._hash = ""
         self._warnings: tuple[str, ...] = ()
         self._facts: dict[str, Any] = {}
@@ -402,7 +402,7 @@ class Writer:
         *,
         needed_bytes: int,
         share_extents: bool = False,
-        fill: Fill | None = None,
+        factors: FactoredJob | None = None,
     ) -> None:
         """Write a job's output, or with a dry run check that it could be written.
 
@@ -414,17 +414,17 @@ class Writer:
             describe: writes what lies beside the images.
             needed_bytes: room on the disk for everything that is written.
             share_extents: clone blocks of the source instead of copying them.
-            fill: fills holes before the engine does the rest, if the plan has such.
+            factors: computes what fills holes before the engine does the rest, if the plan has such.
 
         Raises:
             Interrupted: after a signal.
-            IncompleteError: a process died that `fill` had started.
+            IncompleteError: a process died that computed factors.
             IntegrityError, ResourceError: as `Execution.run`, and whatever `describe` raises; or there is no room.
             UsageError: something else is at the destination by now, or `resume_from` cannot be resumed from.
         """
         writing = self.writing
         if self._target is not None:
-            self._into_store(job, describe, self._target, fill)
+            self._into_store(job, describe, self._target, factors)
             return
         self.options = replace(self.options, share_extents=share_extents)
         resume_from = None if writing.resume_from is None else os.fspath(writing.resume_from)
@@ -433,8 +433,7 @@ class Writer:
         underway = None if self._ahead is None else self._ahead.take(job.plan)
         free, part = free_bytes(self.path) if underway is None else underway.free_bytes, None
         if writing.share is not None:
-            assert fill is None, "factors are computed by one process"
-            part, source = self._share(job, describe, writing.share, needed_bytes)
+            part, source = self._share(job, describe, writing.share, needed_bytes, factors)
             finished = 0 if part is None else part.resumed_files
         else:
             if underway is None:
@@ -442,7 +441,7 @@ class Writer:
             if writing.dry_run:
                 finished, source = 0, CheckedSource()
             else:
-                finished, source = self._run(job, describe, resume_from, fill, underway)
+                finished, source = self._run(job, describe, resume_from, factors, underway)
                 self.has_committed = True
         self._note(job.plan, source, finished=finished, free=free, part=part)
 
@@ -464,7 +463,7 @@ class Writer:
             "written_bytes": plan.written_bytes,
             "checked_bytes": source.checked_bytes,
             "unchecked": source.unchecked,
-            "peak_memory_bytes": self.options.peak_bytes(plan),
+            "peak_memory_bytes": self.options.peak_bytes(self._moved or plan),
             "free_bytes": free,
             "resumed_files": finished,
             "part": part,
@@ -490,9 +489,9 @@ class Writer:
         if self._target is not None and self._target.is_flat and not self.writing.overwrite:
             check_beside(self._target.path, files)
 
-    def _into_store(self, job: Job, describe: Describe, target: Target, fill: Fill | None) -> None:
+    def _into_store(self, job: Job, describe: Describe, target: Target, factors: FactoredJob | None) -> None:
         """Write a job's output into a store; errors as `Upload.run`."""
-        if fill is not None:
+        if factors is not None:
             raise UsageError(
                 f"{escape(target.path)}: factors are computed in files on a disk, and cannot go into a store so far",
                 hint="write into a local directory, and copy it with shardkit reshard",
@@ -535,10 +534,11 @@ class Writer:
         }
 
     def _share(
-        self, job: Job, describe: Describe, share: Share, needed_bytes: int
+        self, job: Job, describe: Describe, share: Share, needed_bytes: int, factors: FactoredJob | None
     ) -> tuple[PartResult | None, CheckedSource]:
         """Carry out a part, or what comes after all parts; return what became of it, and what was compared."""
-        divided = self._divided(job, describe, share)
+        divided = self._divided(job, describe, share, factors)
+        self._moved = divided.plan
         rest = max(needed_bytes - job.plan.written_bytes, 0)
         check_space(self.path, divided.bytes_left(share) if isinstance(share, Part) else rest)
         if self.writing.dry_run:
@@ -565,6 +565,9 @@ class Writer:
             share.on_end(self.has_committed)
         if self.has_committed:
             divided.clean_up(keeps_mark=isinstance(share, Part))
+        warnings = divided.warnings()
+        self.warn(warnings)
+        self._warnings += warnings
         return result, _summary(divided.check, job.plan, self.options)
 
     def _check_absent(self, divided: DividedOnDisk) -> None:
@@ -579,26 +582,33 @@ class Writer:
         """Refuse to replace what is at the destination by now."""
         check_replaceable(self.path, escape(self.path), overwrite=True, why_not=self._why_not)
 
-    def _divided(self, job: Job, describe: Describe, share: Share) -> DividedOnDisk:
+    def _divided(
+        self, job: Job, describe: Describe, share: Share, factors: FactoredJob | None
+    ) -> DividedOnDisk:
         """Return what parts carry out."""
-        return DividedOnDisk(
-            self.path,
-            self._agreement(job, share),
-            job.plan,
-            job.output.data_nbytes,
-            self.options,
-            self._progress,
-            describe=describe,
-            before=self._before,
-            overwrite=self.writing.overwrite,
-            check_replaceable=self._check_replaceable,
+        given: dict[str, Any] = {
+            "describe": describe,
+            "before": self._before,
+            "overwrite": self.writing.overwrite,
+            "check_replaceable": self._check_replaceable,
+        }
+        moving = (job.plan, job.output.data_nbytes, self.options, self._progress)
+        if factors is None:
+            return DividedOnDisk(self.path, self._agreement(job, share), *moving, **given)
+        agreement = self._agreement(job, share, factors)
+        machine = hash_of(job.decided.get(_OF_ONE_MACHINE))[:16]
+        return DividedWithFactors(
+            self.path, agreement, *moving, **given, factors=factors, computed_by=machine
         )
 
-    def _agreement(self, job: Job, share: Share) -> Agreement:
+    def _agreement(self, job: Job, share: Share, factors: FactoredJob | None = None) -> Agreement:
         """Return what parts agree on: the plan, and what the descriptions say."""
         command = self.writing.command
         assert command is not None
         made_of = {**ingredients(job, shared_stamp), "settings": command.settings()}
+        made_of.pop(
+            _OF_ONE_MACHINE, None
+        )  # each weight has the bits of one machine, and there may be several kinds
         agreement = Agreement(
             plan=hash_of(made_of),
             version=__version__,
@@ -610,6 +620,7 @@ class Writer:
             typed=share.typed if isinstance(share, Part) else "",
             num_parts=share.count if isinstance(share, Part) else 1,
             files=[(image.name, image.size) for image in job.output],
+            weights=[] if factors is None else weights_of(factors),
         )
         if isinstance(share, Committing):
             share.check(agreement)
@@ -620,7 +631,7 @@ class Writer:
         job: Job,
         describe: Describe,
         resume_from: str | None,
-        fill: Fill | None,
+        factors: FactoredJob | None,
         underway: Underway | None,
     ) -> tuple[int, CheckedSource]:
         """Return how many files an interrupted run had finished, and how much of the source was compared."""
@@ -643,7 +654,7 @@ class Writer:
                 contextlib.closing(Journal(staging.journal, plan_hash, staging.data)) as journal,
                 describe(staging.data) as descriptions,
             ):
-                self._move(job, staging, journal, descriptions, finished, check, fill, underway)
+                self._move(job, staging, journal, descriptions, finished, check, factors, underway)
             if overwrite and storage.lexists(path):
                 self._check_replaceable()
             staging.commit(overwrite=overwrite)
@@ -680,12 +691,12 @@ class Writer:
         descriptions: Describer,
         finished: Mapping[str, FileDigest],
         check: SourceCheck | None,
-        fill: Fill | None,
+        factors: FactoredJob | None,
         underway: Underway | None,
     ) -> None:
         """Move the bytes, or wait for those under way, and describe them beside."""
         crcs = dict[str, int]()
-        if fill is not None:
+        if factors is not None:
             here = Filling(
                 plan=job.plan,
                 directory=staging.data,
@@ -695,7 +706,7 @@ class Writer:
                 check=check,
                 advance=self._progress.advance,
             )
-            crcs |= fill(here)
+            crcs |= factors.fill(here)
 
         def on_finished(digest: FileDigest, runs: Sequence[Run]) -> None:
             journal.add(digest, None if check is None else check.dump(runs))

@@ -103,14 +103,16 @@ class OsftPlan:
         return tuple(glob.strip() for glob in given if glob.strip())
 
 
-def as_plan(osft: float | OsftPlan | None) -> OsftPlan | None:
-    """Return the plan that somebody gave, which a ratio may stand for; None for None.
+def as_plan(osft: float | OsftPlan | Mapping[str, Any] | None) -> OsftPlan | None:
+    """Return the plan that somebody gave, which a ratio or its `as_config` may stand for; None for None.
 
     Raises:
         UsageError: it is no plan, or the ratio is not between 0 and 1.
     """
     if osft is None or isinstance(osft, OsftPlan):
         return osft
+    if isinstance(osft, Mapping):
+        return from_config(osft)
     if isinstance(osft, bool) or not isinstance(osft, (int, float)):
         raise UsageError(
             f"osft is a {type(osft).__name__}",
@@ -480,6 +482,18 @@ def target_of(path: str, shapes: Mapping[str, Shape]) -> Target:
 def as_config(plan: OsftPlan) -> dict[str, Any]:
     """Return a plan as JSON."""
     return {"ratio": plan.ratio, "targets": list(plan.globs), "ranks": dict(plan.ranks), "svd": plan.svd}
+
+
+def as_plain(osft: float | OsftPlan | Mapping[str, Any] | None) -> float | dict[str, Any] | None:
+    """Return plain data that stands for the plan that somebody gave: the ratio, if there is no more to it.
+
+    Raises:
+        UsageError: as `as_plan`.
+    """
+    plan = as_plan(osft)
+    if plan is None or plan == OsftPlan(ratio=plan.ratio):
+        return None if plan is None else plan.ratio
+    return as_config(plan)
 
 
 def from_config(config: Mapping[str, Any]) -> OsftPlan:

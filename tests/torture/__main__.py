@@ -169,7 +169,7 @@ class Torture:
         )
 
     def divided(self) -> None:
-        """Parts and commits, several at once, some of them killed: 600 rounds."""
+        """Parts and commits, several at once, some of them killed: 700 rounds."""
 
         def attempt(one: tuple[str, int], server: Server, path: Path) -> int:
             return divided.attempt(self._found[one[0]], server, path, random.Random(f"{SEED} {one}"))

@@ -14,6 +14,7 @@ SCENARIOS = (
     "preshard two jobs",
     "preshard columns cast",
     "preshard no digests",
+    "preshard factors",
     "consolidate manifest",
     "consolidate",
     "reshard two jobs",

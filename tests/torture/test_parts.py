@@ -121,6 +121,27 @@ def test_a_part_again_and_another_number_of_parts(here: Place, server: Server) -
     check_whole(here, server)
 
 
+def test_factors_of_a_killed_part_are_not_computed_again(
+    found: Scenarios, place: Path, server: Server
+) -> None:
+    here = Place(found["preshard factors"], place)
+    first, last = parts(here.scenario, here.out, 2)
+    # The first to get its name tells that the part has begun; then each weight has a note.
+    killed = server.together([{**first, "fault": {"of": ["rename"], "at": 4, "do": "kill"}}])[0]
+    assert killed.code == -9
+    (left,) = here.staging()
+    made = {path.name: path.stat().st_ino for path in (left / "factors").iterdir()}
+    notes = [name for name in made if name.endswith(".json")]
+    assert notes
+    told = good(server.together([first]))[0]
+    assert (told["part"]["resumed_weights"], told["osft"]["num_resumed"]) == (len(notes), len(notes))
+    assert told["part"]["num_weights"] > len(notes)
+    assert made.items() <= {path.name: path.stat().st_ino for path in (left / "factors").iterdir()}.items()
+    assert good(server.together([last]))[0]["part"]["is_committed"]
+    check_whole(here, server)
+    here.remove()
+
+
 def test_a_twin_writes_the_same_files(here: Place, server: Server) -> None:
     twice = [*parts(here.scenario, here.out, 2), *parts(here.scenario, here.out, 2)]
     answers = server.together(twice)

@@ -21,10 +21,10 @@ from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, has_commits, remove_marks, shared_of
 from shardkit.files.staging import identity_of, remove_abandoned
 from shardkit.files.stores import is_remote
-from shardkit.files.strict_json import parse_object
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
-from shardkit.operations.parts.agreement import Agreement, Committing, Staging, read_all
+from shardkit.operations.parts.agreement import Agreement, Committing, Staging, read_all, read_parts
 from shardkit.operations.parts.divided import incomplete
+from shardkit.operations.parts.factors import without_factors
 from shardkit.operations.parts.on_disk import absolute
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
@@ -94,9 +94,14 @@ class PlanStatus:
     file_bytes: int
     finished_files: int
     finished_bytes: int
+    num_weights: int
+    """Weights that become factors, before files are written."""
+    finished_weights: int
+    """Those that have factors."""
     parts: tuple[PartStatus, ...]
     missing: tuple[tuple[str, int, str], ...]
-    """(part, files that it lacks, what to type) of each part that lacks something."""
+    """(part, files that it lacks, what to type) of each part that lacks something; while weights lack factors, their
+    number instead of that of files."""
     is_committed: bool
     """The output was made, and only the rest was not removed."""
 
@@ -223,7 +228,7 @@ def _check_same(destination: str, agreement: Agreement, here: Agreement) -> None
 
 
 def _wait_for_all(staging: Staging, agreement: Agreement, until: float) -> None:
-    """Return once every file has a note.
+    """Return once every file has a note; or when the time is over, if all factors are there that files are made of.
 
     Raises:
         IncompleteError: some have none when the time is over.
@@ -232,10 +237,13 @@ def _wait_for_all(staging: Staging, agreement: Agreement, until: float) -> None:
     while True:
         noted = staging.noted()  # listing also lets network file systems look again
         missing = [number for number in missing if number not in noted and not staging.has_note(number)]
-        if not missing:
+        weights = without_factors(staging, agreement)
+        if not missing and not weights:
             return
         if time.monotonic() >= until or not staging.is_open:
-            raise incomplete(staging.destination, agreement, missing)
+            if agreement.weights and not weights:  # whoever commits can write the files
+                return
+            raise incomplete(staging.destination, agreement, missing, weights)
         time.sleep(_LOOK_AGAIN_S)
 
 
@@ -321,6 +329,7 @@ def _plan_status(staging: Staging, agreement: Agreement) -> PlanStatus:
     noted, files = staging.noted(), agreement.files
     finished = [number for number in range(len(files)) if number in noted]
     missing = [number for number in range(len(files)) if number not in noted]
+    weights = without_factors(staging, agreement)
     return PlanStatus(
         staging=staging.path,
         plan=agreement.plan,
@@ -330,10 +339,12 @@ def _plan_status(staging: Staging, agreement: Agreement) -> PlanStatus:
         file_bytes=sum(size for _, size in files),
         finished_files=len(finished),
         finished_bytes=sum(files[number][1] for number in finished),
+        num_weights=len(agreement.weights),
+        finished_weights=len(agreement.weights) - len(weights),
         parts=tuple(_parts(staging)),
         missing=tuple(
             (str(part), number, agreement.command_of(part))
-            for part, number in agreement.missing_parts(missing)
+            for part, number in agreement.missing_parts(missing, weights)
         ),
         is_committed=not staging.is_open,
     )
@@ -341,16 +352,7 @@ def _plan_status(staging: Staging, agreement: Agreement) -> PlanStatus:
 
 def _parts(staging: Staging) -> Iterator[PartStatus]:
     """Yield what parts said of themselves, in the order of their numbers."""
-    told = []
-    for name, data in staging.told():
-        number, _, count = name.removesuffix(".json").partition("-of-")
-        if number.isdecimal() and count.isdecimal():
-            told.append((int(count), int(number), name, data))
-    for of, place, name, data in sorted(told):
-        try:
-            content = parse_object(data, name)
-        except ShardkitError:
-            continue
+    for (place, of), content in read_parts(staging):
         pid = content.get("pid")
         yield PartStatus(
             part=f"{place}/{of}",

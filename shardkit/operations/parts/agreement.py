@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
 from shardkit.core.text import count, escape, listed
-from shardkit.errors import ResourceError, SourceError
+from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.part import Part, divide, parse_part
@@ -142,6 +143,8 @@ class Agreement:
     """Of the process that began."""
     files: Sequence[tuple[str, int]]
     """Name and size of every file with tensors in it, in the order of the plan."""
+    weights: Sequence[tuple[str, int]] = ()
+    """Path of every weight that becomes factors, before files are written, and the operations that it takes."""
 
     def dump(self) -> bytes:
         """Return the content of `plan.json`."""
@@ -182,12 +185,14 @@ class Agreement:
             raise SourceError(f"{escape(name)} was written by another version of shardkit")
         try:
             command = content.pop("command")
-            files = content.pop("files")
+            files, weights = content.pop("files"), content.pop("weights", [])
             assert isinstance(command, dict)
             assert isinstance(files, list)
+            assert isinstance(weights, list)
             found = cls(
                 command=Command(**command),
                 files=[(str(n), int(s)) for n, s in files],
+                weights=[(str(n), int(s)) for n, s in weights],
                 **content,  # type: ignore[arg-type]
             )
             assert isinstance(found.command.options, dict)
@@ -230,16 +235,30 @@ class Agreement:
         options = ", ".join(f"{name}={value!r}" for name, value in self.command.options.items() if value)
         return f"shardkit.{self.command.verb}({options}, part={str(part)!r})"
 
-    def missing_parts(self, files: Sequence[int]) -> list[tuple[Part, int]]:
-        """Return the parts that lack something, with how many files each lacks.
+    def missing_parts(self, files: Sequence[int], weights: Sequence[int] = ()) -> list[tuple[Part, int]]:
+        """Return the parts that lack something, with how many files each lacks; or weights, if any has no factors.
 
         Args:
             files: numbers of the files that are not finished.
+            weights: numbers of the weights without factors. No file is written before all weights have some.
         """
-        parts, lacking = divide([size for _, size in self.files], self.num_parts), dict[int, int]()
-        for file in files:
-            lacking[parts[file]] = lacking.get(parts[file], 0) + 1
+        of, missing = (self.weights, weights) if weights else (self.files, files)
+        parts, lacking = divide([size for _, size in of], self.num_parts), dict[int, int]()
+        for number in missing:
+            lacking[parts[number]] = lacking.get(parts[number], 0) + 1
         return [(Part(number=part, count=self.num_parts), lacking[part]) for part in sorted(lacking)]
+
+
+def read_parts(staging: Staging) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+    """Yield what parts said of themselves, with (number, how many there are), in the order of their numbers."""
+    told = []
+    for name, data in staging.told():
+        number, _, of = name.removesuffix(".json").partition("-of-")
+        if number.isdecimal() and of.isdecimal():
+            told.append((int(of), int(number), name, data))
+    for of_all, place, name, data in sorted(told):
+        with contextlib.suppress(ShardkitError):
+            yield (place, of_all), parse_object(data, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

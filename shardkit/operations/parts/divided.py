@@ -24,7 +24,7 @@ from shardkit.errors import IncompleteError, IntegrityError, ResourceError, Shar
 from shardkit.files.digest import sha256_of
 from shardkit.operations.parts.agreement import Agreement, Staging
 from shardkit.operations.parts.notes import Note
-from shardkit.operations.parts.part import Part, divide
+from shardkit.operations.parts.part import Part, share_of
 from shardkit.transfer.chains import Run
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
@@ -52,8 +52,16 @@ class PartResult:
     """Those of them that were finished before."""
     finished_files: int
     """Of all parts, as far as this one can see."""
+    num_weights: int = 0
+    """Weights of this part that become factors, before files are written."""
+    all_weights: int = 0
+    """Those of all parts; 0 if there are none."""
+    resumed_weights: int = 0
+    """Those of this part whose factors had been computed before."""
+    finished_weights: int = 0
+    """Those of all parts that have factors, as far as this one can see."""
     missing: tuple[str, ...]
-    """The parts that lack something, as far as this one can see."""
+    """The parts that lack something, as far as this one can see: factors, where some are missing, or else files."""
     is_committed: bool
     """The output is there: this part was the last to finish, or another process has committed meanwhile."""
 
@@ -153,10 +161,14 @@ class Divided(ABC):
 
     # A part
 
+    @property
+    def plan(self) -> TransferPlan:
+        """What is moved."""
+        return self._plan
+
     def files_of(self, part: Part) -> list[int]:
         """Return the numbers of the files that a part writes."""
-        parts = divide([image.size for image in self._images], part.count)
-        return [number for number, each in enumerate(parts) if each == part.number]
+        return share_of([image.size for image in self._images], part)
 
     def bytes_left(self, part: Part) -> int:
         """Return the size of the files that a part still has to write."""
@@ -176,7 +188,7 @@ class Divided(ABC):
         try:
             with self._writing() as directory:
                 self._tell(part, is_done=False)
-                resumed = self._move(part, directory)
+                resumed = self._carry_out(part, directory)
                 self._tell(part, is_done=True)
         except (OSError, ShardkitError) as error:
             if self._is_open():
@@ -233,12 +245,15 @@ class Divided(ABC):
         content = {"host": socket.gethostname(), "pid": os.getpid(), "found": part.found, "is_done": is_done}
         self._say(f"{part.number}-of-{part.count}.json", json.dumps(content).encode())
 
-    def _move(self, part: Part, directory: str) -> int:
-        """Write the files; return how many were finished before."""
-        mine = self.files_of(part)
+    def _carry_out(self, part: Part, directory: str) -> int:
+        """Do what a part has to do; return how many of its files were finished before."""
+        return self._move(self.files_of(part), directory, f"part {part}")
+
+    def _move(self, mine: Sequence[int], directory: str, label: str) -> int:
+        """Write files; return how many were finished before."""
         finished = {note.digest.name: note.digest for _, note in self._notes(mine) if self._load(note)}
         names = {self._images[number].name: number for number in mine}
-        self._progress.start(sum(self._data_nbytes[number] for number in mine), f"part {part}")
+        self._progress.start(sum(self._data_nbytes[number] for number in mine), label)
         self._progress.advance(sum(self._data_nbytes[names[name]] for name in finished))
 
         def on_finished(digest: FileDigest, runs: Sequence[Run]) -> None:
@@ -329,7 +344,15 @@ class Divided(ABC):
         except IntegrityError:
             self._forget_damaged()
             raise
-        descriptions.finish(*found)
+        descriptions.finish(found[0], self._compared(found[1]))
+
+    def _compared(self, scattered: dict[str, int]) -> dict[str, int]:
+        """Return the CRC-32s of scattered tensors, and of whatever else somebody knows some."""
+        return scattered
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return what a person should know of what all parts did."""
+        return ()
 
     def _finished(self) -> tuple[dict[str, FileDigest], dict[str, int | None]]:
         """Return the digest of every file, and the CRC-32 of every scattered tensor."""
@@ -371,19 +394,23 @@ class Divided(ABC):
 
     def _forget_damaged(self) -> None:
         """Let the files be written again that were made of bytes that differ."""
-        assert self.check is not None
-        notes = self._notes(range(len(self._images)))
-        self._forget([n for n, note in notes if note.source and self.check.has_doubts(note.source)])
+        notes, check = self._notes(range(len(self._images))), self.check
+        if check is not None:
+            self._forget([n for n, note in notes if note.source and check.has_doubts(note.source)])
 
 
-def incomplete(destination: str, agreement: Agreement, missing: Sequence[int]) -> IncompleteError:
-    """Return the error that names the parts that lack files, and what to type."""
-    parts = agreement.missing_parts(missing)
+def incomplete(
+    destination: str, agreement: Agreement, files: Sequence[int], weights: Sequence[int] = ()
+) -> IncompleteError:
+    """Return the error that names the parts that lack files, or weights without factors, and what to type."""
+    parts = agreement.missing_parts(files, weights)
+    of, missing = (agreement.weights, weights) if weights else (agreement.files, files)
+    what, unit = ("factors of ", "weight") if weights else ("", "file")
     return IncompleteError(
-        f"{escape(destination)}: {count(len(missing), 'file')} of {len(agreement.files)} "
-        f"{'is' if len(missing) == 1 else 'are'} missing, of {count(len(parts), 'part')}",
+        f"{escape(destination)}: {what}{count(len(missing), unit)} of {len(of)} "
+        f"{'is' if len(missing) == 1 and not weights else 'are'} missing, of {count(len(parts), 'part')}",
         problems=[
-            f"part {part}: {count(number, 'file')}; {agreement.command_of(part)}" for part, number in parts
+            f"part {part}: {count(number, unit)}; {agreement.command_of(part)}" for part, number in parts
         ],
         hint="run these parts, then shardkit commit again; shardkit status shows who is at work",
     )

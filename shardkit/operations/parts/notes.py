@@ -32,6 +32,8 @@ class Note:
     scattered: Sequence[tuple[int, Sequence[CrcPiece] | None]]
     """Of each scattered tensor that it has a region of: number in the plan, and what was read of it; None if CRC-32s of
     what is read do not make up the tensor's."""
+    factors: str | None = None
+    """Digest of all factors, of which some are in it; None where there are none."""
 
     def dump(self) -> bytes:
         """Return the note as it is written."""
@@ -73,7 +75,13 @@ def load_note(content: Mapping[str, Any], name: str, size: int) -> Note | None:
         return None
     if not (source is None or isinstance(source, dict)) or not all(map(_is_tensor, scattered)):
         return None
-    return Note(digest=digest, source=source, scattered=[_load(*entry) for entry in scattered])
+    factors = content.get("factors")
+    return Note(
+        digest=digest,
+        source=source,
+        scattered=[_load(*entry) for entry in scattered],
+        factors=factors if isinstance(factors, str) else None,
+    )
 
 
 def _is_tensor(entry: object) -> bool:

@@ -164,7 +164,7 @@ def divide(sizes: Sequence[int], count: int) -> list[int]:
     Every process comes to the same answer, whatever is finished by then.
 
     Args:
-        sizes: bytes of each file.
+        sizes: bytes of each file, or what else a part is busy with.
         count: number of parts.
     """
     loads = [(0, number) for number in range(1, count + 1)]
@@ -174,3 +174,8 @@ def divide(sizes: Sequence[int], count: int) -> list[int]:
         heapq.heapreplace(loads, (load + sizes[file], number))
         found[file] = number
     return found
+
+
+def share_of(sizes: Sequence[int], part: Part) -> list[int]:
+    """Return the numbers of what a part does, of things of these sizes."""
+    return [number for number, each in enumerate(divide(sizes, part.count)) if each == part.number]

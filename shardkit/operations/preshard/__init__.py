@@ -23,7 +23,7 @@ from shardkit.core.dtypes import short_dtype
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.text import MIB, escape
 from shardkit.core.threads import Progress
-from shardkit.errors import ShardkitError, SourceError, UsageError
+from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
@@ -40,6 +40,7 @@ from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space, default_output
 from shardkit.operations.holdings import Holdings
 from shardkit.operations.parts.agreement import Command, Share, as_share
+from shardkit.operations.parts.part import Part
 from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.preshard.factors import OsftResult, OsftRun
 from shardkit.operations.preshard.held import hold_job
@@ -47,7 +48,7 @@ from shardkit.operations.preshard.job import JobOptions, PreshardJob, build_job,
 from shardkit.operations.preshard.profiles import find_profile, write_companions
 from shardkit.operations.resolve import stands_for
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
-from shardkit.osft.plan import OsftPlan, as_plan
+from shardkit.osft.plan import OsftPlan, as_plain, as_plan
 
 _MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies what is smaller
 
@@ -209,12 +210,9 @@ def preshard(
     dtype = None if dtype is None else short_dtype(dtype)
     if executor is not None or num_parts is not None:
         return in_pool(preshard, locals())
-    command, share = None if part is None else Command.of("preshard", locals()), as_share(part)
+    given = {**locals(), "osft": as_plain(osft)}
+    command, share = None if part is None else Command.of("preshard", given), as_share(part)
     source, plan = os.fspath(source), as_plan(osft)
-    if share is not None and plan is not None:
-        raise UsageError(
-            "--part with --osft: factors are computed by one machine", hint="leave out one of the two"
-        )
     dtype = dtype or ("keep" if plan is None else "fp32")
     parsed = parse_mesh(mesh, world_size)
     options = JobOptions(
@@ -295,9 +293,12 @@ def preshard(
             partial(_describe, job, run, sha256=sha256),
             needed_bytes=room.needed_bytes,
             share_extents=room.shared_bytes > 0,
-            fill=None if run is None else run.fill,
+            factors=run,
         )
-    facts = {**writer.facts(job.warnings), "osft": None if run is None else run.result()}
+    facts = {**writer.facts(job.warnings)}
+    became = facts["part"]
+    mine = share if isinstance(share, Part) and not (became and became.is_committed) else None
+    facts["osft"] = None if run is None else run.result(mine)
     result = _result(job, source, facts, shares_extents=room.shared_bytes > job.plan.written_bytes // 2)
     return replace(result, holdings=hold_job(job)) if holdings else result
 

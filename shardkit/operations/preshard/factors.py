@@ -19,6 +19,8 @@ from shardkit.layout.choice.factored import check_osft_mesh
 from shardkit.layout.layout import Layout
 from shardkit.operations.environment import package_version
 from shardkit.operations.keys import NONE
+from shardkit.operations.parts.factors import weights_of
+from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.preshard.profiles import Profile
 from shardkit.osft.plan import OsftPlan, Target, parse_ranks
 from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactoredWeight
@@ -65,7 +67,7 @@ class OsftKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OsftResult:
-    """What the factors of a run cost, and how good they are."""
+    """What the factors of a run cost, and how good they are; those of a part, while others lack some."""
 
     kinds: tuple[OsftKind, ...]
     num_workers: int
@@ -165,11 +167,17 @@ class OsftRun:
         self.measured.update(FactorRun(self.factoring, filling).run())
         return {name: crc for each in self.measured.values() for name, crc in each.whole.items()}
 
-    def result(self) -> OsftResult:
-        """Return what it costs, and how good it is if it has run."""
+    def result(self, part: Part | None) -> OsftResult:
+        """Return what it costs, and how good it is if it has run.
+
+        Args:
+            part: whose weights are meant; None for all.
+        """
         targets = [weight.target for weight in self.factoring.weights]
+        if part is not None:
+            targets = [targets[number] for number in share_of([size for _, size in weights_of(self)], part)]
         workers, seconds = self.factoring.num_workers, [_expected_s(target) for target in targets]
-        found = self.measured.values()
+        found = [self.measured[target.path] for target in targets if target.path in self.measured]
         largest = sorted((target.svd_nbytes for target in targets), reverse=True)[:workers]
         return OsftResult(
             kinds=tuple(kinds_of(targets)),

@@ -2,7 +2,7 @@
 
 Every record's place is known before any decomposition, so each target is computed once and its parts go straight to
 where they belong. The journal has a line for each target whose parts are on the disk. A run that resumes takes over
-those whose bytes are still there.
+those whose bytes are still there. Where a job is divided, the holes are those of records, which all parts share.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape, format_size
 from shardkit.core.threads import run_all
 from shardkit.errors import ResourceError, ShardkitError, UsageError
@@ -26,9 +27,7 @@ from shardkit.osft.plan import Svd, Target
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.factors.catalog import FactoredWeight
 from shardkit.transfer.factors.workers import Worker
-from shardkit.transfer.images import Hole, Image
-from shardkit.transfer.journal import Journal
-from shardkit.transfer.plan import TransferPlan
+from shardkit.transfer.images import Hole
 from shardkit.transfer.sources import SourceFiles
 from shardkit.transfer.stream import read_back
 
@@ -58,6 +57,18 @@ class Measured:
     """CRC-32 of each factor's bytes, by its name in the catalog."""
     is_resumed: bool
     """An interrupted run had computed them."""
+
+
+def measured_of(weight: FactoredWeight, told: Mapping[str, Any], *, is_resumed: bool) -> Measured:
+    """Return what was measured of a target's factors, from what the process says that computed them (`child`)."""
+    shorts = {short: name for name, short in weight.factors.items()}
+    return Measured(
+        algorithm=told["algorithm"],
+        error=told["error"],
+        orthogonality=told["orthogonality"],
+        whole={shorts[short]: crc for short, crc in told["whole"].items()},
+        is_resumed=is_resumed,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,15 +121,60 @@ def _text_of(path: str) -> str:
         return file.read()
 
 
+class FilledFile(Protocol):
+    """A file with holes of factors."""
+
+    @property
+    def name(self) -> str:
+        """Bare file name."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the finished file."""
+
+
+class FilledFiles(Protocol):
+    """All files with such holes."""
+
+    def __iter__(self) -> Iterator[FilledFile]:
+        """Yield the files."""
+
+    def __getitem__(self, index: int, /) -> FilledFile:
+        """Return a file."""
+
+
+class FilledPlan(Protocol):
+    """Which holes are filled: a `TransferPlan`, or records."""
+
+    @property
+    def images(self) -> FilledFiles:
+        """The files."""
+
+    @property
+    def catalog(self) -> Catalog:
+        """Has the weights, and the factors by their names."""
+
+    @property
+    def filled(self) -> Mapping[str, tuple[tuple[int, Hole], ...]]:
+        """(number of the file, hole) of every hole of each factor."""
+
+
+class TargetJournal(Protocol):
+    """Takes note of targets whose factors are on the disk."""
+
+    def add_target(self, target: Mapping[str, object], source: Mapping[str, object] | None, /) -> None:
+        """See `Journal.add_target`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filling:
     """Where holes are filled, and what is known of an earlier run."""
 
-    plan: TransferPlan
+    plan: FilledPlan
     """Has the holes, in `filled`."""
     directory: str
     """Where the images go."""
-    journal: Journal
+    journal: TargetJournal
     """Gets a line for each target."""
     earlier: Mapping[str, Mapping[str, object]]
     """What an interrupted run's journal tells of targets, by path."""
@@ -128,6 +184,8 @@ class Filling:
     """Compares what is read with what the source records."""
     advance: Callable[[int], None]
     """Told the bytes that filled holes."""
+    elsewhere: Callable[[FactoredWeight], Measured | None] = lambda _: None
+    """Tells what another process has computed meanwhile; asked before each target."""
 
 
 class _Written(NamedTuple):
@@ -208,7 +266,8 @@ class FactorRun:
 
     def __init__(self, factoring: Factoring, filling: Filling) -> None:
         self._factoring, self._filling = factoring, filling
-        self._plan, self._check = filling.plan, filling.check
+        self._plan: FilledPlan = filling.plan
+        self._check = filling.check
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.local()
         self._found: dict[str, Measured] = {}
@@ -267,6 +326,10 @@ class FactorRun:
         workers: contextlib.ExitStack,
         noting: _Noting,
     ) -> None:
+        measured = self._filling.elsewhere(weight)
+        if measured is not None:
+            self._keep(weight, measured)
+            return
         worker: Worker | None = getattr(self._thread, "worker", None)
         if worker is None:
             worker = self._thread.worker = Worker(largest)
@@ -277,11 +340,10 @@ class FactorRun:
             worker.read(catalog, weight.source, reader, weight.target.weight)
             runs = reader.take_runs()
         answer = worker.ask(self._request(weight), self._stop)
-        self._take(weight, answer)
         told = None if self._check is None else self._check.dump(runs)
         names = {image.name for image, _ in self._holes(weight)} - set(self._filling.finished)
         noting.add(_Written(names, {"path": weight.target.path, **answer}, told))
-        self._count(weight)
+        self._keep(weight, measured_of(weight, answer, is_resumed=False))
 
     def _request(self, weight: FactoredWeight) -> dict[str, Any]:
         return {
@@ -301,25 +363,15 @@ class FactorRun:
             ],
         }
 
-    def _holes(self, weight: FactoredWeight) -> list[tuple[Image, Hole]]:
+    def _holes(self, weight: FactoredWeight) -> list[tuple[FilledFile, Hole]]:
         """Return the holes of a target with their images, those of an image together."""
         holes = [each for name in weight.factors for each in self._plan.filled[name]]
         return [(self._plan.images[number], hole) for number, hole in sorted(holes, key=lambda each: each[0])]
 
-    def _take(self, weight: FactoredWeight, answer: Mapping[str, Any], *, is_resumed: bool = False) -> None:
-        """Take note of a target's factors."""
-        shorts = {short: name for name, short in weight.factors.items()}
-        measured = Measured(
-            algorithm=answer["algorithm"],
-            error=answer["error"],
-            orthogonality=answer["orthogonality"],
-            whole={shorts[short]: crc for short, crc in answer["whole"].items()},
-            is_resumed=is_resumed,
-        )
+    def _keep(self, weight: FactoredWeight, measured: Measured) -> None:
+        """Take note of a target's factors, and count them."""
         with self._lock:
             self._found[weight.target.path] = measured
-
-    def _count(self, weight: FactoredWeight) -> None:
         self._filling.advance(
             sum(
                 hole.nbytes for image, hole in self._holes(weight) if image.name not in self._filling.finished
@@ -334,8 +386,7 @@ class FactorRun:
             return False
         if self._check is not None and not self._check.load(line.get("source")):
             return False
-        self._take(weight, told, is_resumed=True)
-        self._count(weight)
+        self._keep(weight, measured_of(weight, told, is_resumed=True))
         return True
 
     def _is_intact(self, weight: FactoredWeight, told: Mapping[str, object]) -> bool:

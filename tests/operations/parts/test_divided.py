@@ -123,7 +123,6 @@ def test_without_hard_links(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     [
         ({"resume": False}, "part goes without resume=False"),
         ({"resume_from": "x"}, "part goes without resume=False"),
-        ({"osft": 0.3}, "part with osft"),
     ],
 )
 def test_what_a_part_cannot_do(options: dict[str, Any], said: str, model: Path, tmp_path: Path) -> None:
