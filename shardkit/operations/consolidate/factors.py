@@ -12,7 +12,7 @@ from shardkit.formats.contract import Folded
 from shardkit.formats.hub.safetensors import OutputTensor
 from shardkit.keys.expressions import made_name
 from shardkit.osft.plan import Target
-from shardkit.transfer.computed.fold import is_folded
+from shardkit.transfer.computed.fold import folded_among
 
 _UNLOADABLE = (
     "weights are written as factors of OSFT, which from_pretrained does not know; consolidate without --keep-factors "
@@ -46,7 +46,8 @@ def take_factors(
         UsageError: there are no factors to keep.
         LayoutError: the Hub has some of the weights in another form, or under a name of another kind; lists all.
     """
-    among = [tensor for tensor in tensors if is_folded(catalog, tensor.source)]
+    folds = folded_among(catalog, (tensor.source for tensor in tensors))
+    among = [tensor for tensor in tensors if tensor.source in folds]
     if not keep:
         notes = (f"folded from factors of OSFT: {count(len(among), 'weight')}",) if among else ()
         return Written(tuple(tensors), catalog, notes)

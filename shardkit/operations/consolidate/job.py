@@ -67,7 +67,7 @@ from shardkit.operations.consolidate.globs import Sieve, make_sieve
 from shardkit.operations.keys import AUTO, NONE, load_rules
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.transfer.bound import bind
-from shardkit.transfer.computed.fold import is_folded
+from shardkit.transfer.computed.fold import folded_among
 from shardkit.transfer.plan import TransferPlan, build_plan
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
@@ -314,7 +314,8 @@ def _tensors(
     names, stored = named.names, named.chosen.catalog
     held = held_dtypes(stored, {name: each for each, name in names.items()}, checkpoint.dequantized, {})
     said = list[str]()
-    folded = [name for source, name in names.items() if is_folded(stored, source)]
+    folds = folded_among(stored, names)
+    folded = [name for source, name in names.items() if source in folds]
     if folded and not options.keep_factors and options.dtype in (KEEP, BASE):
         nbytes = {name: stored.tensors[source].nbytes for source, name in names.items()}
         held, said = held_folded(held, folded, nbytes, base)

@@ -6,7 +6,7 @@ and V passes by, a few directions at a time. The result is rounded once, to floa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -89,6 +89,13 @@ def folded_paths(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, t
         elif name.endswith(f".{HIGH[0]}") and str(path[-1]).endswith(HIGH[0]):
             paths[target.weight] = (*path[:-1], str(path[-1]).removesuffix(HIGH[0]) + "weight")
     return paths
+
+
+def folded_among(catalog: Catalog, names: Iterable[str]) -> set[str]:
+    """Return those of some tensors that `is_folded` is true of."""
+    if all(file.compute is None for file in catalog.files):  # a thousand ranks have half a million chunks
+        return set()
+    return {name for name in names if is_folded(catalog, name)}
 
 
 def is_folded(catalog: Catalog, name: str) -> bool:
