@@ -109,7 +109,7 @@ def _folded(text: str, width: int = 118) -> list[str]:
 def _table(head: tuple[str, str], rows: object) -> list[str]:
     lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
     for term, text in rows:  # type: ignore[attr-defined]
-        cells = term.replace("|", "\\\\|"), " ".join(text.split()).replace("|", "\\\\|").replace("<", "&lt;")
+        cells = term.replace("|", "\\|"), " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
         lines.append(f"| `{cells[0]}` | {cells[1]} |")
     return lines
 

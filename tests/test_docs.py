@@ -108,3 +108,57 @@ def test_the_site_has_every_page_once() -> None:
 )
 def test_links_on_the_site(path: str, link: str, on_the_site: str) -> None:
     assert SITE["site_links"](link, path, "REPO") == on_the_site
+
+
+WIDTH = 120
+OWN_STYLE = {"CHANGELOG.md"}
+"""A line for each fact, however long."""
+# Others work on these.
+NOT_YET = {
+    "docs/stores.md",
+    "docs/parts.md",
+    "docs/osft.md",
+    "docs/format.md",
+    "docs/performance.md",
+    "docs/scale.md",
+}
+
+
+def misshapen(text: str) -> Iterator[str]:
+    """Yield what stands in the way of reading a page: long lines, and code without a fence that says its language.
+
+    Tables, pictures and what a terminal showed (`console`) are as wide as they are.
+    """
+    fence = language = ""
+    is_item = False
+    for number, line in enumerate(text.splitlines(), 1):
+        mark = re.fullmatch(r" *(`{3,})(\w*)", line)
+        if mark and not fence:
+            fence, language = mark.groups()
+            if not language:
+                yield f"{number}: a fence without a language"
+        elif mark and mark[1].startswith(fence):
+            fence = language = ""
+        elif len(line) > WIDTH and language != "console" and not line.startswith(("|", "![", "<")):
+            yield f"{number}: {len(line)} characters"
+        elif not fence and not is_item and line.startswith("    "):
+            yield f"{number}: indented code"
+        if line.strip() and not fence:
+            is_item = bool(re.match(r" *([-*]|\d+\.) ", line)) or (is_item and line.startswith(" "))
+
+
+def test_pages_have_short_lines_and_fenced_code() -> None:
+    pages = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
+    looked_at = {name: text for name, text in pages.items() if name not in OWN_STYLE | NOT_YET}
+    assert [f"{name}:{each}" for name, text in looked_at.items() for each in misshapen(text)] == []
+
+
+def test_what_is_misshapen_is_found() -> None:
+    wide = "x" * (WIDTH + 1)
+    page = f"{wide}\n\n    code\n\n- item\n    more\n\n```\nwide\n```\n```text\n{wide}\n```\n```console\n{wide}\n```\n| {wide} |\n"
+    assert list(misshapen(page)) == [
+        "1: 121 characters",
+        "3: indented code",
+        "8: a fence without a language",
+        "12: 121 characters",
+    ]

@@ -29,7 +29,7 @@ from tests.worlds.processes import fork_server, run_script
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "guides"
 SCRIPTS = ROOT / "examples" / "guides"
-_BLOCK = re.compile(r"^```console\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"^```console\n(.*?)^```$", re.M | re.S)
 # What depends on the machine, and not on what is done.
 _VARYING = (
     (re.compile(r"\b\d+\.\d\d s(, [\d.]+ [KMG]iB/s)?"), "0.00 s"),
@@ -99,7 +99,7 @@ def _launch(words: list[str], home: Path) -> str:
 
 def differences(page: Path, home: Path) -> Iterator[tuple[str, str, str]]:
     """Yield (command, what the page says, what it prints) of each command of a page, run in order."""
-    for block in _BLOCK.findall(page.read_text()):
+    for block in BLOCK.findall(page.read_text()):
         for command, printed in commands(block):
             yield command, steady(printed), steady(run(command, home))
 
@@ -118,7 +118,7 @@ def rewrite(page: Path, home: Path) -> None:
         lines = [line for typed in commands(match[1]) for line in _fresh(typed, run(typed.command, home))]
         return "\n".join(["```console", *lines, "```"])
 
-    page.write_text(_BLOCK.sub(fresh, page.read_text()))
+    page.write_text(BLOCK.sub(fresh, page.read_text()))
 
 
 if __name__ == "__main__":
