@@ -551,8 +551,9 @@ class Writer:
                 result = divided.run(share)
                 if result.missing or result.is_committed:
                     return result, CheckedSource()
-                result = replace(result, is_committed=True)
             self.has_committed = divided.commit()
+            if result is not None:
+                result = replace(result, is_committed=True, by_another=not self.has_committed)
         except KeyboardInterrupt as interrupt:
             raise Interrupted(
                 f"interrupted: {escape(self.path)} is not whole; the files that were finished are kept beside it",

@@ -64,6 +64,8 @@ class PartResult:
     """The parts that lack something, as far as this one can see: factors, where some are missing, or else files."""
     is_committed: bool
     """The output is there: this part was the last to finish, or another process has committed meanwhile."""
+    by_another: bool = False
+    """Another process has made the output, and this one knows its own share alone."""
 
 
 class Describer(Protocol):
@@ -218,6 +220,7 @@ class Divided(ABC):
             finished_files=len(self._images) - len(missing),
             missing=tuple(str(each) for each, _ in self._agreement.missing_parts(missing)),
             is_committed=is_committed,
+            by_another=is_committed,
         )
 
     def _missing(self) -> list[int]:

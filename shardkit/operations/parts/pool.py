@@ -57,10 +57,6 @@ class Result(Protocol):
         """What became of a part."""
 
     @property
-    def checked_bytes(self) -> int:
-        """What was compared; of all parts where this one has committed."""
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know."""
 
@@ -162,7 +158,6 @@ def _whole(verb: Callable[..., _R], options: Mapping[str, Any], results: list[_R
     committed = [each for each in results if each.part is not None and each.part.is_committed]
     if not committed:
         committed = [verb(**options, part=Committing(check=lambda _: None, on_end=lambda _: None))]
-    # Those that came late have compared nothing.
-    whole = max(committed, key=lambda each: each.checked_bytes)
+    whole = next((each for each in committed if each.part is None or not each.part.by_another), committed[0])
     remove_marks(whole.output)  # nobody comes late any more
     return replace(whole, part=None)  # type: ignore[type-var]

@@ -81,7 +81,7 @@ class OsftResult:
     num_resumed: int
     """Weights that an interrupted run had computed."""
     max_error: float | None
-    """The largest of all targets; None before they are computed."""
+    """The largest of all targets; None before they are computed, and where other parts have computed some."""
     max_orthogonality: float | None
 
 
@@ -178,6 +178,7 @@ class OsftRun:
             targets = [targets[number] for number in share_of([size for _, size in weights_of(self)], part)]
         workers, seconds = self.factoring.num_workers, [_expected_s(target) for target in targets]
         found = [self.measured[target.path] for target in targets if target.path in self.measured]
+        is_known = 0 < len(found) == len(targets)
         largest = sorted((target.svd_nbytes for target in targets), reverse=True)[:workers]
         return OsftResult(
             kinds=tuple(kinds_of(targets)),
@@ -186,8 +187,8 @@ class OsftRun:
             expected_s=round(max([sum(seconds) / workers, *seconds]), 3),
             operations_per_s=OPERATIONS_PER_S,
             num_resumed=sum(each.is_resumed for each in found),
-            max_error=max((each.error for each in found), default=None),
-            max_orthogonality=max((each.orthogonality for each in found), default=None),
+            max_error=max(each.error for each in found) if is_known else None,
+            max_orthogonality=max(each.orthogonality for each in found) if is_known else None,
         )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
@@ -103,7 +104,10 @@ def test_parts_write_what_one_process_writes(options: dict[str, Any], source: Pa
     assert {name for name in expected if told[name] != expected[name]} <= different
     late = preshard(source, tmp_path / "out", "1/3", **options)
     assert late.part is not None
-    assert late.part.is_committed
+    assert (late.part.is_committed, late.part.by_another) == (True, True)
+    assert not last.part.by_another
+    assert late.osft is not None
+    assert late.osft.max_error is None
     assert shardkit.verify(tmp_path / "out", full=True).ok
     assert shardkit.commit(tmp_path / "out").by_another
     assert not list(tmp_path.glob(".out*"))
@@ -220,6 +224,27 @@ def test_a_pool_computes_them(source: Path, tmp_path: Path) -> None:
     assert told.osft == whole.osft
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert not list(tmp_path.glob(".out*"))
+
+
+class Impatient(ThreadPoolExecutor):
+    """Has each part carried out again when all have ended, as an engine does that has lost its worker's answer."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done = super().submit(function, *args, **kwargs)
+        if kwargs["part"] == "1/2":
+            again = functools.partial(function, *args, **kwargs)
+            done.result = lambda timeout=None: again()  # type: ignore[method-assign]
+        else:
+            done.result()
+        return done
+
+
+@pytest.mark.usefixtures("fast_factors")
+def test_a_part_that_came_late_does_not_tell_the_result(source: Path, tmp_path: Path) -> None:
+    whole = preshard(source, tmp_path / "whole")
+    with Impatient(1) as pool:
+        told = preshard(source, tmp_path / "out", executor=pool, num_parts=2)
+    assert told.osft == whole.osft
 
 
 @pytest.mark.parametrize("factor", ["U", "V"])

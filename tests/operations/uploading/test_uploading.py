@@ -504,3 +504,17 @@ def test_what_is_not_committed_is_shown_and_given_up(served: Served, out: str) -
     assert after is not None
     assert (after.num_files, after.num_uploads) == (0, 0)
     assert objects(out) == whole
+
+
+@pytest.mark.usefixtures("served", "fast_factors")
+def test_factors_are_folded_into_a_store_or_kept(out: str, tmp_path: Path) -> None:
+    """What trained with OSFT has left; it may lie in a store, too."""
+    (tmp_path / "hub").mkdir()
+    weights = {f"model.layers.{n}.self_attn.q_proj.weight": torch.randn(8, 6) for n in range(2)}
+    save_file(weights, tmp_path / "hub/model.safetensors", {"format": "pt"})
+    shardkit.preshard(tmp_path / "hub", tmp_path / "trained", world_size=2, osft=0.5)
+    shardkit.reshard(tmp_path / "trained", f"{out}/trained", world_size=2)
+    for keep in (False, True):
+        shardkit.consolidate(tmp_path / "trained", tmp_path / f"kept{keep}", keep_factors=keep)
+        shardkit.consolidate(f"{out}/trained", f"{out}/kept{keep}", keep_factors=keep)
+        assert shardkit.diff(tmp_path / f"kept{keep}", f"{out}/kept{keep}").is_equal
