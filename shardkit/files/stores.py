@@ -251,17 +251,6 @@ def status(path: str) -> os.stat_result:
     return _status(found if isinstance(found, Object) else None, plain(path))
 
 
-def head(path: str) -> Object:
-    """Return what a store says of an object now, whatever was listed before.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ResourceError: the store does not answer.
-    """
-    store, key = store_of(plain(path))
-    return attempt(store, path, lambda: store.head(key))
-
-
 def _status(said: Object | None, path: str) -> os.stat_result:
     """Return a status whose inode number stands for the path and the version."""
     version = hashlib.sha256(f"{path}\n{said.etag if said else ''}".encode("utf-8", "surrogateescape"))

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 from isal.isal_zlib import crc32, crc32_combine
 
 from shardkit.core.text import MIB
-from shardkit.files.remote import s3
-from shardkit.files.remote.s3 import Part, Stored
+from shardkit.files.remote.contract import Part, Stored
+from shardkit.files.remote.writers import writer_of
 
 FIRST_NUMBER = 1 << 40
 """Numbers of files that are written to a store begin here."""
@@ -62,7 +62,7 @@ class _File:
     """
 
     def __init__(self, session: Session, path: str) -> None:
-        self.session, self.path = session, path
+        self.session, self.path, self._store = session, path, writer_of(path)
         self.lock = threading.Lock()
         self._fd, self._size, self._expected = -1, 0, 0
         self._settled: list[tuple[int, int]] = []
@@ -172,24 +172,24 @@ class _File:
                 return
             begun = self.session.known.get(self.path)
             if begun is not None and begun.part_nbytes == self._step:
-                parts = s3.sent_parts(self.path, begun.upload)
+                parts = self._store.sent_parts(self.path, begun.upload)
                 if parts is not None:
                     self._upload, self._begun = begun.upload, parts
                     return
-            self._upload = s3.begin(self.path)
+            self._upload = self._store.begin(self.path)
             self.session.on_begin(self.path, Begun(self._upload, self._step))
 
     def _send_part(self, number: int, data: bytes) -> Part:
         crc = int(crc32(data))
         if self._upload is None:  # all of it is one part
-            stored = s3.put(self.path, data, crc)
+            stored = self._store.put(self.path, data, crc)
             self.session.count(len(data), 0)
             return Part(1, len(data), stored.etag, crc)
         sent = self._begun.get(number + 1)
-        if sent is not None and s3.is_part(sent, data, crc):
+        if sent is not None and self._store.is_part(sent, data, crc):
             self.session.count(0, len(data))
             return sent._replace(crc32=crc)
-        part = s3.send_part(self.path, self._upload, number + 1, data, crc)
+        part = self._store.send_part(self.path, self._upload, number + 1, data, crc)
         self.session.count(len(data), 0)
         return part
 
@@ -202,7 +202,7 @@ class _File:
     def finish(self) -> Stored:
         """Send what is left, wait for all of it, and make the object."""
         if self._size == 0:
-            return s3.put(self.path, b"", 0)
+            return self._store.put(self.path, b"", 0)
         self.settle(0, self._size)
         parts = sorted(part.result() for part in self._parts)
         crc = 0
@@ -211,13 +211,13 @@ class _File:
         self.close()
         if self._upload is None:
             return Stored(self._size, parts[0].etag, crc)
-        return s3.complete(self.path, self._upload, parts, crc)._replace(crc32=crc)
+        return self._store.complete(self.path, self._upload, parts, crc)._replace(crc32=crc)
 
     def abort(self) -> None:
         """End the upload, if one was begun."""
         self.close()
         if self._upload is not None:
-            s3.abort(self.path, self._upload)
+            self._store.abort(self.path, self._upload)
 
 
 def _take(fd: int, start: int, stop: int) -> bytes:
@@ -414,7 +414,7 @@ def finish(number: int) -> tuple[str, Stored]:
     """Send what is left of an open file, and make the object; return its path, and what it is. The store compares its CRC-32.
 
     Raises:
-        ResourceError, IntegrityError, LostUpload: as `s3.complete`.
+        ResourceError, IntegrityError, LostUpload: as `Writer.complete`.
     """
     file = _open[number]
     return file.path, file.session.finish(file)

@@ -84,7 +84,7 @@ def save(
 
     Args:
         model: wrapped by FSDP2, FSDP1, tensor parallelism, DDP, or plain; with weights.
-        path: on a file system that all ranks share, or in a store, `s3://BUCKET/KEY`; the path that rank 0 gives
+        path: on a file system that all ranks share, or in a store, such as `s3://BUCKET/KEY`; the path that rank 0 gives
             counts. Missing directories above it are made.
         optimizer: its state, or that of several, is saved too, under "optimizer", by names of parameters.
         extra: saved under "extra": numbers, text, tensors, objects with a state dict; each rank gives

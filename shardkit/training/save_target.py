@@ -19,7 +19,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import storage, stores, uploads
 from shardkit.files.digest import crc32
-from shardkit.files.remote import s3
+from shardkit.files.remote.writers import writer_of
 from shardkit.files.staging import Staging, remove_abandoned
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
@@ -92,7 +92,9 @@ class _StoreLead:
         self._marker = os.path.join(self.path, METADATA)
 
     def commit(self, metadata: bytes, *, overwrite: bool) -> None:
-        if not s3.put_if(self._marker, metadata, int(crc32(metadata)), self._target.etag):
+        if not writer_of(self._marker).put_if(
+            self._marker, metadata, int(crc32(metadata)), self._target.etag
+        ):
             what = "changed" if self._target.etag is not None else "appeared"
             raise UsageError(f"{escape(self.path)} {what} while it was being saved: it was not replaced")
         stores.forget()
@@ -100,7 +102,7 @@ class _StoreLead:
     def discard(self) -> None:
         # What cannot be asked or removed stays: nobody sees it, and `shardkit gc` removes it.
         with contextlib.suppress(ShardkitError, OSError):
-            found = s3.get(self._marker)
+            found = writer_of(self._marker).get(self._marker)
             if found is None or self._folder.encode() not in found[0]:
                 stores.forget()
                 storage.remove_tree(self.place)
@@ -163,7 +165,7 @@ def write_small(path: str, data: bytes) -> None:
         OSError, ResourceError: the system or the store refuses.
     """
     if stores.is_remote(path):
-        s3.put(path, data, int(crc32(data)))
+        writer_of(path).put(path, data, int(crc32(data)))
     else:
         storage.write_file(path, data)
 

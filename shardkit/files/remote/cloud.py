@@ -7,6 +7,7 @@ assumed roles too. Source: obstore 0.12; Amazon S3 API (error codes).
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import threading
@@ -16,19 +17,43 @@ from typing import Any
 
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
+from shardkit.files.remote import google
 from shardkit.files.remote.contract import Listing, Object, Refusal, gone, is_short, unreachable
 
 SCHEMES = ("s3://", "gs://", "az://")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _STATUS = re.compile(r"status (?:code: )?(\d{3})|HTTP status \w+ error \((\d{3})")
-_PASSING = ("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout")
+_PASSING = (
+    "SlowDown",
+    "InternalError",
+    "ServiceUnavailable",
+    "RequestTimeout",
+    "ServerBusy",
+    "OperationTimedOut",
+)
+_SPOILED = "Md5Mismatch"  # what was sent is not what came
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired")
 _BUSY = 429
 _MAX_DELETED = 1000  # objects in a request. Source: Amazon S3 API, DeleteObjects
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _CREDENTIALS_LIVE = timedelta(minutes=5)  # then boto3 is asked again, which renews those that expire
 _connected_by: list[int] = []  # the process that used obstore first
-_REACH = "check the network, and AWS_ENDPOINT_URL if the store is not Amazon's; then start again"
+_CREDENTIALS = {
+    "s3": "AWS_PROFILE (with boto3 installed), or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+
+
+def credentials_for(path: str) -> str:
+    """Return how credentials are given for the store of a path."""
+    return _CREDENTIALS.get(path.partition("://")[0], "the store's own tools")
+
+
+def reach(path: str) -> str:
+    """Return what to check where the store of a path does not answer."""
+    elsewhere = ", and AWS_ENDPOINT_URL if the store is not Amazon's" if path.startswith("s3://") else ""
+    return f"check the network{elsewhere}"
 
 
 class Bucket:
@@ -127,6 +152,9 @@ def connect(root: str) -> Any:
             options |= _from_boto3()
             if options.get("endpoint", _endpoint()).startswith("http://"):
                 client["allow_http"] = True
+        elif root.startswith(google.SCHEME) and google.emulator():
+            client["allow_http"] = True
+            options["service_account_key"] = _no_account(google.emulator())
         make: Any = from_url
         return make(root, **options)
     except Exception as error:  # its own classes, none of which may show what is in the environment
@@ -135,6 +163,12 @@ def connect(root: str) -> Any:
 
 def _endpoint() -> str:
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+
+
+def _no_account(address: str) -> str:
+    """Return a key file for an emulator, which takes any. Source: object_store, ServiceAccountCredentials."""
+    said = {"gcs_base_url": address, "disable_oauth": True}
+    return json.dumps({**said, "client_email": "", "private_key": "", "private_key_id": ""})
 
 
 def _from_boto3() -> dict[str, Any]:
@@ -224,16 +258,19 @@ def explain(error: Exception, path: str) -> Refusal:
         return lasting(
             ResourceError(
                 f"{where}: the store denies access ({said})",
-                hint="give credentials that may list and read it: what the store's own tools take, such as "
-                "AWS_PROFILE (with boto3 installed), or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+                hint=f"give credentials that may do it: what the store's own tools take, such as {credentials_for(path)}",
             )
         )
     if "169.254.169.254" in str(error) or "credential" in str(error).lower():
         return lasting(
             ResourceError(
                 f"{where}: no credentials were found",
-                hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket",
+                hint=f"set {credentials_for(path)}"
+                + (", or AWS_SKIP_SIGNATURE=true for a public bucket" if path.startswith("s3://") else ""),
             )
         )
     is_lasting = code is not None or (status is not None and 400 <= status < 500 and status != _BUSY)
-    return Refusal(unreachable(path, said, _REACH), may_pass=is_short(error) or not is_lasting)
+    return Refusal(
+        unreachable(path, said, f"{reach(path)}; then start again"),
+        may_pass=is_short(error) or code == _SPOILED or not is_lasting,
+    )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 from shardkit.core.text import escape
-from shardkit.errors import ResourceError, ShardkitError
+from shardkit.errors import IncompleteError, ResourceError, ShardkitError
 
-_NUM_TRIES = 4
+NUM_TRIES = 4
 FIRST_WAIT_S = 0.1
 
 _R = TypeVar("_R")
@@ -75,20 +75,102 @@ class Store(Protocol):
         """Say why a call failed; `path` is for messages."""
 
 
+class Stored(NamedTuple):
+    """What a store says of an object that was written."""
+
+    size: int
+    etag: str
+    crc32: int | None
+    """Of the whole object; None if the store keeps none."""
+
+
+class Part(NamedTuple):
+    """A part of an object, once the store has it."""
+
+    number: int
+    """From 1 on."""
+    size: int
+    etag: str
+    crc32: int
+
+
+class Underway(NamedTuple):
+    """An upload that nobody has completed."""
+
+    path: str
+    upload: str
+
+
+class LostUpload(IncompleteError):
+    """The store no longer knows an upload."""
+
+
+class Writer(Protocol):
+    """What changes a store: the functions of a module. Paths are whole, such as `s3://bucket/key`.
+
+    Failures that may pass are tried again; what is raised are the errors that users see.
+    """
+
+    def head(self, path: str) -> Stored | None:
+        """Return what the store says of an object; None if there is none."""
+
+    def get(self, path: str) -> tuple[bytes, str] | None:
+        """Return the bytes and the ETag of a small object; None if there is none."""
+
+    def put(self, path: str, data: bytes, crc: int) -> Stored:
+        """Write a small object, replacing one of that name. The store compares a checksum."""
+
+    def put_if(self, path: str, data: bytes, crc: int, etag: str | None) -> bool:
+        """Write an object if there is none of its name, or only the one of a given ETag; False if another is there.
+
+        The answer to a request may get lost. Then the object itself tells whether it was carried out.
+        """
+
+    def has(self, path: str, data: bytes) -> bool:
+        """True if an object has exactly these bytes."""
+
+    def delete(self, path: str) -> None:
+        """Remove an object, if there is one."""
+
+    def begin(self, path: str) -> str:
+        """Begin an upload in parts and return its id."""
+
+    def send_part(self, path: str, upload: str, number: int, data: bytes, crc: int) -> Part:
+        """Send a part; number 1 is the first. The store compares a checksum."""
+
+    def sent_parts(self, path: str, upload: str) -> dict[int, Part] | None:
+        """Return the parts that an upload has; None if there is no such upload."""
+
+    def is_part(self, sent: Part, data: bytes, crc: int) -> bool:
+        """True if a part that the store has is surely this one."""
+
+    def complete(self, path: str, upload: str, parts: Sequence[Part], crc: int) -> Stored:
+        """Make an object of all parts of an upload, in order."""
+
+    def abort(self, path: str, upload: str) -> None:
+        """End an upload."""
+
+    def uploads(self, directory: str) -> list[Underway]:
+        """Return the uploads under way below a directory."""
+
+    def objects(self, directory: str) -> Iterator[tuple[str, int]]:
+        """Yield (path, bytes) of every object below a directory."""
+
+
 def attempt(store: Store, path: str, call: Callable[[], _R]) -> _R:
     """Return what a call of a store gives. Failures that may pass are tried again, with longer and longer waits.
 
     Raises:
         ShardkitError, OSError: what the last failure means.
     """
-    for turn in range(_NUM_TRIES):
+    for turn in range(NUM_TRIES):
         try:
             return call()
         except ShardkitError:
             raise
         except Exception as error:
             refusal = store.explain(error, path)
-            if turn + 1 == _NUM_TRIES or not refusal.may_pass:
+            if turn + 1 == NUM_TRIES or not refusal.may_pass:
                 raise refusal.error from None
         time.sleep(FIRST_WAIT_S * 2**turn)
     raise AssertionError

@@ -1,5 +1,7 @@
 """Requests that change an S3 store, by boto3: it takes a CRC-32 for each part and for the whole, which the store compares.
 
+Google's store takes them too, with MD5s in place of CRC-32s; `google` has what else is different there.
+
 Credentials are those of boto3's own chain, profiles of `~/.aws` included. What a store answers is never shown as it is:
 it may hold keys. Failures that may pass are tried again, with longer and longer waits.
 
@@ -15,10 +17,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from shardkit.core.text import escape
-from shardkit.errors import IncompleteError, IntegrityError, ResourceError
+from shardkit.errors import IntegrityError, ResourceError
+from shardkit.files.remote import google
+from shardkit.files.remote.cloud import credentials_for, reach
+from shardkit.files.remote.contract import LostUpload, Part, Stored, Underway
 
 NUM_TRIES = 7
 FIRST_WAIT_S = 0.1
@@ -39,55 +44,41 @@ _WITH_CRC, _PLAIN = "crc32:", "plain:"
 _R = TypeVar("_R")
 
 
-class Stored(NamedTuple):
-    """What a store says of an object."""
-
-    size: int
-    etag: str
-    crc32: int | None
-    """Of the whole object; None if the store keeps none."""
-
-
-class Part(NamedTuple):
-    """A part of an object, once the store has it."""
-
-    number: int
-    """From 1 on."""
-    size: int
-    etag: str
-    crc32: int
-
-
-class LostUpload(IncompleteError):
-    """The store no longer knows an upload."""
-
-
 _lock = threading.Lock()
-_clients: dict[int, Any] = {}
+_clients: dict[tuple[int, bool], Any] = {}
 
 
-def _client() -> Any:
-    """Return the client of this process."""
+def _is_google(path: str) -> bool:
+    return path.startswith(google.SCHEME)
+
+
+def _client(path: str) -> Any:
+    """Return the client of this process for the store of a path."""
+    mine = (os.getpid(), _is_google(path))
     with _lock:
-        if os.getpid() not in _clients:
-            _clients.clear()
-            _clients[os.getpid()] = _connect()
-        return _clients[os.getpid()]
+        if mine not in _clients:
+            for other in [key for key in _clients if key[0] != mine[0]]:
+                del _clients[other]
+            _clients[mine] = _connect(is_google=mine[1])
+        return _clients[mine]
 
 
 def forget_client() -> None:
     """Let the next request read the environment anew."""
     with _lock:
         _clients.clear()
+    google.forget()
 
 
-def _connect() -> Any:
+def _connect(*, is_google: bool) -> Any:
     try:
         import boto3
         from botocore import UNSIGNED
         from botocore.config import Config
     except ImportError:
-        raise ResourceError("writing to s3:// needs boto3", hint="pip install 'shardkit[stores]'") from None
+        raise ResourceError(
+            "writing into a store needs boto3", hint="pip install 'shardkit[stores]'"
+        ) from None
     is_elsewhere = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     config = Config(
         retries={"total_max_attempts": 1},
@@ -102,6 +93,9 @@ def _connect() -> Any:
         config = config.merge(Config(signature_version=UNSIGNED))
     try:
         session = boto3.session.Session()
+        if is_google:
+            unsigned = config.merge(Config(signature_version=UNSIGNED, s3={"addressing_style": "path"}))
+            return google.connect(session, unsigned)
         region = os.environ.get("AWS_REGION") or session.region_name or "us-east-1"
         return session.client("s3", region_name=region, config=config)
     except (
@@ -115,14 +109,14 @@ def _connect() -> Any:
 
 def bucket_and_key(path: str) -> tuple[str, str]:
     """Return the bucket and the key of `s3://BUCKET/KEY`."""
-    bucket, _, key = path.removeprefix("s3://").partition("/")
+    bucket, _, key = path.partition("://")[2].partition("/")
     return bucket, key
 
 
 def _ask(path: str, operation: str, **given: Any) -> Any:
     """Send one request about an object."""
     bucket, key = bucket_and_key(path)
-    return getattr(_client(), operation)(Bucket=bucket, Key=key, **given)
+    return getattr(_client(path), operation)(Bucket=bucket, Key=key, **given)
 
 
 def _retried(path: str, call: Callable[[], _R]) -> _R:
@@ -186,17 +180,28 @@ def _refuse(error: Exception, path: str) -> NoReturn:
     if "Credential" in type(error).__name__:
         raise ResourceError(
             f"{where}: no credentials were found",
-            hint="give them as the aws command takes them: AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            hint=f"give them as the store's own tools take them: {credentials_for(path)}",
         ) from None
     if status in (401, 403):
         raise ResourceError(
             f"{where}: the store denies access ({said})",
-            hint="give credentials that may read, write and list there, as the aws command takes them",
+            hint=f"give credentials that may read, write and list there: {credentials_for(path)}",
         ) from None
     raise ResourceError(
         f"{where}: the store cannot be reached or fails ({said})",
-        hint="check the network, and AWS_ENDPOINT_URL if the store is not Amazon's; then run the same command again",
+        hint=f"{reach(path)}; then run the same command again",
     ) from None
+
+
+def _sums(path: str, data: bytes, crc: int) -> dict[str, str]:
+    """Return the checksum that goes with a body, for the store to compare."""
+    if _is_google(path):
+        return {"ContentMD5": _md5(data)}
+    return {"ChecksumAlgorithm": "CRC32", "ChecksumCRC32": _encoded(crc)}
+
+
+def _md5(data: bytes) -> str:
+    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
 def _encoded(crc: int) -> str:
@@ -215,12 +220,8 @@ def _is_missing(error: Exception) -> bool:
     return status == 404 and code != "NoSuchBucket"
 
 
-def head(path: str) -> Stored | None:
-    """Return what the store says of an object; None if there is none.
-
-    Raises:
-        ResourceError: the store does not answer.
-    """
+def _head(path: str) -> Any:
+    """Return the whole answer about an object; None if there is none."""
 
     def call() -> Any:
         try:
@@ -230,7 +231,16 @@ def head(path: str) -> Stored | None:
                 return None
             raise
 
-    answer = _retried(path, call)
+    return _retried(path, call)
+
+
+def head(path: str) -> Stored | None:
+    """Return what the store says of an object; None if there is none.
+
+    Raises:
+        ResourceError: the store does not answer.
+    """
+    answer = _head(path)
     if answer is None:
         return None
     crc = _decoded(answer.get("ChecksumCRC32"), answer.get("ChecksumType"))
@@ -266,7 +276,7 @@ def put(path: str, data: bytes, crc: int) -> Stored:
         ResourceError: the store does not take it.
         IntegrityError: the store says that it has other bytes.
     """
-    given = {"Body": data, "ChecksumAlgorithm": "CRC32", "ChecksumCRC32": _encoded(crc)}
+    given = {"Body": data, **_sums(path, data, crc)}
     answer = _retried(path, lambda: _ask(path, "put_object", **given))
     return _checked(path, answer, len(data), crc)
 
@@ -299,8 +309,12 @@ def put_if(path: str, data: bytes, crc: int, etag: str | None) -> bool:
     Raises:
         ResourceError: the store refuses for another reason, or fails.
     """
+    if etag is not None and _is_google(path):
+        etag = _generation(path, etag)
+        if etag is None:
+            return False
     condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
-    given = {"Body": data, "ChecksumAlgorithm": "CRC32", "ChecksumCRC32": _encoded(crc), **condition}
+    given = {"Body": data, **_sums(path, data, crc), **condition}
     is_unclear = False
     for turn in range(NUM_TRIES):
         try:
@@ -325,6 +339,15 @@ def put_if(path: str, data: bytes, crc: int, etag: str | None) -> bool:
     raise AssertionError
 
 
+def _generation(path: str, etag: str) -> str | None:
+    """Return the generation that has an ETag, if that is the object now."""
+    answer = _head(path)
+    if answer is None or answer["ETag"] != etag:
+        return None
+    said: str | None = answer["ResponseMetadata"]["HTTPHeaders"].get(google.GENERATION)
+    return said
+
+
 def has(path: str, data: bytes) -> bool:
     """True if an object has exactly these bytes.
 
@@ -341,7 +364,15 @@ def delete(path: str) -> None:
     Raises:
         ResourceError: the store refuses.
     """
-    _retried(path, lambda: _ask(path, "delete_object"))
+
+    def call() -> None:
+        try:
+            _ask(path, "delete_object")
+        except Exception as error:
+            if not _is_missing(error):  # Google says so
+                raise
+
+    _retried(path, call)
 
 
 def begin(path: str) -> str:
@@ -354,6 +385,8 @@ def begin(path: str) -> str:
 
     def call() -> str:
         try:
+            if _is_google(path):
+                return _PLAIN + str(_ask(path, "create_multipart_upload")["UploadId"])
             return _WITH_CRC + str(_ask(path, "create_multipart_upload", **given)["UploadId"])
         except Exception as error:
             if _said(error)[0] not in _NO_CHECKSUMS:
@@ -378,7 +411,7 @@ def send_part(path: str, upload: str, number: int, data: bytes, crc: int) -> Par
     if upload.startswith(_WITH_CRC):
         given["ChecksumCRC32"] = _encoded(crc)
     else:
-        given["ContentMD5"] = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+        given["ContentMD5"] = _md5(data)
     answer = _retried(path, lambda: _ask(path, "upload_part", **given))
     return Part(number, len(data), answer["ETag"], crc)
 
@@ -477,13 +510,6 @@ def abort(path: str, upload: str) -> None:
         pass
 
 
-class Underway(NamedTuple):
-    """An upload that nobody has completed."""
-
-    path: str
-    upload: str
-
-
 def uploads(directory: str) -> list[Underway]:
     """Return the uploads under way below a directory.
 
@@ -511,7 +537,7 @@ def objects(directory: str) -> Iterator[tuple[str, int]]:
 
 
 def _path_of(directory: str, key: str) -> str:
-    return f"s3://{bucket_and_key(directory)[0]}/{key}"
+    return f"{directory.partition('://')[0]}://{bucket_and_key(directory)[0]}/{key}"
 
 
 def _pages(directory: str, operation: str, marks: Sequence[tuple[str, str]]) -> Iterator[Any]:
@@ -520,7 +546,7 @@ def _pages(directory: str, operation: str, marks: Sequence[tuple[str, str]]) -> 
     given: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{key}/" if key else ""}
 
     def ask() -> Any:
-        return getattr(_client(), operation)(**given)
+        return getattr(_client(directory), operation)(**given)
 
     while True:
         page = _retried(directory, ask)

@@ -287,7 +287,7 @@ def status(output: str | os.PathLike[str], *, abort: bool = False) -> StatusResu
     """Tell what the parts of a job have written so far, and who is missing; or give it up.
 
     Args:
-        output: the destination that the parts were given; or one in `s3://`, of any run.
+        output: the destination that the parts were given; or one in a store, of any run.
         abort: remove everything that was written and nobody has committed. Parts that are still at work end with
             an error.
 

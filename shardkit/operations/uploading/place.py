@@ -19,7 +19,7 @@ from shardkit.core.text import escape, listed
 from shardkit.errors import UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import is_data_folder
-from shardkit.files.remote import s3
+from shardkit.files.remote.writers import WRITABLE, writer_of
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.hub.assets import is_asset, is_asset_folder
 
@@ -34,7 +34,7 @@ class Target:
     """A place that may be written."""
 
     path: str
-    """`s3://BUCKET/KEY`, without a "/" at its end."""
+    """Such as `s3://BUCKET/KEY`, without a "/" at its end."""
     marker: str
     """Name of the file that makes it an output."""
     etag: str | None
@@ -69,14 +69,15 @@ def check_target(output: str, source: str | None, marker: str, *, overwrite: boo
         ResourceError: the store does not answer.
     """
     shown = escape(output)
-    if not output.startswith("s3://"):
+    if not output.startswith(WRITABLE):
         raise UsageError(
-            f"{shown}: this store is read only so far", hint="write to s3://, or to a local directory"
+            f"{shown}: this store is read only so far",
+            hint="write to s3://, gs:// or az://, or to a local directory",
         )
     path = stores.plain(output)
     if source is not None:
         _check_apart(path, storage.realpath(source), shown)
-    found = s3.head(f"{path}/{marker}")
+    found = writer_of(path).head(f"{path}/{marker}")
     if found is not None and not overwrite:
         raise UsageError(f"{shown} exists", hint="choose another name, or replace it: --overwrite")
     stores.forget()

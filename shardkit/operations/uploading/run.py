@@ -24,7 +24,7 @@ from shardkit.core.threads import Progress, until_done
 from shardkit.errors import IncompleteError, IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
-from shardkit.files.remote import s3
+from shardkit.files.remote.writers import writer_of
 from shardkit.files.uploads import PART_NBYTES, Session
 from shardkit.operations.parts.divided import Describer
 from shardkit.operations.uploading.notes import Notes
@@ -97,6 +97,7 @@ class _Run:
 
     def __init__(self, upload: Upload, check: SourceCheck | None) -> None:
         self._upload, self._target, self._check = upload, upload.target, check
+        self._store = writer_of(self._target.path)
         self._data = self._target.data(upload.plan_hash)
         self._notes = Notes(self._target.path, upload.plan_hash, resume=upload.resume)
         self._session = Session(self._data, known=self._notes.begun, on_begin=self._notes.add_upload)
@@ -117,7 +118,7 @@ class _Run:
                 self._check_all()
                 self._commit(directory)
         except KeyboardInterrupt as interrupt:
-            if self._marker is not None and s3.has(self._marker_path, self._marker):
+            if self._marker is not None and self._store.has(self._marker_path, self._marker):
                 return len(finished)
             raise Interrupted(
                 f"interrupted: {shown} was not made; what was finished is kept in the store",
@@ -141,7 +142,7 @@ class _Run:
         plan, found = self._upload.plan, dict[str, FileDigest]()
         numbers = {image.name: number for number, image in enumerate(plan.images)}
         noted = [each for name, each in self._notes.files.items() if name in numbers]
-        stored = _at_once(s3.head, [self._path(each.digest.name) for each in noted])
+        stored = _at_once(self._store.head, [self._path(each.digest.name) for each in noted])
         for each, there in zip(noted, stored, strict=True):
             number, digest = numbers[each.digest.name], each.digest
             if there is None or (there.size, there.etag) != (digest.size, each.etag):
@@ -192,7 +193,7 @@ class _Run:
             IncompleteError: names each file that is not there as it was written.
         """
         names = sorted(self._etags)
-        stored = _at_once(s3.head, [self._path(name) for name in names])
+        stored = _at_once(self._store.head, [self._path(name) for name in names])
         sizes = {image.name: image.size for image in self._upload.plan.images}
         IncompleteError.raise_for(
             [
@@ -219,10 +220,10 @@ class _Run:
         _at_once(lambda name: self._send(os.path.join(directory, name), self._path(name)), names)
         self._marker = data = _read(os.path.join(directory, self._target.marker))
         if self._upload.is_unsafe:
-            s3.put(self._marker_path, data, int(crc32(data)))
+            self._store.put(self._marker_path, data, int(crc32(data)))
             return
         shown = escape(self._target.path)
-        if s3.put_if(self._marker_path, data, int(crc32(data)), self._target.etag):
+        if self._store.put_if(self._marker_path, data, int(crc32(data)), self._target.etag):
             return
         if self._target.etag is not None:
             raise UsageError(f"{shown} changed while another was being written: it was not replaced")
@@ -241,17 +242,17 @@ class _Run:
         data = _read(file)
         crc = int(crc32(data))
         if not self._target.is_flat or self._upload.overwrites or self._upload.is_unsafe:
-            s3.put(path, data, crc)
-        elif not s3.put_if(path, data, crc, None):
+            self._store.put(path, data, crc)
+        elif not self._store.put_if(path, data, crc, None):
             check_same(path, data)
 
     def _discard(self) -> None:
         """Remove what was written, unless the output that is there is made of it."""
         self._session.abort()
-        marker = s3.get(self._marker_path)
+        marker = self._store.get(self._marker_path)
         if marker is None or self._target.mark(self._upload.plan_hash).encode() not in marker[0]:
             own = [] if self._target.is_flat else self._beside
-            _at_once(s3.delete, [*own, *map(self._path, self._etags)])
+            _at_once(self._store.delete, [*own, *map(self._path, self._etags)])
         self._notes.remove()
 
 
@@ -274,7 +275,7 @@ def check_same(path: str, data: bytes) -> None:
     Raises:
         UsageError: it does.
     """
-    found = s3.get(path)
+    found = writer_of(path).get(path)
     if found is not None and found[0] != data:
         raise UsageError(
             f"{escape(path)} is there, with other content",
@@ -289,14 +290,15 @@ def check_conditions(path: str) -> None:
         UsageError: it does not.
     """
     probe = os.path.join(path, PROBE + secrets.token_hex(8))
+    store = writer_of(path)
     try:
-        holds = s3.put_if(probe, b"1", int(crc32(b"1")), None) and not s3.put_if(
+        holds = store.put_if(probe, b"1", int(crc32(b"1")), None) and not store.put_if(
             probe, b"2", int(crc32(b"2")), None
         )
         other = '"00000000000000000000000000000000"'
-        holds = holds and not s3.put_if(probe, b"3", int(crc32(b"3")), other)
+        holds = holds and not store.put_if(probe, b"3", int(crc32(b"3")), other)
     finally:
-        s3.delete(probe)
+        store.delete(probe)
     if not holds:
         raise UsageError(
             f"{escape(path)}: the store ignores conditions (If-None-Match, If-Match), so that of two runs that end at the "

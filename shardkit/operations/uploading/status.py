@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardkit.files import stores
 from shardkit.files.home import is_data_folder
-from shardkit.files.remote import s3
+from shardkit.files.remote.writers import writer_of
 from shardkit.formats.dcp import METADATA
 from shardkit.operations.uploading.place import HUB_INDEX, MARKED_WEIGHTS, PROBE
 
@@ -29,29 +29,30 @@ def status_in_store(output: str, *, abort: bool) -> tuple[bool, StoredStatus]:
     """Tell whether an output is there, and what else lies there; or remove the rest.
 
     Args:
-        output: a place in `s3://`.
+        output: a place in a store.
         abort: end the uploads, and remove the files. Runs that are still at work end with an error.
 
     Raises:
         ResourceError: the store does not answer.
     """
     path = stores.plain(output)
-    markers = [found for name in (METADATA, HUB_INDEX) if (found := s3.get(os.path.join(path, name)))]
+    store = writer_of(path)
+    markers = [found for name in (METADATA, HUB_INDEX) if (found := store.get(os.path.join(path, name)))]
     named = b"".join(content for content, _ in markers)
     left = [
         (each, size)
-        for each, size in s3.objects(path)
+        for each, size in store.objects(path)
         if (top := _data_name(each.removeprefix(path + "/"))) and top.encode() not in named
     ]
-    under_way = [each for each in s3.uploads(path) if _data_name(each.path.removeprefix(path + "/"))]
+    under_way = [each for each in store.uploads(path) if _data_name(each.path.removeprefix(path + "/"))]
     sent = [
-        part.size for each in under_way for part in (s3.sent_parts(each.path, each.upload) or {}).values()
+        part.size for each in under_way for part in (store.sent_parts(each.path, each.upload) or {}).values()
     ]
     if abort:
         for each in under_way:
-            s3.abort(each.path, each.upload)
+            store.abort(each.path, each.upload)
         for each_path, _ in left:
-            s3.delete(each_path)
+            store.delete(each_path)
     return bool(markers), StoredStatus(
         num_files=len(left),
         file_bytes=sum(size for _, size in left),

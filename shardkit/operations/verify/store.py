@@ -13,16 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from shardkit.core.text import count, escape
 from shardkit.core.threads import Progress, until_done
 from shardkit.errors import SourceError, UsageError
-from shardkit.files import manifest, storage, stores
+from shardkit.files import manifest, storage
 from shardkit.files.home import home_of, path_in
-from shardkit.files.remote import s3
+from shardkit.files.remote.writers import WRITABLE, writer_of
 from shardkit.files.strict_json import read_small
 from shardkit.formats.contract import absent
 from shardkit.formats.registry import directory_of
 from shardkit.operations.verify.result import SIZE, Report
 
 _NUM_REQUESTS = 16
-_SCHEMES = ("s3://", "gs://", "az://")
 
 
 def check_stored(path: str, manifest_path: str | None, report: Report, progress: Progress) -> None:
@@ -39,7 +38,7 @@ def check_stored(path: str, manifest_path: str | None, report: Report, progress:
         SourceError: there is nothing, or no manifest.
         ResourceError: the store does not answer.
     """
-    if not path.startswith(_SCHEMES):
+    if not path.startswith(WRITABLE):
         raise UsageError(
             f"--store asks an object store, and {escape(path)} lies in none",
             hint="--full reads the bytes; of a repo of the Hub, --hub REPO compares a copy with it",
@@ -51,7 +50,7 @@ def check_stored(path: str, manifest_path: str | None, report: Report, progress:
     progress.start(sum(file.size for _, file in wanted), "ask")
     try:
         with ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="shardkit-requests") as pool:
-            asked = [pool.submit(_head, path_in(directory, name)) for name, _ in wanted]
+            asked = [pool.submit(writer_of(path).head, path_in(directory, name)) for name, _ in wanted]
             try:
                 until_done(asked)
             except BaseException:
@@ -119,17 +118,6 @@ def _recorded(
             yield os.path.join(folder, file.chunks.name), file.chunks
     for inner in (content.folders or ()) if isinstance(content, manifest.FileList) else ():
         yield from _recorded(directory, None, report, os.path.join(folder, inner))
-
-
-def _head(path: str) -> s3.Stored | None:
-    """Return what a store says of an object, None if there is none."""
-    if path.startswith("s3://"):
-        return s3.head(path)
-    try:
-        found = stores.head(path)
-    except FileNotFoundError:
-        return None
-    return s3.Stored(found.size, found.etag, None)
 
 
 def _say(report: Report, names: Sequence[str], message: str) -> None:

@@ -1,0 +1,74 @@
+"""Checkpoints at `gs://` paths, from fake-gcs-server: skipped where it is not in the path."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+import shardkit
+from tests.files.conftest import make
+from tests.worlds import stores as servers
+
+GS = "gs://bucket/try"
+
+
+def ask(port: int, path: str, body: bytes, kind: str) -> int:
+    there = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        there.request("POST", path, body, {"Content-Type": kind})
+        return there.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        there.close()
+
+
+def test_every_verb_reads_from_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shardkit[stores]'")
+    program, port, home = shutil.which("fake-gcs-server"), servers.free_port(), tmp_path / "home"
+    if program is None:
+        pytest.skip("fake-gcs-server is not installed")
+    where = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-public-host", f"127.0.0.1:{port}"]
+    home.mkdir()
+    make(home)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{port}")
+    servers.forget()
+    with open(tmp_path / "log", "wb") as log:
+        server = subprocess.Popen([program, "-backend", "memory", *where], stdout=log, stderr=log)
+    try:
+        bucket, pause = json.dumps({"name": servers.BUCKET}).encode(), threading.Event()
+        while ask(port, "/storage/v1/b", bucket, "application/json") != 200:
+            assert server.poll() is None, (tmp_path / "log").read_text()
+            pause.wait(0.1)
+        for path in sorted(home.rglob("*")):
+            if path.is_file():
+                name = quote(f"try/{path.relative_to(home)}", safe="")
+                key = f"/upload/storage/v1/b/{servers.BUCKET}/o?uploadType=media&name={name}"
+                assert ask(port, key, path.read_bytes(), "application/octet-stream") == 200
+        for source, where_to in ((GS, "far"), (str(home), "near")):
+            (tmp_path / where_to).mkdir()
+            shardkit.consolidate(f"{source}/dcp", tmp_path / where_to / "a")
+            shardkit.preshard(f"{source}/hub", tmp_path / where_to / "b", world_size=2, wrap="none")
+        far, near = (
+            {
+                str(p.relative_to(tmp_path / side)): p.read_bytes()
+                for p in (tmp_path / side).rglob("*")
+                if p.is_file()
+            }
+            for side in ("far", "near")
+        )
+        assert far == near
+        assert shardkit.inspect(f"{GS}/dcp").tensors == shardkit.inspect(home / "dcp").tensors
+        assert shardkit.verify(f"{GS}/dcp", full=True).problems == ()
+        assert shardkit.diff(f"{GS}/dcp", home / "hub").is_equal
+    finally:
+        server.kill()
+        server.wait()
+        servers.forget()
