@@ -8,22 +8,27 @@ process, `torchrun` on ranks that are forked, and anything else in a shell.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
+import pytest
 from click.testing import CliRunner
 
 from shardkit.cli import main
 from shardkit.layout import traced
 from tests.test_examples import make_model
+from tests.worlds import stores
 from tests.worlds.processes import fork_server, run_script
 
 ROOT = Path(__file__).parents[2]
@@ -34,9 +39,31 @@ BLOCK = re.compile(r"^```console\n(.*?)^```$", re.M | re.S)
 _VARYING = (
     (re.compile(r"\b\d+\.\d\d s(, [\d.]+ [KMG]iB/s)?"), "0.00 s"),
     (re.compile(r"free disk(\s+).*"), r"free disk\1..."),
-    (re.compile(r"loss \d+\.\d+"), "loss ..."),
+    (re.compile(r"(loss|leak) \d+\.\d+(e-\d+)?"), r"\1 ..."),
     (re.compile(r"'(train_\w+)': '[\d.]+'"), r"'\1': ..."),
+    (re.compile(r"error at most \S+, orthogonal to \S+"), "error at most ..."),
+    (re.compile(r"(preshard) [0-9a-f]{16}, begun"), r"\1 ..., begun"),
+    (re.compile(r"ended on \S+, process \d+"), "ended on ..."),
+    (re.compile(r"\bdata-[0-9a-f]{16}"), "data-..."),
 )
+
+
+class Written(NamedTuple):
+    """A checkpoint that a trainer wrote, which is not at hand here."""
+
+    fixture: str
+    """Below `FIXTURES`."""
+    place: str
+    """Where the page has it."""
+
+
+FIXTURES = Path(os.environ.get("SHARDKIT_FIXTURES", "nowhere")).absolute() / "sharded"
+WRITTEN = {
+    "torchtitan-to-hub": Written("torchtitan_llama3_w2", "outputs"),
+    "verl-to-hub": Written("verl_fsdp2_w2", "checkpoints"),
+    "deepspeed-to-hub": Written("deepspeed_zero3_bf16_w2", "output_dir"),
+}
+"""Page -> what it begins with. The trainers need GPUs or are a stack of their own; their checkpoints do not."""
 
 
 class Typed(NamedTuple):
@@ -60,7 +87,8 @@ def run(command: str, home: Path) -> str:
     """Run a command in a directory, and return all that it prints; the directory itself is shown as `.`."""
     words = shlex.split(command.partition("  # ")[0])
     if words[0] == "shardkit":
-        result = CliRunner().invoke(main, words[1:], prog_name="shardkit")
+        with mock.patch.object(sys, "argv", words):  # hints repeat what was typed
+            result = CliRunner().invoke(main, words[1:], prog_name="shardkit")
         assert result.exit_code in (0, 1), result.output
         said = result.output
     elif words[0] == "torchrun":
@@ -121,10 +149,29 @@ def rewrite(page: Path, home: Path) -> None:
     page.write_text(BLOCK.sub(fresh, page.read_text()))
 
 
+@contextlib.contextmanager
+def prepared(page: Path, home: Path) -> Iterator[None]:
+    """Put what a page begins with into a directory: a model, what a trainer wrote, a server of a store."""
+    with contextlib.ExitStack() as stack:
+        if page.stem in WRITTEN:
+            written = WRITTEN[page.stem]
+            if not (FIXTURES / written.fixture).is_dir():
+                pytest.skip(
+                    f"SHARDKIT_FIXTURES names no directory with {written.fixture}, which the trainer wrote"
+                )
+            shutil.copytree(FIXTURES / written.fixture / "ckpt", home / written.place)
+            shutil.copytree(FIXTURES / written.fixture / "truth" / "hf", home / "my-model")
+        else:
+            make_model(home / "my-model")
+        if page.stem == "object-stores":
+            stack.enter_context(stores.reached("moto", home / ".server"))
+        yield
+
+
 if __name__ == "__main__":
     traced._spawn = fork_server().trace  # not once more in a process of its own
     for each in map(Path, sys.argv[1:]) if sys.argv[1:] else sorted(PAGES.glob("*.md")):
-        with tempfile.TemporaryDirectory() as place:
+        with tempfile.TemporaryDirectory() as place, contextlib.suppress(pytest.skip.Exception):
             os.chdir(place)
-            make_model(Path(place, "my-model"))
-            rewrite(each if each.is_absolute() else ROOT / each, Path(place))
+            with prepared(each, Path(place)):
+                rewrite(each if each.is_absolute() else ROOT / each, Path(place))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.guides import console
-from tests.test_examples import make_model
 
 NEEDS = {"lightning-to-hub": "lightning", "trainer-to-hub": "accelerate"}
 GUIDES = [
@@ -28,12 +27,12 @@ GUIDES = [
 @pytest.mark.dist
 @pytest.mark.parametrize("page", GUIDES)
 def test_a_guide_prints_what_it_says(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast_trace: object
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast_trace: object, fast_factors: object
 ) -> None:
-    make_model(tmp_path / "my-model")
     monkeypatch.chdir(tmp_path)
-    for command, said, printed in console.differences(page, tmp_path):
-        assert printed == said, f"{command}\npython -m tests.guides.console"
+    with console.prepared(page, tmp_path):
+        for command, said, printed in console.differences(page, tmp_path):
+            assert printed == said, f"{command}\npython -m tests.guides.console"
 
 
 def test_each_script_belongs_to_a_guide_and_each_guide_is_listed() -> None:
