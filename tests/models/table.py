@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from tests.models.outcomes import REASONS, expected
 from tests.models.zoo import IN_MAKE_TEST, ZOO
 
@@ -17,18 +19,32 @@ COLUMNS = {
 _HEAD = """\
 # Models
 
-{count} tiny models of {types} architectures of transformers {version} go through everything that shardkit does, in bf16. Their weights are random, and no two tensors are alike.
+{count} tiny models of {types} architectures of transformers {version} go through everything that shardkit does, in bf16.
+Their weights are random, and no two tensors are alike.
 
-- **preshard**: `shardkit preshard` for 4 ranks; the phases, torch and the forward are those of 2 ranks.
-- **three phases**: `prepare`, `wrap`, `finalize`, from the Hub directory (each rank reads, or for a third of the models one rank sends) and from the pre-sharded one. Every parameter and every buffer has the name, the dtype and
-  the bits that `from_pretrained` gives it.
+- **preshard**: `shardkit preshard` for 4 ranks. All that follows runs on 2 ranks.
+- **three phases**: `prepare`, `wrap`, `finalize`, from the Hub directory (each rank reads, or for a third of the models
+  one rank sends) and from the pre-sharded one. Every parameter and every buffer has the name, the dtype and the bits
+  that `from_pretrained` gives it.
 - **stock `dcp.load`**: torch alone loads the pre-sharded directory, with the same bits.
-- **save, consolidate**: `shardkit.save`, and stock `dcp.save` of the same model; `shardkit consolidate --base` of both gives the original's safetensors, each tensor with its name, dtype and bytes, and so does consolidate without a base, beside `config.json` alone.
-- **logits**: what the wrapped model answers equals, bit for bit, what the model of `from_pretrained` answers in one process.
+- **save, consolidate**: `shardkit.save`, and stock `dcp.save` of the same model. `shardkit consolidate --base` of both
+  gives the original's safetensors, each tensor with its name, dtype and bytes. So does consolidate without a base,
+  beside `config.json` alone.
+- **logits**: what the wrapped model answers equals, bit for bit, what the model of `from_pretrained` answers in one
+  process.
 
-`make models` holds all of it against this table, and `make test` holds {tested} of the models: one that begins to pass fails there as one that ceases to.
-After a `+` stands what tells a model from others of its type: `+fused` and `+live` are the same models in files that have the names of the model in memory, as `save_pretrained(..., save_original_format=False)` writes them. `+repo` are tiny models in directories that have the names, shapes, dtypes and order of a real repo, written down by hand: older than what `save_pretrained` writes today, with buffers of masks, heads of another class, and prefixes that are gone since. There every file of weights has the original's bytes; of the three whose weights are quantised, plain ones are made, and the result is held against what transformers dequantises.
-A number stands for a reason, which is [written below](#what-does-not-pass); a dash for what was not reached. What is refused is refused before anything is written.
+`make models` holds all of it against this table, and `make test` holds {tested} of the models: one that begins to pass
+fails there as one that ceases to. A number stands for a reason, which is [written below](#what-does-not-pass); a dash
+for what was not reached. What is refused is refused before anything is written.
+
+What stands after a `+` tells a model from others of its type:
+
+- `+fused` and `+live` are the same models in files that have the names of the model in memory, as
+  `save_pretrained(..., save_original_format=False)` writes them.
+- `+repo` are tiny models in directories that have the names, shapes, dtypes and order of a real repo, written down by
+  hand: older than what `save_pretrained` writes today, with buffers of masks, heads of another class, and prefixes that
+  are gone since. There every file of weights has the original's bytes. Of the three whose weights are quantised, plain
+  ones are made, and the result is held against what transformers dequantises.
 """
 
 
@@ -54,7 +70,8 @@ def render(version: str) -> str:
             if each.kind == kind:
                 parts.append(f"| {name} | {each.model_class} | {' | '.join(_cells(name, numbers))} |")
     parts.append("\n## What does not pass\n")
-    parts += [f"{numbers[reason]}. {each.text}" for reason, each in REASONS.items()]
+    for reason, each in REASONS.items():
+        parts += textwrap.wrap(f"{numbers[reason]}. {each.text}", 118, subsequent_indent="   ")
     return "\n".join(parts) + "\n"
 
 
