@@ -227,7 +227,7 @@ text {{ font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans M
 </style>
 <rect width="{width}" height="{height}" rx="8" fill="#161b22" stroke="#30363d"/>
 <circle cx="18" cy="15" r="5" fill="#30363d"/><circle cx="34" cy="15" r="5" fill="#30363d"/><circle cx="50" cy="15" r="5" fill="#30363d"/>
-<clipPath id="screen"><rect y="30" width="{width}" height="{17 * ROWS + 6}"/></clipPath>
+<clipPath id="screen"><rect y="32" width="{width}" height="{17 * ROWS + 4}"/></clipPath>
 <g clip-path="url(#screen)"><g class="scroll">
 {chr(10).join(texts)}
 </g></g>
