@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 import runpy
@@ -162,3 +163,25 @@ def test_what_is_misshapen_is_found() -> None:
         "8: a fence without a language",
         "12: 121 characters",
     ]
+
+
+TRAINERS = runpy.run_path(str(ROOT / "scripts" / "trainers.py"))
+
+
+def test_the_table_of_trainers_is_what_the_tests_found() -> None:
+    rows = json.loads(TRAINERS["ROWS_FILE"].read_text())
+    assert "\n".join(TRAINERS["table"](rows)) in TRAINERS["PAGE"].read_text(), "scripts/trainers.py --render"
+    assert not [name for name, row in rows.items() for _, failed in row["columns"].values() if failed]
+    pins = (ROOT / "pyproject.toml").read_text() + (ROOT / "constraints.txt").read_text()
+    shown = {package: versions for row in rows.values() for package, versions in row["versions"].items()}
+    for package in ("torch", "transformers", "lightning", "accelerate"):
+        assert any(f"{package}=={version}" in pins for version in shown[package]), "scripts/trainers.py"
+
+
+def test_the_table_of_trainers_names_tests_that_exist() -> None:
+    named = {
+        test.partition("[")[0] for row in TRAINERS["ROWS"].values() for _, test in TRAINERS["tests_of"](row)
+    }
+    for test in named:
+        file, _, name = test.partition("::")
+        assert f"def {name or 'test_'}" in (ROOT / file).read_text(), test
