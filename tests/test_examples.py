@@ -7,7 +7,6 @@ import os
 import runpy
 import subprocess
 import sys
-import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
@@ -174,16 +173,13 @@ def test_demo_notices_what_differs(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_the_script_in_the_documentation_of_osft(
+def test_osft_run_leaves_alone_what_is_frozen(
     tmp_path: Path, fast_trace: object, fast_factors: object
 ) -> None:
     make_model(tmp_path / "model")
     shardkit.preshard(tmp_path / "model", tmp_path / "factors", world_size=2, osft=0.3)
-    text = (EXAMPLES.parent / "docs" / "osft.md").read_text()
-    script = text.partition("`train.py`:\n\n")[2].partition("\n- ")[0]
-    (tmp_path / "train.py").write_text(textwrap.dedent(script))
     places = (tmp_path / name for name in ("model", "factors", "run"))
-    word, leak = launched(tmp_path / "said", 2, str(tmp_path / "train.py"), *places).split()
+    word, leak = launched(tmp_path / "said", 2, "guides/osft_run.py", *places).split()
     assert word == "leak"
     assert float(leak) <= 1e-6
     shardkit.consolidate(tmp_path / "run" / "last", tmp_path / "trained", base=tmp_path / "model")

@@ -34,7 +34,7 @@ def test_scripts_are_right(script: str) -> None:
     )
     assert found or "sbatch" in script
     for typed in found:
-        check_command(shlex.split(typed))
+        check_command(shlex.split(typed, comments=True))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
