@@ -65,7 +65,7 @@ def gc_command(*, out: Output, path: str, older_than: str, uncommitted: bool, dr
     """Remove what replaced saves and dead runs have left in PATH, an output in an object store or a copy of one.
 
     Only folders data-<16 hex digits> are removed that .metadata does not name, and weight files with a hash in their
-    names that the index does not name. A job that still reads them fails.
+    names that the index does not name, and uploads of such files that nobody has completed are ended. A job that still reads them fails.
     """
     from shardkit.operations.gc import gc
 
@@ -85,6 +85,8 @@ def _gc_facts(result: GcResult) -> Iterator[tuple[str, str]]:
     for each in result.removed:
         yield verb, _describe(each)
     yield f"{verb}, in all", f"{count(len(result.removed), 'name')}, {format_size(result.removed_bytes)}"
+    if result.num_ended:
+        yield "to end" if result.dry_run else "ended", count(result.num_ended, "unfinished upload")
     for each in result.young:
         yield "left, young", _describe(each)
 

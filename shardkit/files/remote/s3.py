@@ -518,7 +518,7 @@ def uploads(directory: str) -> list[Underway]:
     """
     marks = (("KeyMarker", "NextKeyMarker"), ("UploadIdMarker", "NextUploadIdMarker"))
     return [
-        Underway(path, _PLAIN + each["UploadId"])
+        Underway(path, _PLAIN + each["UploadId"], each["Initiated"].timestamp())
         for page in _pages(directory, "list_multipart_uploads", marks)
         for each in page.get("Uploads", ())
         if (path := _path_of(directory, each["Key"])).startswith(directory + "/")  # moto lists every upload

@@ -19,11 +19,14 @@ from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError, UsageError
 from shardkit.files import storage, stores
 from shardkit.files.home import MAX_METADATA, is_data_folder
+from shardkit.files.remote.contract import Underway
+from shardkit.files.remote.writers import WRITABLE, writer_of
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import parse_metadata
 from shardkit.formats.hub.directory import read_index
 from shardkit.operations.uploading.place import HUB_INDEX, MARKED_WEIGHTS
+from shardkit.operations.uploading.status import data_name
 
 _AGE = re.compile(r"(\d{1,9})\s*([smhd])?", re.ASCII)
 _UNITS = {None: 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -55,6 +58,8 @@ class GcResult(Result):
     removed_bytes: int
     young: tuple[Unused, ...]
     """Left alone, as they are younger than `older_than_s`: a run may be writing them."""
+    num_ended: int
+    """Files on their way into the store that nobody has completed, whose uploads were ended, or with `dry_run` would be."""
     older_than_s: int
 
 
@@ -66,6 +71,8 @@ def gc(
     dry_run: bool = False,
 ) -> GcResult:
     """Remove what replaced saves and dead runs have left in an output: data that its `.metadata` or index does not name.
+
+    Files that were on their way into the store when a run or a save was killed are ended too.
 
     A job that still reads the save that was replaced fails, and says that an object was removed.
 
@@ -83,13 +90,14 @@ def gc(
     """
     given, age = os.fspath(path), parse_age(older_than)
     stores.forget()
-    names = _list(given)
+    uploads = _under_way(given)
+    names = _list(given) if not uploads or storage.lexists(given) else []
     marker, kept = _named(given, names)
     data = [name for name in names if is_data_folder(name) or MARKED_WEIGHTS.fullmatch(name)]
-    if marker is None and data and not uncommitted:
+    if marker is None and (data or uploads) and not uncommitted:
         raise UsageError(
             f"{escape(given)}: nothing was committed there, so nothing tells what is in use",
-            problems=[escape(name) for name in data],
+            problems=sorted({*map(escape, data), *map(escape, uploads)}),
             hint="a run that is started again may go on with it; --uncommitted (uncommitted=True) removes it",
         )
     unused = [name for name in data if name not in kept and not _is_link(given, name)]
@@ -97,6 +105,9 @@ def gc(
     old = [each for each in found if each.age_s >= age]
     if old and not dry_run:
         _remove(given, [each.name for each in old])
+    stale = [upload for group in uploads.values() for upload in group if time.time() - upload.begun_s >= age]
+    for upload in stale if not dry_run else ():
+        writer_of(upload.path).abort(upload.path, upload.upload)
     return GcResult(
         path=given,
         dry_run=dry_run,
@@ -105,6 +116,7 @@ def gc(
         removed=tuple(old),
         removed_bytes=sum(each.file_bytes for each in old),
         young=tuple(each for each in found if each.age_s < age),
+        num_ended=len(stale),
         older_than_s=age,
     )
 
@@ -132,6 +144,18 @@ def _list(path: str) -> list[str]:
         return sorted(storage.listdir(path))
     except OSError as error:
         raise ResourceError(f"{escape(path)} cannot be listed: {error.strerror}") from None
+
+
+def _under_way(path: str) -> dict[str, list[Underway]]:
+    """Return the uploads that nobody has completed, by the name at the top of an output."""
+    found = dict[str, list[Underway]]()
+    if path.startswith(WRITABLE):
+        path = stores.plain(path)
+        for each in writer_of(path).uploads(path):
+            name = data_name(each.path.removeprefix(path + "/"))
+            if name:
+                found.setdefault(name, []).append(each)
+    return found
 
 
 def _named(path: str, names: list[str]) -> tuple[str | None, list[str]]:

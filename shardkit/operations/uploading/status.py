@@ -42,9 +42,9 @@ def status_in_store(output: str, *, abort: bool) -> tuple[bool, StoredStatus]:
     left = [
         (each, size)
         for each, size in store.objects(path)
-        if (top := _data_name(each.removeprefix(path + "/"))) and top.encode() not in named
+        if (top := data_name(each.removeprefix(path + "/"))) and top.encode() not in named
     ]
-    under_way = [each for each in store.uploads(path) if _data_name(each.path.removeprefix(path + "/"))]
+    under_way = [each for each in store.uploads(path) if data_name(each.path.removeprefix(path + "/"))]
     sent = [
         part.size for each in under_way for part in (store.sent_parts(each.path, each.upload) or {}).values()
     ]
@@ -61,8 +61,12 @@ def status_in_store(output: str, *, abort: bool) -> tuple[bool, StoredStatus]:
     )
 
 
-def _data_name(name: str) -> str:
-    """Return the name at the top of what a run writes before it commits; "" for anything else."""
+def data_name(name: str) -> str:
+    """Return the name at the top of what a run writes before it commits; "" for anything else.
+
+    Args:
+        name: relative to the output.
+    """
     top, _, below = name.partition("/")
     is_ours = is_data_folder(top) if below else MARKED_WEIGHTS.fullmatch(top) or top.startswith(PROBE)
     return top if is_ours else ""
