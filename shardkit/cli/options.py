@@ -274,12 +274,13 @@ def given(name: str) -> bool:
 
 def keys(default: str, meaning: str) -> Option:
     """Return `--keys`; `meaning` says what the default stands for."""
+    none = "" if default == "none" else "none, "
     return click.option(
         "--keys",
         default=default,
         show_default=True,
         metavar="RULES",
-        help=f"Key rules: a TOML file, the name of a shipped set, none, or {default}: {meaning}.",
+        help=f"Key rules: a TOML file, the name of a shipped set, {none}or {default}: {meaning}.",
     )
 
 
