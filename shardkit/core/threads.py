@@ -8,7 +8,8 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
-from contextvars import copy_context
+from contextvars import Context, copy_context
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -54,6 +55,26 @@ def run_all(
     """
     if not jobs:
         return
+    # A signal that comes while threads are started would leave one that nobody waits for. So that is done where no
+    # signal is heard. Inside `extend` none is heard either: whoever manages the threads is known once it has begun.
+    over, stopped, begun = Outcome[None](), Outcome[None](), list[int]()
+    manage = partial(_manage, jobs, min(num_threads, len(jobs)), stop, name, copy_context())
+    try:
+        begun.extend(map(_thread.start_new_thread, (over.settle,), ((manage,),)))
+        over.wait()
+    except BaseException:  # Ctrl-C: threads stop at their next check
+        if begun:
+            _thread.start_new_thread(stopped.settle, (stop.set,))
+            stopped.wait()
+            over.wait()
+        raise
+    over.result()
+
+
+def _manage(
+    jobs: Sequence[Callable[[], None]], num_threads: int, stop: threading.Event, name: str, context: Context
+) -> None:
+    """Run jobs, in a thread that hears no signals; arguments and errors as for `run_all`."""
     waiting, lock = iter(jobs), threading.Lock()
 
     def work() -> None:
@@ -64,13 +85,12 @@ def run_all(
                 return
             job()
 
-    futures: list[Future[None]] = []
-    with ThreadPoolExecutor(min(num_threads, len(jobs)), thread_name_prefix=name) as pool:
+    with ThreadPoolExecutor(num_threads, thread_name_prefix=name) as pool:
         try:
             # What the run allows, such as following links, it allows in its threads too.
-            futures.extend(pool.submit(copy_context().run, work) for _ in range(min(num_threads, len(jobs))))
-            until_done(futures)
-        except BaseException:  # Ctrl-C: the pool waits for threads that stop at their next check
+            futures = [pool.submit(context.copy().run, work) for _ in range(num_threads)]
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:  # no thread can be started
             stop.set()
             raise
         if any(future.done() and future.exception() for future in futures):

@@ -38,46 +38,56 @@ except KeyboardInterrupt:
     print("heard")
 """
 
-# A signal is heard when a call returns, so also when one has just taken a lock that nobody has promised to give back.
+# A signal is heard when a call returns, so also when one has just taken a lock that nobody has promised to give back, or
+# has just started a thread that nobody knows yet.
 _ON_RETURN = """
 import sys, threading, time
 from shardkit.core.threads import run_all
 
 def interrupt(at):
-    left, is_waiting, was_heard, stop = at, False, threading.Event(), threading.Event()
+    left, is_inside, was_heard, stop, running = at, False, threading.Event(), threading.Event(), []
 
-    def trace(frame, event, _):
-        nonlocal left, is_waiting
-        is_waiting |= frame.f_code.co_name == "until_done"
-        if event == "return" and is_waiting:
-            left -= 1
-            is_waiting = frame.f_code.co_name != "until_done"
-            if left < 0:
-                was_heard.set()
-                raise KeyboardInterrupt
-        return trace
+    def hear(event):
+        nonlocal left
+        left -= is_inside and event in ("return", "c_return")
+        if left < 0 and not was_heard.is_set():
+            was_heard.set()
+            raise KeyboardInterrupt
+
+    def profile(frame, event, _):
+        nonlocal is_inside
+        if event == "call" and frame.f_code.co_name == "run_all":
+            is_inside = True
+        if event != "c_return" or frame.f_code.co_filename == run_all.__code__.co_filename:
+            hear(event)
 
     def place():
         frame = sys._current_frames()[threading.main_thread().ident]
         return frame.f_code.co_name, frame.f_lasti
 
     def job():
+        running.append(job)
         while not was_heard.is_set() and len({place() for _ in range(5) if not time.sleep(0.01)}) > 1:
             pass
+        if was_heard.is_set():
+            stop.wait()
+            time.sleep(0.02)  # one that is not waited for is still there then
+        running.remove(job)
 
-    sys.settrace(trace)
+    sys.setprofile(profile)
     try:
         run_all([job, job], 2, stop, name="test")
     except KeyboardInterrupt:
-        assert stop.is_set()
+        sys.setprofile(None)
+        assert not running, at
     finally:
-        sys.settrace(None)
+        sys.setprofile(None)
     return was_heard.is_set()
 
 at = 0
 while interrupt(at):
     at += 1
-print("over" if at else "never heard")
+print("over" if at > 5 else f"never heard, or {at} times")
 """
 
 

