@@ -243,10 +243,15 @@ def _inspect_hub(path: str, model: HubModel, *, unfold: bool) -> InspectResult:
 
 def _hub_files(source: manifest.Source, held: Mapping[str, int]) -> Iterator[InspectedFile]:
     """Yield the weight files. A legacy file is one file, though each of its tensors has an entry of its own."""
+    nbytes = {file.name: 0 for file in source.files}
+    for entry, size in held.items():
+        name = entry  # of a legacy file: FILE:TENSOR
+        while name not in nbytes and ":" in name:
+            name = name.rpartition(":")[0]
+        if name in nbytes:
+            nbytes[name] += size
     for file in source.files:
-        name, prefix = file.name, f"{file.name}:"
-        nbytes = sum(size for entry, size in held.items() if entry == name or entry.startswith(prefix))
-        yield InspectedFile(name=name, file_bytes=file.size_bytes, tensor_bytes=nbytes)
+        yield InspectedFile(name=file.name, file_bytes=file.size_bytes, tensor_bytes=nbytes[file.name])
 
 
 def _inspect_sharded(
