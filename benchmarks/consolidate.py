@@ -14,8 +14,7 @@ in turn, every output: three times `--gigabytes`, with `--peers` four times. The
 Each run of a variant has a cp of the Hub model just before it, in every second round just after, and medians
 are printed. A variant's seconds are those of `shardkit.consolidate(...)`, without interpreter and imports (torch's
 too, where a dtype is converted); `start` are those of interpreter and imports, `decide` those until bytes begin to move. Ratios are to its `cp`.
-On a disk both sides include a `sync`. Peak memory is of the whole process, and beyond `python -c "import
-torch"`. `read` are the bytes read by the process to those of the model (mapped pages are not counted).
+On a disk both sides include a `sync`. Peak memory is of the whole process. `read` are the bytes read by the process to those of the model (mapped pages are not counted).
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -33,16 +31,15 @@ from pathlib import Path
 
 from common import (
     HERE,
-    TORCH,
     Found,
-    Run,
+    Report,
     Variant,
     alternate,
     common_options,
     copies,
-    median,
+    figures,
     run,
-    seconds_and_ratio,
+    spread,
     work_in,
 )
 
@@ -119,40 +116,32 @@ def make_checkpoint(work: Path, *flags: str) -> Path:
 
 
 def compare(
-    work: Path, source: Path, ours: Mapping[str, Mapping[str, object]], peers: Sequence[str], runs: int
+    report: Report,
+    table: str,
+    work: Path,
+    source: Path,
+    ours: Mapping[str, Mapping[str, object]],
+    peers: Sequence[str],
+    runs: int,
 ) -> None:
-    """Print the table of one checkpoint: the copy, ours, and the peers."""
+    """Add the rows of one checkpoint: the copy, ours, and the peers."""
     there = [name for name in peers if find_spec(PEERS[name]) is not None]
     variants: dict[str, Variant] = {
         **{name: partial(consolidate, source, options) for name, options in ours.items()},
         **{name: partial(peer, source, name) for name in there},
     }
     rows = alternate(work / "model", work / "output", variants, runs)
-    print(
-        f"{'':24} {'seconds':>8} {'to cp':>6} {'(min-max)':>12} {'start':>6} {'decide':>6} {'peak MiB':>8} "
-        f"{'- torch':>7} {'read':>5}  torch imported"
-    )
-    print(f"{'cp -r':24} {copies(rows)}")
-    baseline = int(run([sys.executable, "-c", TORCH]))
     model_bytes = sum(path.stat().st_size for path in (work / "model").glob("*.safetensors"))
+    report.add(table, "cp -r", **copies(rows))
     for name, row in rows.items():
-        print(f"{name:24} {seconds_and_ratio(row)} {details(row, baseline, model_bytes)}")
+        found = figures(row)
+        report.add(table, name, **found, read=found["read_bytes"] / model_bytes)
     for name in peers:
         if name not in there:
-            print(f"{name:24} not installed")
+            report.leave_out(f"{table}: {name}", "not installed")
 
 
-def details(row: list[Run], baseline: int, model_bytes: int) -> str:
-    peak, read = median(row, "peak_bytes"), median(row, "read_bytes") / model_bytes
-    start, decide, torch = f"{'':6}", f"{'':6}", "yes"
-    if "start_s" in row[0].found:
-        start, decide = f"{median(row, 'start_s'):6.2f}", f"{median(row, 'decide_s'):6.2f}"
-        torch = "yes" if any(one.found["torch"] for one in row) else "no"
-    return f"{start} {decide} {peak / 2**20:8.0f} {(peak - baseline) / 2**20:7.0f} {read:5.2f}  {torch}"
-
-
-def measure_start(runs: int) -> None:
-    print()
+def measure_start(report: Report, runs: int) -> None:
     for name, arguments in {
         "python": ["-c", "pass"],
         "import shardkit, consolidate": ["-c", "import shardkit; shardkit.consolidate"],
@@ -164,7 +153,7 @@ def measure_start(runs: int) -> None:
             begun = time.monotonic()
             run([sys.executable, *arguments])
             seconds.append(time.monotonic() - begun)
-        print(f"{name:28} {statistics.median(seconds):5.2f} s ({min(seconds):.2f}-{max(seconds):.2f})")
+        report.add("start", name, runs=runs, **spread(seconds, "elapsed", "_s"))
 
 
 def main() -> None:
@@ -175,25 +164,26 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=PARTS, help="default: all parts")
     args = parser.parse_args()
     work, parts = work_in(args.directory), args.only or PARTS
-    print(f"file system: {run(['stat', '-f', '-c', '%T', str(work)]).strip()}, cores: {os.cpu_count()}")
-    if "sharded" in parts or "safetensors" in parts:
-        make_model(work, args.gigabytes, "--hidden", args.hidden)
-    if "sharded" in parts:
-        for ranks in args.ranks or ("32", "1", "1024"):
-            source = make_checkpoint(work, "--ranks", ranks)
-            peers = ("torch + huggingface_hub", "accelerate", "lightning") if args.peers else ()
-            compare(work, source, SAME, peers, args.runs)
-    if "safetensors" in parts:
-        source = make_checkpoint(work, "--ranks", "32", "--safetensors")
-        compare(work, source, SAME, ("torch safetensors",) if args.peers else (), args.runs)
-    if "optimizer" in parts:
-        make_model(work, args.gigabytes / 3, "--fp32")
-        source = make_checkpoint(work, "--ranks", "4", "--optimizer")
-        # accelerate keeps the optimizer in a checkpoint of its own.
-        peers = ("torch + huggingface_hub", "lightning") if args.peers else ()
-        compare(work, source, CAST, peers, args.runs)
-    if "start" in parts:
-        measure_start(args.runs)
+    with Report(args) as report:
+        if "sharded" in parts or "safetensors" in parts:
+            make_model(work, args.gigabytes, "--hidden", args.hidden)
+        if "sharded" in parts:
+            for ranks in args.ranks or ("32", "1", "1024"):
+                source = make_checkpoint(work, "--ranks", ranks)
+                peers = ("torch + huggingface_hub", "accelerate", "lightning") if args.peers else ()
+                compare(report, f"{ranks} ranks, hidden {args.hidden}", work, source, SAME, peers, args.runs)
+        if "safetensors" in parts:
+            source = make_checkpoint(work, "--ranks", "32", "--safetensors")
+            peers = ("torch safetensors",) if args.peers else ()
+            compare(report, "safetensors, 32 ranks", work, source, SAME, peers, args.runs)
+        if "optimizer" in parts:
+            make_model(work, args.gigabytes / 3, "--fp32")
+            source = make_checkpoint(work, "--ranks", "4", "--optimizer")
+            # accelerate keeps the optimizer in a checkpoint of its own.
+            peers = ("torch + huggingface_hub", "lightning") if args.peers else ()
+            compare(report, "with an optimizer, 4 ranks", work, source, CAST, peers, args.runs)
+        if "start" in parts:
+            measure_start(report, args.runs)
     shutil.rmtree(work)
 
 

@@ -12,7 +12,6 @@ of its child if that is larger.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from functools import partial
@@ -21,14 +20,14 @@ from pathlib import Path
 from common import (
     HERE,
     Found,
+    Report,
     Variant,
     alternate,
     common_options,
     copies,
-    median,
+    figures,
     process,
     run,
-    seconds_and_ratio,
     work_in,
 )
 
@@ -49,30 +48,30 @@ def main() -> None:
     model, sharded = work / "model", work / "sharded"
     sizes = ["--gigabytes", str(args.gigabytes), "--experts", str(args.experts)]
     print(run([sys.executable, str(HERE / "model.py"), str(model), *sizes]).strip())
-    print(f"file system: {run(['stat', '-f', '-c', '%T', str(work)]).strip()}, cores: {os.cpu_count()}")
     preshard = ["preshard", str(model), "--world-size", "8"]
     if args.only != "preshard":
         whole(preshard, "off", sharded)
-    print(f"{'':22} {'seconds':>8} {'to cp':>6} {'(min-max)':>12} {'cpu s':>6} {'peak MiB':>9}")
     consolidate = ["consolidate", str(sharded), "--base", str(model)]
-    for source, command in ((model, preshard), (sharded, consolidate)):
-        if args.only not in (None, command[0]):
-            continue
-        kept = str(work / "cache")
-        whole([*command, "--dry-run"], kept, work / "output")
-        variants: dict[str, Variant] = {
-            f"{name}, {state}": partial(whole, arguments, cache)
-            for name, arguments in ((command[0], command), ("--dry-run", [*command, "--dry-run"]))
-            for state, cache in (("asked", "off"), ("kept", kept))
-            if args.variant in (None, f"{name}, {state}")
-        }
-        if not variants:
-            continue
-        rows = alternate(source, work / "output", variants, args.runs)
-        print(f"{'cp -r':22} {copies(rows)}")
-        for name, row in rows.items():
-            peak = median(row, "peak_bytes") / 2**20
-            print(f"{name:22} {seconds_and_ratio(row)} {median(row, 'cpu_s'):6.1f} {peak:9.0f}")
+    size = sum(path.stat().st_size for path in model.iterdir())
+    with Report(args) as report:
+        for source, command in ((model, preshard), (sharded, consolidate)):
+            if args.only not in (None, command[0]):
+                continue
+            kept = str(work / "cache")
+            whole([*command, "--dry-run"], kept, work / "output")
+            variants: dict[str, Variant] = {
+                f"{name}, {state}": partial(whole, arguments, cache)
+                for name, arguments in ((command[0], command), ("--dry-run", [*command, "--dry-run"]))
+                for state, cache in (("asked", "off"), ("kept", kept))
+                if args.variant in (None, f"{name}, {state}")
+            }
+            if not variants:
+                continue
+            rows = alternate(source, work / "output", variants, args.runs)
+            table = f"{command[0]}, {size / 1e9:.2f} GB"
+            report.add(table, "cp -r", **copies(rows))
+            for name, row in rows.items():
+                report.add(table, name, **figures(row))
     shutil.rmtree(work)
 
 

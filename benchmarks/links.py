@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import HERE, common_options, run, work_in
+from common import HERE, Report, common_options, run, spread, work_in
 
 SERVER, BUCKET, RANKS = "10.201.0.1", "bucket", 32
 PORTS = {"s3": 28333, "master": 28334, "volume": 28335, "filer": 28336}
@@ -156,14 +156,17 @@ def measure(names: list[str], words: list[str], output: Path, runs: int) -> tupl
     return alone, together
 
 
-def show(what: str, nbytes: int, alone: list[float], together: list[float]) -> None:
+def figures(nbytes: int, alone: list[float], together: list[float]) -> dict[str, float]:
     one, all_ = statistics.median(alone), statistics.median(together)
-    print(
-        f"| {what} | {nbytes / 1e9:.2f} GB | {one:.2f} ({min(alone):.2f}-{max(alone):.2f}) | "
-        f"{all_:.2f} ({min(together):.2f}-{max(together):.2f}) | {nbytes / one / 1e6:.1f} | "
-        f"{nbytes / all_ / 1e6:.1f} | {one / all_:.2f} |",
-        flush=True,
-    )
+    return {
+        "runs": len(alone),
+        "moved_bytes": nbytes,
+        **spread(together, "elapsed", "_s"),
+        **spread(alone, "alone", "_s"),
+        "alone_mb_per_s": nbytes / one / 1e6,
+        "mb_per_s": nbytes / all_ / 1e6,
+        "speed_up": one / all_,
+    }
 
 
 def main() -> None:
@@ -179,17 +182,14 @@ def main() -> None:
     done = run([sys.executable, "-m", "shardkit", "preshard", str(model), str(sharded), *split, "--json"])
     nbytes = json.loads(done)["read_bytes"]
     try:
-        with links(args.workers, args.rate) as names, server(work / "store"):
+        with Report(args) as report, links(args.workers, args.rate) as names, server(work / "store"):
             for source in (model, sharded):
                 run([sys.executable, "-c", PUT, url, str(source)])
             file = next(each for each in sorted(sharded.iterdir()) if each.suffix == ".distcp")
             plain = [
                 float(run(inside(names[0], "-c", DOWNLOAD, url, f"sharded/{file.name}"))) for _ in range(3)
             ]
-            print(f"plain download through one link: {statistics.median(plain):.1f} MB/s")
-            print(
-                "| job | bytes | one worker, s | all, s | one, MB/s | all, MB/s | speed-up |\n|---|---|---|---|---|---|---|"
-            )
+            report.add("links", "plain download through one link", runs=3, mb_per_s=statistics.median(plain))
             jobs = {
                 "preshard": ["preshard", f"{url}/model", *split],
                 "consolidate": [
@@ -198,7 +198,7 @@ def main() -> None:
                 ],
             }
             for what, words in jobs.items():
-                show(what, nbytes, *measure(names, words, output, args.runs))
+                report.add("links", what, **figures(nbytes, *measure(names, words, output, args.runs)))
     finally:
         shutil.rmtree(work)
 

@@ -11,7 +11,7 @@ into fresh memory. Medians are printed, and the smallest and largest ratio.
 does after the model is wrapped. `extra` is the peak of anonymous memory beyond what was there before and beyond the shard, of
 the worst rank (`source`: of rank 0). `read` are the bytes that the ranks together read, to those of the model; `sent` are the
 bytes through the loopback device, to the same. In the last two columns mapped files do not count. Where there is a GPU, a last
-line says how much of a load onto it is hidden behind reading (benchmarks/overlap.py).
+row says how fast a load onto it is beside reading and copying alone (benchmarks/overlap.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import HERE, common_options, run, work_in
+from common import HERE, Report, common_options, run, spread, work_in
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -294,8 +294,8 @@ def make_sources(work: Path, gigabytes: float, num_ranks: int, *, peers: bool) -
     return sources
 
 
-def rows(names: list[str], sources: Sources, num_ranks: int, runs: int) -> Iterator[str]:
-    """Yield the lines of the table."""
+def measure_all(report: Report, names: list[str], sources: Sources, num_ranks: int, runs: int) -> None:
+    """Add a row for each variant, and one for the plain reads beside them."""
     model_bytes = sum(path.stat().st_size for path in sources.hub.glob("*.safetensors"))
     found: dict[str, list[list[dict[str, float]]]] = {name: [] for name in names}
     ratios: dict[str, list[float]] = {name: [] for name in names}
@@ -307,18 +307,21 @@ def rows(names: list[str], sources: Sources, num_ranks: int, runs: int) -> Itera
             ranks = in_ranks(VARIANTS[name], sources, num_ranks)
             found[name].append(ranks)
             ratios[name].append(slowest(ranks) / plain)
-    yield f"{'':30} {'seconds':>8} {'to read':>8} {'(min-max)':>11} {'extra MiB':>9} {'source':>7} {'read':>5} {'sent':>5}"
-    yield f"{'plain read of own file':30} {statistics.median(reads):8.2f} {1:8.2f} {min(reads):5.2f}-{max(reads):.2f} s"
+    report.add(
+        "loading", "plain read of the own file", runs=len(reads), **spread(reads, "elapsed", "_s"), ratio=1
+    )
     for name in names:
-        seconds = statistics.median(map(slowest, found[name]))
-        others = statistics.median(max(rank["extra"] for rank in ranks[1:]) for ranks in found[name])
-        source = statistics.median(ranks[0]["extra"] for ranks in found[name])
-        read = statistics.median(sum(rank["read"] for rank in ranks) for ranks in found[name])
-        sent = statistics.median(ranks[0]["sent"] for ranks in found[name])
-        spread = f"{min(ratios[name]):.2f}-{max(ratios[name]):.2f}"
-        yield (
-            f"{name:30} {seconds:8.2f} {statistics.median(ratios[name]):8.2f} {spread:>11} {others / 2**20:9.0f}"
-            f" {source / 2**20:7.0f} {read / model_bytes:5.2f} {sent / model_bytes:5.2f}"
+        of = found[name]
+        report.add(
+            "loading",
+            name,
+            runs=runs,
+            **spread([slowest(ranks) for ranks in of], "elapsed", "_s"),
+            **spread(ratios[name], "ratio"),
+            extra_bytes=statistics.median(max(rank["extra"] for rank in ranks[1:] or ranks) for ranks in of),
+            source_extra_bytes=statistics.median(ranks[0]["extra"] for ranks in of),
+            read=statistics.median(sum(rank["read"] for rank in ranks) for ranks in of) / model_bytes,
+            sent=statistics.median(ranks[0]["sent"] for ranks in of) / model_bytes,
         )
 
 
@@ -334,19 +337,21 @@ def main() -> None:
     args = parser.parse_args()
     work = work_in(args.directory)
     names = [name for name in args.only or VARIANTS if args.peers or not VARIANTS[name].peer]
-    if find_spec("accelerate") is None and "accelerate" in names:
-        names.remove("accelerate")
-    sources = make_sources(work, args.gigabytes, args.ranks, peers=args.peers)
-    import transformers  # once, before the ranks are forked  # noqa: F401
+    with Report(args) as report:
+        if find_spec("accelerate") is None and "accelerate" in names:
+            names.remove("accelerate")
+            report.leave_out("accelerate", "not installed")
+        sources = make_sources(work, args.gigabytes, args.ranks, peers=args.peers)
+        import transformers  # once, before the ranks are forked  # noqa: F401
 
-    for line in rows(names, sources, args.ranks, args.runs):
-        print(line, flush=True)
-    if torch.cuda.is_available():
-        shutil.rmtree(sources.matching)
-        shardkit.preshard(str(sources.hub), str(sources.matching), world_size=1)
-        print(
-            run([sys.executable, str(HERE / "overlap.py"), str(sources.hub), str(sources.matching)]).strip()
-        )
+        measure_all(report, names, sources, args.ranks, args.runs)
+        if torch.cuda.is_available():
+            shutil.rmtree(sources.matching)
+            shardkit.preshard(str(sources.hub), str(sources.matching), world_size=1)
+            words = [str(HERE / "overlap.py"), str(sources.hub), str(sources.matching)]
+            report.add("onto the device", "finalize", **json.loads(run([sys.executable, *words])))
+        else:
+            report.leave_out("onto a device", "there is no GPU")
     shutil.rmtree(work)
 
 

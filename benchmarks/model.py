@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import struct
 from collections.abc import Iterator
 from math import prod
@@ -141,6 +142,10 @@ def main() -> None:
             "mlp_only_layers": [],
         }
     (args.output / "config.json").write_text(json.dumps(config))
+    for path in args.output.iterdir():
+        os.utime(
+            path, (0, 0)
+        )  # what transformers answers is not kept while files are new: they may change unseen
     print(f"{total / 1e9:.2f} GB, {len(weight_map)} tensors, {len(files)} files")
 
 

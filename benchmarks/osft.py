@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from common import TORCH, run, work_in
+from common import TORCH, Report, json_option, run, spread, work_in
 
 from shardkit.osft.plan import Target
 
@@ -150,7 +150,7 @@ def serial(weights: Path) -> list[list[object]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def print_serial(rounds: list[list[list[object]]]) -> None:
+def add_serial(report: Report, rounds: list[list[list[object]]]) -> None:
     seconds: dict[tuple[object, object], list[float]] = defaultdict(list)
     worst: dict[tuple[object, object], float] = defaultdict(float)
     for lines in rounds:
@@ -162,10 +162,9 @@ def print_serial(rounds: list[list[list[object]]]) -> None:
             seconds[key].append(total)
     for algorithm, way in sorted(seconds, key=str):
         number = sum(line[1:3] == [way, algorithm] for line in rounds[0])
-        print(
-            f"{number} targets, {algorithm:5} {way:7} {statistics.median(seconds[algorithm, way]):8.2f} s, orthogonal to "
-            f"{worst[algorithm, way]:.1e}"
-        )
+        found = spread(seconds[algorithm, way], "cpu", "_s")
+        what = f"{way}, {algorithm}"
+        report.add("serial", what, targets=number, **found, orthogonal_to=worst[algorithm, way])
 
 
 def whole(source: Path, output: Path, jobs: int, cache: Path) -> tuple[float, int]:
@@ -227,7 +226,7 @@ def bare(weights: Path, output: Path, jobs: int) -> float:
     return time.monotonic() - begun
 
 
-def print_workers(runs: int, jobs: int, source: Path, output: Path, cache: Path) -> None:
+def add_workers(report: Report, runs: int, jobs: int, source: Path, output: Path, cache: Path) -> None:
     weights = source / "model.safetensors"
 
     def beside() -> tuple[float, ...]:
@@ -237,18 +236,22 @@ def print_workers(runs: int, jobs: int, source: Path, output: Path, cache: Path)
         return bare_s, elapsed_s, bare_s / elapsed_s, peak
 
     bare_s, elapsed_s, ratio, peak = medians(runs, beside)
-    print(
-        f"{jobs} bare processes {bare_s:8.2f} s, preshard --osft --jobs {jobs} {elapsed_s:8.2f} s: {ratio:.2f}"
-    )
     modules = json.loads((output / "shardkit.json").read_text())["osft"]["modules"]
     formula = max(
         Target(path="", rows=each["shape"][0], columns=each["shape"][1], rank=each["rank"]).svd_nbytes
         for each in modules.values()
     )
     base = int(run([sys.executable, "-c", TORCH]))
-    print(
-        f"peak {peak / 2**20:.0f} MiB: {(peak - base) / 2**20:.0f} above an interpreter with torch; reckoned for the "
-        f"largest target {formula / 2**20:.0f} MiB"
+    report.add(
+        "workers",
+        f"preshard --osft --jobs {jobs}",
+        runs=runs,
+        elapsed_s=elapsed_s,
+        bare_s=bare_s,
+        bare_to_whole=ratio,
+        peak_bytes=peak,
+        torch_bytes=base,
+        reckoned_bytes=formula,
     )
 
 
@@ -282,23 +285,23 @@ def main() -> None:
     for name, default in (("layers", 3), ("hidden", 1024), ("inner", 2816), ("jobs", 2), ("runs", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--only", choices=("serial", "workers", "loading"))
+    json_option(parser)
     args = parser.parse_args()
     work = work_in(args.directory)
     source, output, cache = work / "model", work / "output", work / "cache"
     run([sys.executable, "-c", MODEL, str(source), *map(str, (args.hidden, args.inner, args.layers))])
     weights = source / "model.safetensors"
-    print(f"{weights.stat().st_size / 1e6:.0f} MB, cores: {os.cpu_count()}")
     whole(source, output, args.jobs, cache)  # its trace is kept
-    if args.only in (None, "serial"):
-        print_serial([serial(weights) for _ in range(args.runs)])
-    if args.only in (None, "workers"):
-        print_workers(args.runs, args.jobs, source, output, cache)
-    if args.only in (None, "loading"):
-        plain_s, loaded_s, ratio = medians(args.runs, lambda: load(source, output, work / "store"))
-        size = sum(path.stat().st_size for path in output.glob("*.distcp"))
-        print(
-            f"loading {size / 1e9:.2f} GB: plain read {plain_s:.2f} s, finalize {loaded_s:.2f} s: {ratio:.2f}"
-        )
+    with Report(args) as report:
+        if args.only in (None, "serial"):
+            add_serial(report, [serial(weights) for _ in range(args.runs)])
+        if args.only in (None, "workers"):
+            add_workers(report, args.runs, args.jobs, source, output, cache)
+        if args.only in (None, "loading"):
+            plain_s, loaded_s, ratio = medians(args.runs, lambda: load(source, output, work / "store"))
+            size = sum(path.stat().st_size for path in output.glob("*.distcp"))
+            found = {"runs": args.runs, "elapsed_s": loaded_s, "read_s": plain_s, "ratio": ratio}
+            report.add("loading", "finalize", **found, moved_bytes=size)
     shutil.rmtree(work)
 
 

@@ -5,12 +5,14 @@
 MODEL is a Hub directory, SHARDS what `preshard --world-size 1` made of it. In turn: `read`, the shard file into pinned memory
 piece by piece; `copy`, as many bytes from pinned memory to the device; `load`, `shardkit.finalize` of a model that lies on the
 device. With nothing at the same time `load` takes read + copy; with all of it, the longer of the two. `overlap` is where
-between these it lies: 0 to 1. Medians. benchmarks/load.py runs it where there is a GPU.
+between these it lies: 0 to 1; `to_link` are the seconds of `load` to those of `copy`, which is what the link (PCIe) can do.
+Medians, as JSON. benchmarks/load.py runs it where there is a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -75,7 +77,11 @@ def main() -> None:
         )
     middle = {name: statistics.median(times) for name, times in found.items()}
     overlap = (middle["read"] + middle["copy"] - middle["load"]) / min(middle["read"], middle["copy"])
-    print(" ".join(f"{name} {value:.2f} s," for name, value in middle.items()), f"overlap {overlap:.2f}")
+    about = {"device": torch.cuda.get_device_name() if has_pins else args.device, "runs": args.runs}
+    sizes = {"moved_bytes": file.stat().st_size, **{f"{name}_s": value for name, value in middle.items()}}
+    # The link's limit is what `copy` reaches: pinned memory, one copy after the other.
+    to_link = middle["load"] / middle["copy"]
+    print(json.dumps({**about, **sizes, "overlap": overlap, "to_link": to_link}))
     dist.destroy_process_group()
 
 

@@ -5,7 +5,7 @@
 DIRECTORY (on tmpfs, on a disk, ...) gets a generated model and, in turn, every output; it needs three
 times the model's size. Each run of a variant has a cp of its own just before it, in every second round just
 after, and medians are printed. A variant's seconds are those of `shardkit.preshard(...)`, without interpreter
-and imports; its ratio is to its `cp`. On a disk both sides include a `sync`. Peak memory is beyond `python -c "import torch"`.
+and imports; its ratio is to its `cp`. On a disk both sides include a `sync`. Peak memory is of the whole process.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import sys
 from pathlib import Path
 
 from common import (
     HERE,
-    TORCH,
     Found,
+    Report,
     Variant,
     alternate,
     can_reflink,
     common_options,
     copies,
-    median,
+    figures,
     run,
-    seconds_and_ratio,
     work_in,
 )
 
@@ -71,8 +69,6 @@ def main() -> None:
     # Without config.json the layout is declared: tracing is a constant few seconds of imports in a child.
     config = work / "config.json"
     (work / "model" / "config.json").rename(config)
-    print(f"file system: {run(['stat', '-f', '-c', '%T', str(work)]).strip()}, cores: {os.cpu_count()}")
-    baseline = int(run([sys.executable, "-c", TORCH]))
     variants: dict[str, Variant] = {
         "--digest none": lambda out: preshard(work / "model", out, digest="none"),
         "--digest crc32": lambda out: preshard(work / "model", out),
@@ -83,18 +79,12 @@ def main() -> None:
         (work / "traced").mkdir()
         for path in (*sorted((work / "model").iterdir()), config):
             os.link(path, work / "traced" / path.name)
-    shares = can_reflink(work)
     rows = alternate(work / "model", work / "output", variants, args.runs)
-    size = sum(path.stat().st_size for path in (work / "model").iterdir())
-    print(f"shares extents: {'yes' if shares else 'no'}; python with torch: {baseline / 2**20:.0f} MiB")
-    print(
-        f"{'':16} {'seconds':>8} {'to cp':>6} {'(min-max)':>12} {'peak MiB':>9} {'- torch':>8} {'disk used':>9}"
-    )
-    print(f"{'cp -r':16} {copies(rows)}")
-    for name, row in rows.items():
-        peak = median(row, "peak_bytes") / 2**20
-        extra = statistics.median(found.extra_bytes for found in row) / size
-        print(f"{name:16} {seconds_and_ratio(row)} {peak:9.0f} {peak - baseline / 2**20:8.0f} {extra:9.2%}")
+    table = "shared extents" if can_reflink(work) else "same bytes"
+    with Report(args) as report:
+        report.add(table, "cp -r", **copies(rows))
+        for name, row in rows.items():
+            report.add(table, name, **figures(row))
     shutil.rmtree(work)
 
 

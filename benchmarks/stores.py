@@ -3,8 +3,8 @@
     AWS_ENDPOINT_URL=http://127.0.0.1:8333 python benchmarks/stores.py s3://bucket/benchmark --gigabytes 0.5
 
 Uploads a model of two files, and then, in each run, downloads it with obstore in several ways and reads it as shardkit
-does: by ranges that are planned beforehand, in pieces of 1 MiB, with two threads. Prints JSON: the medians in MB/s, the
-ratio to obstore's best, the requests, and `shardkit preshard` of it. Nothing is kept of what is read. What was uploaded
+does: by ranges that are planned beforehand, in pieces of 1 MiB, with two threads. Prints the medians in MB/s, the
+ratio to obstore's best, and `shardkit preshard` of it. Nothing is kept of what is read. What was uploaded
 stays.
 """
 
@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import Report, json_option, spread
 from safetensors.torch import save_file
 
 import shardkit
@@ -104,13 +104,14 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Measure, and print JSON."""
+    """Measure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("uri", help="s3://BUCKET/PREFIX to upload to")
     parser.add_argument("--gigabytes", type=float, default=0.5)
     parser.add_argument("--runs", type=int, default=5)
+    json_option(parser)
     options = parser.parse_args()
     objects = upload(options.uri, int(options.gigabytes * 1e9))
     bucket = "/".join(options.uri.split("/")[:3])
@@ -135,11 +136,13 @@ def main() -> None:
     for _ in range(options.runs):
         for name, way in ways.items():
             took[name].append(seconds(way))
-    speeds = {name: round(total / 1e6 / statistics.median(each), 1) for name, each in took.items()}
+    speeds = {name: total / 1e6 / statistics.median(each) for name, each in took.items()}
     best = max(speed for name, speed in speeds.items() if name.startswith("obstore"))
-    found = {"bytes": total, "runs": options.runs, "megabytes_per_s": speeds}
-    json.dump({**found, "ratio_to_best": round(speeds["shardkit"] / best, 3)}, sys.stdout, indent=2)
-    print()
+    with Report(options) as report:
+        for name, speed in speeds.items():
+            more = {"to_best": speed / best} if name == "shardkit" else {}
+            found = spread(took[name], "elapsed", "_s")
+            report.add("store", name, runs=options.runs, **found, mb_per_s=speed, moved_bytes=total, **more)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""Draw the pictures of README from the tables of docs/performance.md; `--check` only says whether they are of today.
+"""Draw the pictures of README from what `benchmarks/all` has measured; `--check` only says whether they are of today.
 
 python scripts/charts.py [--check]
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DOCS = Path(__file__).parents[1] / "docs"
+RESULTS = DOCS.parent / "benchmarks" / "results.json"
 STYLE = """<style>
 text { font: 13px system-ui, sans-serif; fill: #24292f } .title { font-weight: 600 } .small { font-size: 11px; fill: #57606a }
 .ours { fill: #1f883d } .other { fill: #afb8c1 } .idle { fill: none; stroke: #afb8c1 }
@@ -20,68 +22,62 @@ text { font: 13px system-ui, sans-serif; fill: #24292f } .title { font-weight: 6
 
 
 class Bars(NamedTuple):
-    """A group of bars: the rows of one table, by their first cells."""
+    """A group of bars: rows of one report."""
 
     title: str
     units: tuple[str, str]
     """What is said above the bars of time and of memory."""
-    heading: str
-    """Of the section with the table."""
+    report: str
+    """Of benchmarks/results.json."""
     rows: dict[str, str]
-    """How a row begins -> what it is called here."""
-    ratio: int
-    """Column of the seconds, to those of a copy or a plain read."""
-    memory: int
-    """Column of the memory, in MiB."""
+    """A row's name -> what it is called here."""
+    memory: str
+    """Key of the memory, in bytes."""
 
 
 CHARTS = (
     Bars(
         "32 trained shards to a Hub model",
         ("time, a plain copy = 1", "peak memory, MiB"),
-        "## consolidate",
+        "consolidate-peers",
         {
-            "`--digest crc32`": "shardkit consolidate",
-            "Lightning's": "Lightning's consolidation",
-            "`dcp_to_torch_save`": "dcp_to_torch_save, then save",
-            "accelerate's `merge": "accelerate's merge_fsdp_weights",
+            "--digest crc32": "shardkit consolidate",
+            "lightning": "Lightning's consolidation",
+            "torch + huggingface_hub": "dcp_to_torch_save, then save",
+            "accelerate": "accelerate's merge_fsdp_weights",
         },
-        2,
-        4,
+        "peak_bytes",
     ),
     Bars(
         "Weights into 4 wrapped ranks",
         ("time, a plain read = 1", "memory beyond the shard, MiB"),
-        "## Loading",
+        "load",
         {
-            "`finalize`, direct, pre-sharded |": "shardkit finalize, pre-sharded",
-            "`finalize`, broadcast": "shardkit finalize, broadcast",
-            "`dcp.load`, one file": "stock dcp.load of one file",
-            "`set_model_state_dict": "torch's broadcast_from_rank0",
-            "accelerate's `fsdp2": "accelerate's fsdp2_load_full_state_dict",
+            "direct, pre-sharded": "shardkit finalize, pre-sharded",
+            "broadcast": "shardkit finalize, broadcast",
+            "dcp.load, one file": "stock dcp.load of one file",
+            "broadcast_from_rank0": "torch's broadcast_from_rank0",
+            "accelerate": "accelerate's fsdp2_load_full_state_dict",
         },
-        2,
-        4,
+        "extra_bytes",
     ),
 )
 
 
-def figures(bars: Bars, text: str) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, ratio, MiB) of each bar, from the last line of its section that begins with it."""
-    section = text[text.index(bars.heading) :]
-    section = section[: section.find("\n## ", 1)]
-    for begins, name in bars.rows.items():
-        row = [line for line in section.splitlines() if line.startswith(f"| {begins}")][-1]
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        yield name, float(cells[bars.ratio]), float(cells[bars.memory])
+def figures(bars: Bars, reports: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Yield (name, ratio, MiB) of each bar; a peer that was not there has none."""
+    rows = {row["what"]: row for row in reports[bars.report]["rows"]}
+    for what, name in bars.rows.items():
+        if what in rows:
+            yield name, rows[what]["ratio"], rows[what][bars.memory] / 2**20
 
 
-def speed(text: str) -> str:
+def speed(reports: Mapping[str, Any]) -> str:
     """Return the chart of time and memory beside the peers."""
     left, wide, high = 270, 190, 22
     parts, y = list[str](), 24
     for bars in CHARTS:
-        rows = list(figures(bars, text))
+        rows = list(figures(bars, reports))
         parts.append(f'<text class="title" x="10" y="{y}">{escape(bars.title)}</text>')
         for x, unit in zip((left, left + wide + 80), bars.units, strict=True):
             parts.append(f'<text class="small" x="{x}" y="{y}">{unit}</text>')
@@ -129,7 +125,7 @@ def _svg(width: int, height: int, label: str, parts: list[str]) -> str:
 
 def main() -> None:
     pictures = {
-        "speed.svg": speed((DOCS / "performance.md").read_text()),
+        "speed.svg": speed(json.loads(RESULTS.read_text())["reports"]),
         "shards.svg": shards(),
     }
     old = [name for name, text in pictures.items() if not _is(DOCS / name, text)]

@@ -208,3 +208,24 @@ def test_memory_stays_below_the_limit(
     assert peak <= most + 32 * MIB
     largest = max(seen.nbytes for seen in large.served.proxy.ranges("/large/"))
     assert largest <= most // 2
+
+
+def test_opening_takes_one_request_for_each_large_record_and_one_for_each_file(
+    served: Served, tmp_path: Path
+) -> None:
+    """docs/scale.md reckons with it."""
+    import obstore
+
+    (tmp_path / "hub").mkdir()
+    num_files, num_tensors = 2, 3
+    tensors = {f"layers.{n}.weight": torch.randn(1024, 512) for n in range(num_tensors)}
+    save_file(tensors, tmp_path / "hub/model.safetensors")
+    shardkit.preshard(tmp_path / "hub", tmp_path / "dcp", world_size=num_files, wrap="none")
+    for path in (tmp_path / "dcp").iterdir():
+        obstore.put(client(), f"records/{path.name}", path.read_bytes())
+    stores.forget()
+    served.proxy.seen.clear()
+    shardkit.consolidate("s3://bucket/records", tmp_path / "out", dry_run=True)
+    seen = [each for each in served.proxy.ranges("/records/") if ".distcp" in each.path]
+    assert num_files * num_tensors <= len(seen) <= num_files * (num_tensors + 1)
+    assert sum(each.nbytes for each in seen) < 1 << 20
