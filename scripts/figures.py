@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -240,7 +241,14 @@ def machines(reports: Reports) -> Iterator[str]:
         )
         found.setdefault(text, []).append(name)
     for text, names in found.items():
-        yield f"- {text}: {', '.join(names)}"
+        yield wrapped(f"- {text}: {', '.join(names)}", "  ")
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Return text in lines that are short enough for the docs."""
+    return textwrap.fill(
+        text, width=118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -254,7 +262,7 @@ def commands(reports: Iterable[Report]) -> str:
     """Return how some reports came about, and what they had to leave out."""
     lines = dict.fromkeys(report["command"] for report in reports)
     missing = [each for report in reports for each in report["left_out"]]
-    said = f"\nLeft out: {'; '.join(missing)}.\n" if missing else ""
+    said = "\n" + wrapped(f"Left out: {'; '.join(missing)}.") + "\n" if missing else ""
     return "\n" + "\n".join(["```bash", *lines, "```"]) + "\n" + said
 
 
