@@ -172,19 +172,6 @@ def test_demo_notices_what_differs(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.dist
-def test_osft_run_leaves_alone_what_is_frozen(
-    tmp_path: Path, fast_trace: object, fast_factors: object
-) -> None:
-    make_model(tmp_path / "model")
-    shardkit.preshard(tmp_path / "model", tmp_path / "factors", world_size=2, osft=0.3)
-    places = (tmp_path / name for name in ("model", "factors", "run"))
-    word, leak = launched(tmp_path / "said", 2, "guides/osft_run.py", *places).split()
-    assert word == "leak"
-    assert float(leak) <= 1e-6
-    shardkit.consolidate(tmp_path / "run" / "last", tmp_path / "trained", base=tmp_path / "model")
-
-
 def make_encoder(directory: Path) -> None:
     """Save a tiny encoder and a tokenizer that knows the words w0 to w59."""
     from tokenizers import Tokenizer
