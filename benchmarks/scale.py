@@ -81,9 +81,17 @@ def main() -> None:
     parser.add_argument("--terabytes", type=float, nargs="*", default=[1, 10])
     args = parser.parse_args()
     work = work_in(args.directory)
-    cache = {"SHARDKIT_CACHE": str(work / "cache")}
 
-    def measure(table: str, what: str, command: list[str], made: Path | None = None, **more: object) -> None:
+    def measure(
+        table: str,
+        what: str,
+        command: list[str],
+        made: Path | None = None,
+        *,
+        kept: bool = True,
+        **more: object,
+    ) -> None:
+        cache = {"SHARDKIT_CACHE": str(work / "cache") if kept else "off"}
         found: list[Found] = []
         for _ in range(args.runs):
             if made is not None:
@@ -110,7 +118,7 @@ def main() -> None:
 
 
 Measure = Callable[..., None]
-"""(table, what, command, output to remove before each run, further figures)."""
+"""(table, what, command, output to remove before each run, whether what transformers answers is kept, further figures)."""
 
 
 def terabyte(work: Path, terabytes: float, measure: Measure) -> None:
@@ -121,12 +129,10 @@ def terabyte(work: Path, terabytes: float, measure: Measure) -> None:
     index = json.loads((model / "model.safetensors.index.json").read_text())
     sizes = {"tensors": len(index["weight_map"]), "files": len(set(index["weight_map"].values()))}
     dry = ["preshard", str(model), str(work / "out"), "--dry-run", "--world-size"]
-    shutil.rmtree(work / "cache", ignore_errors=True)
-    process(
-        shardkit(*dry, str(RANKS)), SHARDKIT_CACHE=str(work / "cache")
-    )  # what transformers answers is kept
-    for ranks in (64, RANKS):
-        measure(name, f"plan for {ranks} ranks", shardkit(*dry, str(ranks)), **sizes)
+    plan = shardkit(*dry, str(RANKS))
+    measure(name, f"plan for {RANKS} ranks, transformers asked", plan, kept=False, **sizes)
+    process(plan, SHARDKIT_CACHE=str(work / "cache"))  # what transformers answers is kept
+    measure(name, f"plan for {RANKS} ranks", plan, **sizes)
     measure(name, "plan of part 3 of 256", shardkit(*dry, str(RANKS), "--part", "3/256"), **sizes)
     shutil.rmtree(model)
 

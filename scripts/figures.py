@@ -164,7 +164,7 @@ TABLES = {
             "speed-up": number("speed_up"),
         },
     ),
-    "scale": Table(("scale",), {"of": part, **WHOLE}),
+    "scale": Table(("scale", "scale-large"), {"of": part, **WHOLE}),
     "stores": Table(
         ("stores",), {**RUNS, "MB/s": number("mb_per_s", ".0f"), "to obstore's best": number("to_best")}
     ),
