@@ -191,9 +191,14 @@ class _StoreFiles(FileSystem):
                 self.small[path] = small.getvalue()
             return
         fd = storage.open_fd(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        stream = _Stream(fd, self.expected_nbytes)
         try:
-            yield _Stream(fd, self.expected_nbytes)
+            yield stream
             storage.fsync(fd)
+        except Exception as error:
+            if stream.failure is None:
+                raise
+            raise stream.failure from error  # after a failed write torch closes its archive, and hides why
         finally:
             storage.close_fd(fd)
 
@@ -236,6 +241,8 @@ class _Stream(io.RawIOBase):
 
     def __init__(self, fd: int, expected_nbytes: int) -> None:
         self._fd, self._at, self._settled = fd, 0, 0
+        self.failure: Exception | None = None
+        """What a write failed with."""
         self._step = uploads.expect(fd, expected_nbytes)
 
     def writable(self) -> bool:
@@ -245,6 +252,13 @@ class _Stream(io.RawIOBase):
         return self._at
 
     def write(self, data: Any) -> int:
+        try:
+            return self._write(data)
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
+
+    def _write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _PIECE_NBYTES):
             self._at += storage.pwrite(self._fd, view[start : start + _PIECE_NBYTES], self._at)

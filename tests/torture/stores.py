@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 import shardkit
 from shardkit.files.remote import s3
+from shardkit.files.remote.writers import writer_of
 from tests.worlds import stores as servers
 
 ROOT = Path(__file__).parents[2]
@@ -164,8 +165,9 @@ def make(home: Path, seed: int) -> None:
 
 def objects(out: str) -> dict[str, bytes]:
     """Return everything below a place in the store, but what tried it."""
-    paths = [path for path, _ in s3.objects(out) if ".shardkit-probe-" not in path]
-    found = ((path.removeprefix(out + "/"), s3.get(path)) for path in paths)
+    store = writer_of(out)
+    paths = [path for path, _ in store.objects(out) if ".shardkit-probe-" not in path]
+    found = ((path.removeprefix(out + "/"), store.get(path)) for path in paths)
     return {name: content[0] for name, content in found if content is not None}
 
 

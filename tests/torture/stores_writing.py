@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -27,13 +28,14 @@ from shardkit.cli import main as cli
 from shardkit.errors import ShardkitError
 from shardkit.files import stores as files
 from shardkit.files import uploads
-from shardkit.files.remote import contract, s3
+from shardkit.files.remote import azure, contract, s3
 from tests.torture import stores
 from tests.worlds import stores as servers
 
 SEED = 7
 NUM_FAULTS = 2000
 SAVE = "save"
+_FAULTS_OF_A_SERVER = 250
 KINDS = (
     *("500", "503", "429", "403", "404", "reset", "late reset", "short", "wrong", "expired", "slow"),
     *("lost", "gone", "garbled"),
@@ -74,6 +76,13 @@ class Tally:
     struck: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
 
+    def add(self, other: Tally) -> None:
+        """Count what another one has counted, too."""
+        self.right += other.right
+        self.refused += other.refused
+        self.struck += other.struck
+        self.broken += other.broken
+
 
 class Torture:
     """Commands that write into a store through a proxy.
@@ -81,16 +90,17 @@ class Torture:
     Args:
         home: an empty directory.
         proxy: in front of the server; the environment leads to it.
+        root: the bucket.
     """
 
-    def __init__(self, home: Path, proxy: servers.Proxy) -> None:
-        self._proxy, self.tally = proxy, Tally()
+    def __init__(self, home: Path, proxy: servers.Proxy, root: str = servers.ROOTS["any"]) -> None:
+        self._proxy, self._root, self.tally = proxy, root, Tally()
         self.store = stores.Store(home, None, {}, {}, {})  # type: ignore[arg-type]
         for place, seed in ((home, 0), (home / "other", 1)):
             stores.make(place, seed)
         for verb in (*stores.VERBS, SAVE):
             for found, other in ((self.store.expected, False), (self.store.others, True)):
-                out = f"s3://{servers.BUCKET}/whole/{verb}-{other}"
+                out = f"{self._root}/whole/{verb}-{other}"
                 proxy.reset()
                 code, said = self._run(verb, out, other=other)
                 assert code == 0, said
@@ -124,7 +134,7 @@ class Torture:
     def attempt(self, one: Attempt) -> None:
         """Make one attempt, look, and run again without faults."""
         proxy, tally, verb = self._proxy, self.tally, one.verb
-        out = f"s3://{servers.BUCKET}/writing/{one.number}"
+        out = f"{self._root}/writing/{one.number}"
         proxy.reset()
         if one.replaces:
             code, said = self._run(verb, out, other=True)
@@ -170,14 +180,12 @@ class Torture:
         assert found.equals(Model(1)), "something else is visible"
         return "old"
 
-    def run(self, num_faults: int) -> Tally:
+    def run(self, num_faults: int, seed: int = SEED) -> Tally:
         """Make attempts until so many faults have happened."""
-        for one in self.attempts(random.Random(SEED)):
+        for one in self.attempts(random.Random(seed)):
             if self.tally.struck.total() >= num_faults:
                 return self.tally
             self.attempt(one)
-            if one.number % 50 == 0:
-                print(one.number, self.tally.struck.total(), len(self.tally.broken), flush=True)
         raise AssertionError
 
 
@@ -199,6 +207,7 @@ def small_and_impatient(home: Path) -> Iterator[None]:
         patch.setattr(uploads, "PART_NBYTES", 5 << 20)  # the least that stores take
         patch.setattr(s3, "FIRST_WAIT_S", 0.001)
         patch.setattr(contract, "FIRST_WAIT_S", 0.001)
+        patch.setattr(azure, "FIRST_WAIT_S", 0.001)
         patch.setenv("SHARDKIT_CACHE", str(home / "cache"))
         yield
 
@@ -208,12 +217,18 @@ def main() -> int:
     num_faults, begun = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_FAULTS, time.monotonic()
     kind = sys.argv[2] if len(sys.argv) > 2 else "any"
     with tempfile.TemporaryDirectory() as name, small_and_impatient(Path(name)):
-        try:
-            with servers.reached(kind, Path(name)) as proxy:
-                tally = Torture(Path(name) / "home", proxy).run(num_faults)
-        except pytest.skip.Exception as missing:
-            print(missing, file=sys.stderr)
-            return 2
+        tally, turn = Tally(), 0
+        while tally.struck.total() < num_faults:  # a server is full after some thousand files
+            turn += 1
+            home, some = Path(name) / str(turn), min(_FAULTS_OF_A_SERVER, num_faults - tally.struck.total())
+            try:
+                with servers.reached(kind, home) as proxy:
+                    tally.add(Torture(home / "home", proxy, servers.ROOTS[kind]).run(some, SEED + turn))
+            except pytest.skip.Exception as missing:
+                print(missing, file=sys.stderr)
+                return 2
+            shutil.rmtree(home)
+            print(tally.struck.total(), len(tally.broken), flush=True)
     print(f"{tally.struck.total()} faults in {time.monotonic() - begun:.0f} s: {dict(tally.struck)}")
     for verb in (*stores.VERBS, SAVE):
         print(f"    {verb:24} right {tally.right[verb]:5}   refused {tally.refused[verb]:5}")

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 import shardkit
-from shardkit.errors import UsageError
+from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage, stores
 from shardkit.files.home import home_of
 from shardkit.training import save_target
@@ -46,6 +46,26 @@ def save(served: Served, out: Path, path: str, **request: Any) -> list[dict[str,
     run_script("training/stores_world.py", json.dumps(given), env=env)
     stores.forget()
     return [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
+
+
+@pytest.mark.parametrize("at", [2, 4])
+def test_torch_does_not_hide_why_a_part_was_refused(served: Served, at: int) -> None:
+    """Its writer closes its archive after a failed write, which fails with words of its own."""
+    model = torch.nn.Linear(1 << 10, 10 << 10)  # 40 MiB: a tensor is several parts
+    puts = 0
+
+    def strikes(seen: servers.Seen) -> bool:
+        nonlocal puts
+        puts += seen.sent_nbytes > 1 << 20
+        return puts >= at
+
+    served.proxy.reset()
+    served.proxy.strikes, served.proxy.faults[:] = strikes, ["403"] * 100
+    try:
+        with pytest.raises(ResourceError, match="denies access"):
+            shardkit.save(model, f"{S3}/refused-{at}")
+    finally:
+        served.proxy.reset()
 
 
 def keys(path: str) -> set[str]:

@@ -35,9 +35,13 @@ PACKAGES = {
     "moto": "pip install 'moto[s3]' flask flask-cors",
 }
 SERVERS = tuple(PACKAGES)
+"""Those of S3."""
 SECRET = "a-secret-that-nobody-may-see"
 BUCKET = "bucket"
 """A bucket that each server has, with one object, `ready`."""
+_SCHEMES = {"any": "s3", "seaweedfs": "s3", "moto": "s3", "google": "gs", "azure": "az"}
+ROOTS = {kind: f"{scheme}://{BUCKET}" for kind, scheme in _SCHEMES.items()}
+"""The bucket, by the kind of `reached`."""
 FAULTS = ("500", "503", "reset", "late reset", "short", "wrong", "expired", "slow", "lost", "gone", "garbled")
 """What a proxy can do to a request; any other HTTP status is a fault, too. "gone" ends the upload that it is about."""
 _SLOW_S = 0.05

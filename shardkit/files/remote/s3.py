@@ -35,7 +35,13 @@ _BUSY = (
     "Throttling",
     "ThrottlingException",
 )
-_SPOILED = ("BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch")
+_SPOILED = (
+    "BadDigest",
+    "InvalidDigest",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
+    "MalformedXML",  # boto3 makes no such; the list of parts has no checksum of its own
+)
 _EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired")
 _NO_CHECKSUMS = ("InvalidArgument", "InvalidRequest", "NotImplemented", "MalformedXML")
 _WITH_CRC, _PLAIN = "crc32:", "plain:"

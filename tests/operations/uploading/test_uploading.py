@@ -365,6 +365,19 @@ def test_faults_of_the_store(served: Served, tmp_path: Path, out: str, fault: st
     assert same_tensors(fetch(out, tmp_path / "copy"), tmp_path / "local")
 
 
+def test_what_is_spoiled_on_the_way_is_sent_again(served: Served, out: str) -> None:
+    """A part, a small file, and the list of parts that completes a file."""
+    wanted = [
+        lambda seen: seen.sent_nbytes > MIB,
+        lambda seen: seen.method == "PUT" and 0 < seen.sent_nbytes < MIB and "probe" not in seen.path,
+        lambda seen: seen.method == "POST" and "uploadId" in seen.path,
+    ]
+    served.proxy.garbles = lambda seen: any(wanted.pop(at) for at, is_it in enumerate(wanted) if is_it(seen))
+    WRITES["consolidate"](served.home, out)
+    assert len(served.proxy.garbled) == 3
+    assert shardkit.verify(out, full=True).problems == ()
+
+
 def same_tensors(one: Path, other: Path) -> bool:
     sides = [
         {

@@ -33,15 +33,14 @@ from tests.operations.uploading.test_uploading import (  # noqa: F401
 from tests.worlds import stores as servers
 
 MIB = 1 << 20
-ROOTS = {"google": f"gs://{servers.BUCKET}", "azure": f"az://{servers.BUCKET}"}
 
 
-@pytest.fixture(scope="module", params=ROOTS)
+@pytest.fixture(scope="module", params=["google", "azure"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("clouds")
     with servers.reached(request.param, home) as proxy:
         make(home)
-        yield Served(home, proxy, ROOTS[request.param])
+        yield Served(home, proxy, servers.ROOTS[request.param])
 
 
 def test_requests_that_change_the_store(served: Served, out: str) -> None:
