@@ -1,11 +1,13 @@
 """What four workers behind four links are worth, each link of a fixed rate: as root, with `ip`, `tc` and SeaweedFS's `weed`.
 
-    python benchmarks/links.py DIRECTORY [--gigabytes 1.5] [--runs 3] [--rate 40] [--workers 4]
+    python benchmarks/links.py DIRECTORY [--gigabytes 1.5] [--runs 3] [--rate 40] [--workers 4] [--into-store]
 
 Each worker runs in a network namespace of its own, whose only way leads over a pair of devices that `tc tbf` limits to --rate
-MB/s, both ways, to a SeaweedFS server on this machine. The source lies there; outputs are on the local disk. In turn: one
+MB/s, both ways, to a SeaweedFS server on this machine. The source lies there, and outputs are on the local disk; with --into-store
+it is the other way round: all workers read the source on the local disk, and write one output into the store. In turn: one
 worker carries out the whole job, and all of them a part each; seconds are from the first start to the last end, Python's start
-included. `speed-up` is the median of the one to the median of the others. `plain` is a download through one such link.
+included. `speed-up` is the median of the one to the median of the others. `plain` is a download, or an upload, through one such
+link.
 
 All addresses are of 10.201.0.0/16, made here and removed at the end; nothing is sent anywhere else.
 """
@@ -36,6 +38,21 @@ store, begun, size = from_url(sys.argv[1]), time.monotonic(), 0
 for piece in obstore.get(store, sys.argv[2]).stream():
     size += len(piece)
 print(size / (time.monotonic() - begun) / 1e6)
+"""
+UPLOAD = """
+import os, sys, time, obstore
+from obstore.store import from_url
+store, begun, path = from_url(sys.argv[1]), time.monotonic(), sys.argv[2]
+obstore.put(store, "plain", open(path, "rb"))
+print(os.path.getsize(path) / (time.monotonic() - begun) / 1e6)
+obstore.delete(store, "plain")
+"""
+REMOVE = """
+import sys, obstore
+from obstore.store import from_url
+store = from_url(sys.argv[1])
+for page in obstore.list(store, sys.argv[2] + "/"):
+    obstore.delete(store, [each["path"] for each in page])
 """
 PUT = """
 import sys, obstore
@@ -136,23 +153,31 @@ def seconds(commands: list[list[str]]) -> float:
     return time.monotonic() - begun
 
 
-def measure(names: list[str], words: list[str], output: Path, runs: int) -> tuple[list[float], list[float]]:
+def remove(output: str) -> None:
+    """Remove an output, wherever it is."""
+    if output.startswith("s3://"):
+        run([sys.executable, "-c", REMOVE, *output.rsplit("/", 1)])
+    else:
+        shutil.rmtree(output, ignore_errors=True)
+
+
+def measure(names: list[str], words: list[str], output: str, runs: int) -> tuple[list[float], list[float]]:
     """Return the seconds of one worker and those of all, in turn."""
     alone, together = list[float](), list[float]()
     for _ in range(runs):
         for found, count in ((alone, 1), (together, len(names))):
-            shutil.rmtree(output, ignore_errors=True)
+            remove(output)
             parts = [f"--part={number}/{count}" for number in range(1, count + 1)]
             found.append(
                 seconds(
                     [
-                        inside(name, "-m", "shardkit", *words, str(output), part)
+                        inside(name, "-m", "shardkit", *words, output, part)
                         for name, part in zip(names, parts, strict=False)
                     ]
                 )
             )
-            assert output.is_dir()
-            run([sys.executable, "-m", "shardkit", "commit", str(output)])
+            told = run([sys.executable, "-m", "shardkit", "commit", output, "--json"])
+            assert json.loads(told)["by_another"], "the last part has not committed"
     return alone, together
 
 
@@ -173,32 +198,41 @@ def main() -> None:
     parser = common_options(__doc__, gigabytes=1.5, runs=3)
     parser.add_argument("--rate", type=float, default=40.0, help="MB/s of each link (40)")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument(
+        "--into-store", action="store_true", help="read from the local disk, write into the store"
+    )
     args = parser.parse_args()
     os.environ.update(variables())
     work, url = work_in(args.directory), f"s3://{BUCKET}"
-    model, sharded, output = work / "model", work / "sharded", work / "out"
+    model, sharded = work / "model", work / "sharded"
+    source, output = (str(work), f"{url}/out") if args.into_store else (url, str(work / "out"))
     run([sys.executable, str(HERE / "model.py"), str(model), "--gigabytes", str(args.gigabytes)])
     split = ["--world-size", str(RANKS), "--layout", "declared"]
     done = run([sys.executable, "-m", "shardkit", "preshard", str(model), str(sharded), *split, "--json"])
     nbytes = json.loads(done)["read_bytes"]
     try:
         with Report(args) as report, links(args.workers, args.rate) as names, server(work / "store"):
-            for source in (model, sharded):
-                run([sys.executable, "-c", PUT, url, str(source)])
             file = next(each for each in sorted(sharded.iterdir()) if each.suffix == ".distcp")
-            plain = [
-                float(run(inside(names[0], "-c", DOWNLOAD, url, f"sharded/{file.name}"))) for _ in range(3)
-            ]
-            report.add("links", "plain download through one link", runs=3, mb_per_s=statistics.median(plain))
+            if args.into_store:
+                plain = inside(names[0], "-c", UPLOAD, url, str(file))
+            else:
+                for each in (model, sharded):
+                    run([sys.executable, "-c", PUT, url, str(each)])
+                plain = inside(names[0], "-c", DOWNLOAD, url, f"sharded/{file.name}")
+            table = "links into a store" if args.into_store else "links"
+            way = "upload" if args.into_store else "download"
+            rate = statistics.median(float(run(plain)) for _ in range(3))
+            report.add(table, f"plain {way} through one link", runs=3, mb_per_s=rate)
             jobs = {
-                "preshard": ["preshard", f"{url}/model", *split],
+                "preshard": ["preshard", f"{source}/model", *split],
                 "consolidate": [
-                    *("consolidate", f"{url}/sharded", "--max-shard-size", str(nbytes // RANKS)),
+                    *("consolidate", f"{source}/sharded", "--max-shard-size", str(nbytes // RANKS)),
                     *("--ask-class", "off"),
                 ],
             }
             for what, words in jobs.items():
-                report.add("links", what, **figures(nbytes, *measure(names, words, output, args.runs)))
+                found = measure(names, words, f"{output}-{what}", args.runs)
+                report.add(table, what, **figures(nbytes, *found))
     finally:
         shutil.rmtree(work)
 

@@ -81,11 +81,12 @@ def status_command(*, out: Output, output: str, abort: bool) -> None:
 def _render_status(result: StatusResult) -> list[str]:
     """Return a result as lines for people."""
     is_there = f"{escape(result.output)} {'is' if result.is_there else 'is not'} there"
+    plans = [] if result.aborted else [line for plan in result.plans for line in facts(_plan_facts(plan))]
     if result.stored is not None:
-        return [is_there, *facts(_stored_facts(result.stored, aborted=result.aborted))]
+        return [is_there, *facts(_stored_facts(result.stored, aborted=result.aborted)), *plans]
     if result.aborted:
         return [f"{is_there}; what parts had written was removed"]
-    return [is_there, *(line for plan in result.plans for line in facts(_plan_facts(plan)))]
+    return [is_there, *plans]
 
 
 def _stored_facts(stored: StoredStatus, *, aborted: bool) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,7 @@ R = TypeVar("R")
 _UNHEARD_S = 0.5
 # One thread waits for the disk while another computes a checksum. More than a few wait for the same memory and disk.
 _FEWEST, _MOST = 2, 8
+_NUM_WAITING = 16
 
 
 def choose_jobs(jobs: int | None) -> int:
@@ -99,6 +100,18 @@ def _manage(
     for error in errors:
         if not isinstance(error, CancelledError):
             raise error
+
+
+def at_once(call: Callable[[T], R], each: Iterable[T]) -> list[R]:
+    """Return what a call gives for each of many things; several calls are under way at a time, and wait for a network."""
+    with ThreadPoolExecutor(_NUM_WAITING, thread_name_prefix="shardkit-requests") as pool:
+        asked = [pool.submit(call, one) for one in each]
+        try:
+            until_done(asked)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        return [one.result() for one in asked]
 
 
 def until_done(futures: Collection[Future[Any]]) -> None:

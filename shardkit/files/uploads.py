@@ -202,7 +202,7 @@ class _File:
     def finish(self) -> Stored:
         """Send what is left, wait for all of it, and make the object."""
         if self._size == 0:
-            return self._store.put(self.path, b"", 0)
+            return self._store.put(self.path, b"", 0)._replace(crc32=0)
         self.settle(0, self._size)
         parts = sorted(part.result() for part in self._parts)
         crc = 0

@@ -40,10 +40,11 @@ from shardkit.operations.destination import (
     is_sharded_checkpoint,
 )
 from shardkit.operations.parts.agreement import Agreement, Command, Committing, Share
-from shardkit.operations.parts.divided import Describer, PartResult
+from shardkit.operations.parts.divided import Describer, Divided, PartResult
 from shardkit.operations.parts.factors import DividedWithFactors, FactoredJob, weights_of
 from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
 from shardkit.operations.parts.part import Part
+from shardkit.operations.uploading.in_store import DividedInStore
 from shardkit.operations.uploading.place import Target, check_target
 from shardkit.operations.uploading.run import Describe, Upload, check_beside
 from shardkit.transfer.chains import Run
@@ -140,11 +141,16 @@ class Writing:
         """Refuse what cannot be done in a store.
 
         Raises:
-            UsageError: it is asked to write a part, or to go on with a directory.
+            UsageError: it is asked to go on with a directory, or to write parts where none can tell who was first.
         """
-        if self.share is not None:
+        if self.share is not None and not output.startswith("s3://"):
             raise UsageError(
-                f"{escape(output)}: parts cannot write into a store so far",
+                f"{escape(output)}: parts cannot write into this store so far",
+                hint="write to s3://, or into a local directory that you copy with the store's own tool",
+            )
+        if self.share is not None and self.allow_unsafe_store:
+            raise UsageError(
+                f"{escape(output)}: parts need a store with conditional requests: --part goes without --allow-unsafe-store",
                 hint="write with one process, or into a local directory that you copy with the store's own tool",
             )
         if self.resume_from is not None:
@@ -339,7 +345,9 @@ class Writer:
         overwrite, is_first = self.writing.overwrite, not self.path
         if is_remote(output):
             self.writing.check_in_store(output)
-            target = check_target(output, source, self._marker, overwrite=overwrite)
+            # Whether what is there was made by parts of this very plan is known once there is a plan.
+            may_be_ours = overwrite or self.writing.share is not None
+            target = check_target(output, source, self._marker, overwrite=may_be_ours)
             self._target = self._target or target
             self.path = self._target.path
             return self.path
@@ -498,26 +506,43 @@ class Writer:
             )
         plan = job.plan.in_order()
         self.options = self.options.into_store(max((image.size for image in plan.images), default=0))
-        source, finished = CheckedSource(), 0
-        if not self.writing.dry_run:
+        upload = Upload(
+            target=target,
+            plan=plan,
+            plan_hash=self.hash_in_store(job),
+            data_nbytes=job.output.data_nbytes,
+            describe=describe,
+            options=self.options,
+            verb=self._verb,
+            progress=self._progress,
+            resume=self.writing.resume,
+            overwrites=self.writing.overwrite,
+            is_unsafe=self.writing.allow_unsafe_store,
+        )
+        part, source, finished = None, CheckedSource(), 0
+        if self.writing.share is not None:
+            part, source = self._share_in_store(job, upload, self.writing.share)
+            finished = 0 if part is None else part.resumed_files
+        elif not self.writing.dry_run:
             check = SourceCheck(plan.catalog) if self.options.check_source else None
-            upload = Upload(
-                target=target,
-                plan=plan,
-                plan_hash=self.hash_in_store(job),
-                data_nbytes=job.output.data_nbytes,
-                describe=describe,
-                options=self.options,
-                verb=self._verb,
-                progress=self._progress,
-                resume=self.writing.resume,
-                overwrites=self.writing.overwrite,
-                is_unsafe=self.writing.allow_unsafe_store,
-            )
             finished = upload.run(check)
             source = _summary(check, plan, self.options)
             self.has_committed = True
-        self._note(plan, source, finished=finished, free=None, part=None)
+        self._note(plan, source, finished=finished, free=None, part=part)
+
+    def _share_in_store(
+        self, job: Job, upload: Upload, share: Share
+    ) -> tuple[PartResult | None, CheckedSource]:
+        """Carry out a part, or what comes after all parts; errors as `Divided.run` and `Divided.commit`."""
+        divided = DividedInStore(
+            upload,
+            replace(self._agreement(job, share), replaces=upload.target.etag),
+            replaces_any=isinstance(share, Committing) and share.overwrite,
+        )
+        divided.check_absent()
+        if self.writing.dry_run:
+            return divided.result(share) if isinstance(share, Part) else None, CheckedSource()
+        return self._carry_out(divided, share, upload.plan)
 
     def facts(self, warnings: Iterable[str]) -> dict[str, Any]:
         """Return the fields of `WriteResult` that every verb fills alike.
@@ -543,11 +568,17 @@ class Writer:
         check_space(self.path, divided.bytes_left(share) if isinstance(share, Part) else rest)
         if self.writing.dry_run:
             return divided.result(share) if isinstance(share, Part) else None, CheckedSource()
+        if isinstance(share, Part) and not self.writing.overwrite:
+            self._check_absent(divided)
+        return self._carry_out(divided, share, job.plan)
+
+    def _carry_out(
+        self, divided: Divided, share: Share, plan: TransferPlan
+    ) -> tuple[PartResult | None, CheckedSource]:
+        """Write a part, and make the output if it was the last; return what became of it, and what was compared."""
         result: PartResult | None = None
         try:
             if isinstance(share, Part):
-                if not self.writing.overwrite:
-                    self._check_absent(divided)
                 result = divided.run(share)
                 if result.missing or result.is_committed:
                     return result, CheckedSource()
@@ -556,7 +587,7 @@ class Writer:
                 result = replace(result, is_committed=True, by_another=not self.has_committed)
         except KeyboardInterrupt as interrupt:
             raise Interrupted(
-                f"interrupted: {escape(self.path)} is not whole; the files that were finished are kept beside it",
+                f"interrupted: {escape(self.path)} is not whole; the files that were finished are kept",
                 signum=getattr(interrupt, "signum", signal.SIGINT),
                 hint="run the same command again to resume",
             ) from interrupt
@@ -569,7 +600,7 @@ class Writer:
         warnings = divided.warnings()
         self.warn(warnings)
         self._warnings += warnings
-        return result, _summary(divided.check, job.plan, self.options)
+        return result, _summary(divided.check, plan, self.options)
 
     def _check_absent(self, divided: DividedOnDisk) -> None:
         """Refuse if something is at the destination that parts of this very plan have not made."""

@@ -168,6 +168,8 @@ class Execution:
             not read.
         scattered: the CRC-32s of scattered tensors that are known already, None for those that have none. These
             tensors are not read for the sake of it.
+        read_for: gathered tensors that are read as a whole for their CRC-32 though files are left to others -> the file
+            that this reading is told with.
         on_finished: told of each file once it is on disk, and of what was read for it; called from any
             thread.
         progress: told of the bytes.
@@ -184,6 +186,7 @@ class Execution:
         finished: Mapping[str, FileDigest],
         left: Collection[str] = (),
         scattered: Mapping[str, int | None] = MappingProxyType({}),
+        read_for: Mapping[str, str] = MappingProxyType({}),
         on_finished: Callable[[FileDigest, Sequence[Run]], None],
         progress: Progress,
         check: SourceCheck | None = None,
@@ -196,6 +199,7 @@ class Execution:
         self._stop, self._is_over, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._states: dict[int, _ImageState] = {}
         self._thread = threading.local()
+        self._read_for = read_for
         self.scattered = dict(scattered)
         """CRC-32 of every scattered tensor that is known so far, None for one that has none."""
         self.pieces: dict[str, list[CrcPiece] | None] = {}
@@ -280,16 +284,19 @@ class Execution:
                 for n, hole in self.plan.scattered[fqn]
                 if images[n].name not in self._skipped and fqn not in self.plan.gathered
             ]
-            if not holes and (self._left or fqn in self.scattered):
+            is_read = fqn in self._read_for
+            if not holes and not is_read and (self._left or fqn in self.scattered):
                 return
             dtype = self.plan.scattered[fqn][0][1].dtype
             # What others have holes for, they read.
-            pieces, runs = scatter.run(fqn, dtype, holes, reads_all=not self._left)
+            pieces, runs = scatter.run(fqn, dtype, holes, reads_all=is_read or not self._left)
             nbytes = self.plan.catalog.tensors[fqn].num_elements * dtype.itemsize
             with self._lock:
                 self.pieces[fqn] = pieces
                 self.scattered[fqn] = None if pieces is None else crc_of(pieces, nbytes)[0]
-                for name in {images[n].name for n, _ in holes}:
+                for name in {images[n].name for n, _ in holes} | (
+                    {self._read_for[fqn]} if is_read else set()
+                ):
                     self._scattered_runs.setdefault(name, []).append(runs)
 
         def one_by_one(fqns: Sequence[str]) -> None:

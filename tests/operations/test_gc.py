@@ -93,6 +93,16 @@ def test_the_newest_file_tells_how_old_a_folder_is(out: Path) -> None:
     assert shardkit.gc(out, older_than="30s").removed
 
 
+def test_what_parts_have_shared_goes_once_it_is_old(out: Path) -> None:
+    shared = ".shardkit-parts-0123456789abcdef"
+    (out / shared / "done").mkdir(parents=True)
+    (out / shared / "done/1.json").write_bytes(b"{}")
+    assert [each.name for each in shardkit.gc(out).young] == [shared]
+    age(out / shared, 2 * DAY)
+    assert [each.name for each in shardkit.gc(out).removed] == [shared]
+    assert not (out / shared).exists()
+
+
 def test_of_a_model_weights_go_that_the_index_does_not_name(kept: Path, tmp_path: Path) -> None:
     shutil.copytree(kept / "model", tmp_path / "out")
     for name in OTHERS:

@@ -1,4 +1,4 @@
-"""Writers into a store are killed at a request: before it is carried out, or after.
+"""Writers into a store are killed at a request: before it is carried out, or after. Some write alone, others a part each.
 
 What is visible is the old output, the new one, or none, and the next run ends with the same bytes.
 """
@@ -200,20 +200,72 @@ def attempt(store: Store, number: int, seed: int = 0) -> str:
     return seen
 
 
-def kill_at(runs: Runs, at: int, *, is_before: bool) -> None:
-    """Kill the first run at its n-th request, which is carried out or not."""
-    count, lock = 0, threading.Lock()
+def attempt_parts(store: Store, number: int, seed: int = 0) -> str:
+    """Let parts, twins and commits write at the same time, kill one or two of them, look, and run all again.
 
-    def strikes(_: Any) -> bool:
+    Returns:
+        What was visible: "none", "old" or "new".
+    """
+    choose, runs = random.Random(f"parts {seed} {number}"), store.runs
+    verb, replaces = choose.choice(VERBS), choose.random() < 0.5
+    out, marker = f"s3://{servers.BUCKET}/parts-{seed}/{number}", MARKERS.get(verb, ".metadata")
+    runs.proxy.reset()
+    if replaces:
+        runs.begin([store.command(verb, out, other=True)])
+        assert runs.end() == [0]
+    command, seen = store.command(verb, out, overwrite=replaces), "old" if replaces else "none"
+
+    def parts(count: int) -> list[list[str]]:
+        return [[*command, f"--part={each}/{count}"] for each in range(1, count + 1)]
+
+    for turn in range(choose.randint(1, 2)):
+        commands = parts(choose.randint(1, 3))
+        commands += choose.sample(commands, choose.randint(0, 1))
+        num_parts = len(commands)
+        commands += [["commit", out]] * (turn * choose.randint(0, 2))
+        for victim in choose.sample(range(len(commands)), choose.randint(1, min(2, len(commands)))):
+            kill_at(
+                runs, choose.randrange(25 * len(commands)), is_before=choose.random() < 0.5, victim=victim
+            )
+        runs.begin(commands)
+        codes = runs.end()
+        runs.proxy.reset()
+        assert all(code in (0, -signal.SIGKILL) for code in codes[:num_parts]), codes
+        # 2: a commit came before any part; 4: parts that it waits for were killed
+        assert all(code in (0, 2, 4, -signal.SIGKILL) for code in codes), codes
+        was, seen = seen, visible(store, verb, out, marker, replaces=replaces)
+        assert was != "new" or seen == "new", "the new output is gone"
+        assert seen == "new" or any(codes), "all said that they were done"
+    runs.begin(parts(2))
+    assert runs.end() == [0, 0]
+    runs.begin([["commit", out]] * 2)
+    assert runs.end() == [0, 0]
+    assert visible(store, verb, out, marker, replaces=replaces) == "new"
+    rest = (
+        objects(out).keys() - store.expected[verb].keys() - (store.others[verb].keys() if replaces else set())
+    )
+    assert not rest, f"left behind: {sorted(rest)}"
+    assert not s3.uploads(out), "uploads were left behind"
+    return seen
+
+
+def kill_at(runs: Runs, at: int, *, is_before: bool, victim: int = 0) -> None:
+    """Kill a run at the n-th request of all, which is carried out or not; others may be killed at others."""
+    count, lock, others = 0, threading.Lock(), runs.proxy.strikes
+
+    def strikes(seen: Any) -> bool:
         nonlocal count
+        also = others(seen)
         with lock:
             count += 1
-            if count != at + 1:
-                return False
-        os.kill(runs.children[0], signal.SIGKILL)
-        return is_before
+            if count != at + 1 or len(runs.children) <= victim:
+                return also
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(runs.children[victim], signal.SIGKILL)
+        return is_before or also
 
-    runs.proxy.strikes, runs.proxy.faults[:] = strikes, ["reset"]
+    runs.proxy.strikes = strikes
+    runs.proxy.faults.append("reset")
     runs.children = []
 
 
@@ -245,7 +297,7 @@ def main(num_rounds: int, kind: str, seed: int) -> int:
         counts, broken = dict[str, int](), 0
         for number in range(num_rounds):
             try:
-                seen = attempt(store, number, seed)
+                seen = (attempt_parts if number % 2 else attempt)(store, number, seed)
             except AssertionError as error:
                 broken += 1
                 print(f"BROKEN {number}: {error}", flush=True)

@@ -17,18 +17,15 @@ from shardkit.core.result import Result
 from shardkit.core.text import escape, listed
 from shardkit.core.threads import Progress
 from shardkit.errors import ShardkitError, SourceError, UsageError
-from shardkit.files import storage
-from shardkit.files.shared import SharedStaging, has_commits, remove_marks, shared_of
-from shardkit.files.staging import identity_of, remove_abandoned
 from shardkit.files.stores import is_remote
+from shardkit.operations.commit.places import Place, place_of
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
-from shardkit.operations.parts.agreement import Agreement, Committing, Staging, read_all, read_parts
+from shardkit.operations.parts.agreement import Agreement, Command, Committing, Staging, read_all, read_parts
 from shardkit.operations.parts.divided import incomplete
 from shardkit.operations.parts.factors import without_factors
-from shardkit.operations.parts.on_disk import absolute
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
-from shardkit.operations.uploading.status import StoredStatus, status_in_store
+from shardkit.operations.uploading.status import StoredStatus
 from shardkit.operations.write import OnWarning, WriteResult
 from shardkit.transfer.checks import Unchecked
 
@@ -38,6 +35,8 @@ _VERBS: Mapping[str, Callable[..., WriteResult]] = {
     "reshard": reshard,
 }
 _LOOK_AGAIN_S = 0.5
+_MAY_RUN = ("wrap", "stages")
+"""Options that may be "module:function"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,28 +146,28 @@ def commit(
         IntegrityError: what the parts read is not what the source records.
         ResourceError: disk or permission.
     """
-    begun, path = time.monotonic(), absolute(os.fspath(output))
-    before, until = identity_of(path), begun + wait
-    staging = _only_one(path)
-    while staging is None and not storage.lexists(path) and time.monotonic() < until:  # no part has begun
+    begun, place = time.monotonic(), place_of(output)
+    path, before, until = place.path, place.identity(), begun + wait
+    staging = _only_one(place)
+    while staging is None and place.identity() is None and time.monotonic() < until:  # no part has begun
         time.sleep(_LOOK_AGAIN_S)
-        staging = _only_one(path)
+        staging = _only_one(place)
     if staging is not None:
         staging.reopen()
     if staging is None or not staging.is_open:
         if staging is not None:
             staging.remove()
-        return _was_there(path, begun)
+        return _was_there(place, begun)
     try:
         agreement = Agreement.of(staging)
         _wait_for_all(staging, agreement, until)
         result, is_ours = _carry_out(staging, agreement, overwrite, progress, on_warning)
     except (OSError, ShardkitError):  # the directory may have gone meanwhile, with another commit
-        if staging.is_open or identity_of(path) in (None, before):
+        if staging.is_open or place.identity() in (None, before):
             raise
-        return _was_there(path, begun)
+        return _was_there(place, begun)
     if not is_ours:
-        return _was_there(path, begun)
+        return _was_there(place, begun)
     return CommitResult(
         output=path,
         by_another=False,
@@ -202,13 +201,34 @@ def _carry_out(
     if verb is None or not command.options.keys() <= signature(verb).parameters.keys():
         raise SourceError(f"{escape(staging.record)} is damaged")
     staging.check_owner()
+    if is_remote(staging.destination):
+        _check_harmless(command)
     options = {**command.options, "overwrite": overwrite or bool(command.options.get("overwrite"))}
     ended = list[bool]()
     share = Committing(
-        check=lambda here: _check_same(staging.destination, agreement, here), on_end=ended.append
+        check=lambda here: _check_same(staging.destination, agreement, here),
+        on_end=ended.append,
+        overwrite=overwrite,
     )
     result = verb(output=staging.destination, part=share, progress=progress, on_warning=on_warning, **options)
     return result, ended == [True]
+
+
+def _check_harmless(command: Command) -> None:
+    """Refuse what a record in a store may not ask for: whoever may write there may have written it.
+
+    Raises:
+        UsageError: it names code to run, or a file to write on this machine.
+    """
+    given = command.options
+    asked = ["--trust-remote-code"] if given.get("trust_remote_code") else []
+    asked += ["--manifest-file"] if given.get("manifest_file") else []
+    asked += [f"--{name} {escape(str(given[name]))}" for name in _MAY_RUN if ":" in str(given.get(name, ""))]
+    UsageError.raise_for(
+        asked,
+        "the parts were told what no record in a store is believed, since others may write there",
+        hint="run any of the parts again instead, with the options that it had: once nothing is missing it commits",
+    )
 
 
 def _give_up(destination: str) -> str:
@@ -247,8 +267,8 @@ def _wait_for_all(staging: Staging, agreement: Agreement, until: float) -> None:
         time.sleep(_LOOK_AGAIN_S)
 
 
-def _only_one(path: str) -> SharedStaging | None:
-    found = shared_of(path)
+def _only_one(place: Place) -> Staging | None:
+    found, path = place.stagings(), place.path
     if len(found) > 1:
         raise UsageError(
             f"parts of {len(found)} plans were begun for {escape(path)}: {listed([_hash_in(each) for each in found])}",
@@ -261,14 +281,14 @@ def _hash_in(staging: Staging) -> str:
     return staging.path.rpartition("-")[2]
 
 
-def _was_there(path: str, begun: float) -> CommitResult:
-    if not storage.lexists(path):
+def _was_there(place: Place, begun: float) -> CommitResult:
+    path = place.path
+    if place.identity() is None:
         raise UsageError(
             f"no part was begun for {escape(path)}, and nothing is there",
             hint="run the parts first: preshard, consolidate or reshard with `--part 1/16` and so on",
         )
-    remove_marks(path)
-    remove_abandoned(path)  # of a process that died after it had committed
+    place.clean()
     return CommitResult(
         output=path,
         by_another=True,
@@ -295,32 +315,29 @@ def status(output: str | os.PathLike[str], *, abort: bool = False) -> StatusResu
         UsageError: a commit that did not end has moved an old output aside, and it cannot go back.
         SourceError, ResourceError: the record of the parts cannot be read, or not be removed.
     """
-    if is_remote(output):
-        is_there, stored = status_in_store(os.fspath(output), abort=abort)
-        return StatusResult(
-            output=os.fspath(output), is_there=is_there, plans=(), aborted=abort, stored=stored, notes=()
-        )
-    path = absolute(os.fspath(output))
-    found = shared_of(path)
+    place = place_of(output)
+    found = place.stagings()
     plans: tuple[PlanStatus, ...] = ()
     try:
         plans = tuple(_plan_status(staging, agreement) for staging, agreement in read_all(found))
     except SourceError:
         if not abort:
             raise
+    stored, shown = place.uncommitted(), escape(place.path)
     if abort:
         for staging in found:
             staging.give_up()
-        remove_marks(path)
+        place.give_up()
     notes = []
-    if not found:
-        is_theirs = " since they have committed it" if has_commits(path) else ""
-        notes.append(f"no parts are under way for {escape(path)}{is_theirs}")
+    if not found and stored is None:
+        is_theirs = " since they have committed it" if place.has_commits() else ""
+        notes.append(f"no parts are under way for {shown}{is_theirs}")
     return StatusResult(
-        output=path,
-        is_there=storage.lexists(path),
+        output=place.path,
+        is_there=place.identity() is not None,
         plans=plans,
-        aborted=abort and bool(found),
+        aborted=abort and (bool(found) or stored is not None),
+        stored=stored,
         notes=tuple(notes),
     )
 

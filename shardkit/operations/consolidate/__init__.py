@@ -295,7 +295,8 @@ def _consolidate(
     beside = request.checkpoint if adapter else resolved.path
     path = writer.check_destination(request.output or default_output(beside), resolved.path)
     share = writer.writing.share
-    may_be_ours = writer.writing.overwrite or (isinstance(share, Part) and storage.lexists(path))
+    made = os.path.join(path, HUB_INDEX) if is_remote(path) else path
+    may_be_ours = writer.writing.overwrite or (isinstance(share, Part) and storage.lexists(made))
     sidecar = recording.check_file([path, resolved.path], overwrite=may_be_ours)
     plain = dequantized_as(options.dtype, options.dtype_rules)
     opened = take_folded(take_plain(taken.open(), dequantize=request.dequantize, dtype=plain))

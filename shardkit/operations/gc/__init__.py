@@ -1,7 +1,8 @@
 """Removes what saves and runs have left in an output that is replaced by writing its marker: data that nobody names.
 
 `.metadata` names its folders `data-...`, the index of a Hub model its weight files with a hash in their names. What
-has such a name, and is not named, is of a save that was replaced or of a run that did not end. Nothing else is touched.
+has such a name, and is not named, is of a save that was replaced or of a run that did not end. So is what parts share while
+they write, once it is old. Nothing else is touched.
 
 Internal: import from `shardkit`.
 """
@@ -21,6 +22,7 @@ from shardkit.files import storage, stores
 from shardkit.files.home import MAX_METADATA, is_data_folder
 from shardkit.files.remote.contract import Underway
 from shardkit.files.remote.writers import WRITABLE, writer_of
+from shardkit.files.shared_store import is_shared_folder
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import parse_metadata
@@ -93,7 +95,11 @@ def gc(
     uploads = _under_way(given)
     names = _list(given) if not uploads or storage.lexists(given) else []
     marker, kept = _named(given, names)
-    data = [name for name in names if is_data_folder(name) or MARKED_WEIGHTS.fullmatch(name)]
+    data = [
+        name
+        for name in names
+        if is_data_folder(name) or MARKED_WEIGHTS.fullmatch(name) or is_shared_folder(name)
+    ]
     if marker is None and (data or uploads) and not uncommitted:
         raise UsageError(
             f"{escape(given)}: nothing was committed there, so nothing tells what is in use",

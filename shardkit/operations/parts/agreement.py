@@ -145,6 +145,8 @@ class Agreement:
     """Name and size of every file with tensors in it, in the order of the plan."""
     weights: Sequence[tuple[str, int]] = ()
     """Path of every weight that becomes factors, before files are written, and the operations that it takes."""
+    replaces: str | None = None
+    """In a store: ETag of the marker that is to be replaced; None if there was none."""
 
     def dump(self) -> bytes:
         """Return the content of `plan.json`."""
@@ -269,6 +271,8 @@ class Committing:
     """Refuses a plan that is not the parts' own."""
     on_end: Callable[[bool], object]
     """Is told whether this process made the output; otherwise another one has."""
+    overwrite: bool = False
+    """Replace whatever output is there by now."""
 
 
 Share = Part | Committing

@@ -198,10 +198,7 @@ class Divided(ABC):
                     raise self._cannot_write(error) from error
                 raise
             if not self._has_another_committed():
-                raise IncompleteError(
-                    f"{escape(self._destination)} was given up while this part was written",
-                    hint="run all parts again to begin anew",
-                ) from error
+                raise self._given_up() from error
             return self.result(part, is_committed=True)  # by others, who had this part's files too
         return self.result(part, resumed_files=resumed)
 
@@ -279,6 +276,12 @@ class Divided(ABC):
             self._options,
             finished=finished,
             left={image.name for image in self._images} - names.keys(),
+            read_for={
+                fqn: name
+                for name in names.keys() - finished.keys()
+                for _, fqn in scattered.get(names[name], ())
+                if fqn in self._plan.gathered
+            },
             on_finished=on_finished,
             progress=self._progress,
             check=self.check,
@@ -294,10 +297,14 @@ class Divided(ABC):
         return self.check is None or self.check.load(note.source)
 
     def _scattered(self) -> dict[int, list[tuple[int, str]]]:
-        """Return the scattered tensors of each file, with their numbers."""
+        """Return the scattered tensors of each file, with their numbers.
+
+        One that is gathered is read once more as a whole, for its CRC-32: by whoever writes one of its files.
+        """
         found: dict[int, list[tuple[int, str]]] = {}
         for tensor, (fqn, holes) in enumerate(self._plan.scattered.items()):
-            for file in dict.fromkeys(file for file, _ in holes):
+            files = list(dict.fromkeys(file for file, _ in holes))
+            for file in [files[tensor % len(files)]] if fqn in self._plan.gathered else files:
                 found.setdefault(file, []).append((tensor, fqn))
         return found
 
@@ -320,6 +327,11 @@ class Divided(ABC):
             if isinstance(error, OSError):
                 raise self._cannot_write(error) from error
             raise
+
+    def _given_up(self) -> IncompleteError:
+        return IncompleteError(
+            f"{escape(self._destination)} was given up meanwhile", hint="run all parts again to begin anew"
+        )
 
     def _cannot_write(self, error: OSError) -> ResourceError:
         return ResourceError(f"cannot write to {escape(self._shared.path)}: {error.strerror}")

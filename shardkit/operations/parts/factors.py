@@ -63,9 +63,8 @@ def weights_of(job: FactoredJob) -> list[tuple[str, int]]:
 
 def without_factors(staging: Staging, agreement: Agreement) -> list[int]:
     """Return the numbers of the weights of a divided job that have no factors yet, as far as this machine sees them."""
-    if not agreement.weights:
+    if not (agreement.weights and isinstance(staging, SharedStaging)):  # they are computed on a disk alone
         return []
-    assert isinstance(staging, SharedStaging), "factors are computed on a disk"
     return _without_note(staging, len(agreement.weights))
 
 

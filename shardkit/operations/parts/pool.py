@@ -13,6 +13,7 @@ from shardkit.core.text import escape
 from shardkit.errors import UsageError
 from shardkit.files import storage
 from shardkit.files.shared import remove_marks
+from shardkit.files.stores import is_remote
 from shardkit.operations.parts.agreement import Command, Committing
 from shardkit.operations.parts.divided import PartResult
 from shardkit.operations.parts.ray_pool import connected, import_ray
@@ -159,5 +160,6 @@ def _whole(verb: Callable[..., _R], options: Mapping[str, Any], results: list[_R
     if not committed:
         committed = [verb(**options, part=Committing(check=lambda _: None, on_end=lambda _: None))]
     whole = next((each for each in committed if each.part is None or not each.part.by_another), committed[0])
-    remove_marks(whole.output)  # nobody comes late any more
+    if not is_remote(whole.output):
+        remove_marks(whole.output)  # nobody comes late any more
     return replace(whole, part=None)  # type: ignore[type-var]

@@ -20,6 +20,7 @@ from shardkit.errors import UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import is_data_folder
 from shardkit.files.remote.writers import WRITABLE, writer_of
+from shardkit.files.shared_store import is_shared_folder
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.hub.assets import is_asset, is_asset_folder
 
@@ -94,7 +95,7 @@ def check_target(output: str, source: str | None, marker: str, *, overwrite: boo
 
 def _may_lie_there(name: str, is_folder: bool, marker: str) -> bool:
     """True for what an output of this kind has at the top, or a run left there that did not end."""
-    if name.startswith(PROBE) or name == marker:
+    if name.startswith(PROBE) or name == marker or (is_folder and is_shared_folder(name)):
         return True
     if marker == METADATA:
         return is_folder and is_data_folder(name)

@@ -13,17 +13,17 @@ import secrets
 import shlex
 import signal
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from shardkit.core.text import escape
-from shardkit.core.threads import Progress, until_done
+from shardkit.core.threads import Progress, at_once
 from shardkit.errors import IncompleteError, IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
+from shardkit.files.remote.contract import Stored
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.uploads import PART_NBYTES, Session
 from shardkit.operations.parts.divided import Describer
@@ -34,7 +34,6 @@ from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.plan import TransferPlan
 
-_NUM_REQUESTS = 8  # small ones, at a time
 _COPY_NBYTES = 1 << 20
 
 
@@ -92,44 +91,162 @@ class Upload:
         return _Run(self, check).run()
 
 
+class StoredFiles:
+    """The files of an output in a store, and what makes an output of them."""
+
+    def __init__(self, upload: Upload) -> None:
+        self._upload, self._target = upload, upload.target
+        self._store = writer_of(self._target.path)
+        self.directory = self._target.data(upload.plan_hash)
+        """Where the files lie."""
+        self.marker_path = os.path.join(self._target.path, self._target.marker)
+        self.marker: bytes | None = None
+        """What was sent, or is being sent, as the marker."""
+        self.stored: dict[str, Stored] = {}
+        """What the store has of each finished file, by name; the CRC-32 is that of what was sent, if it is known."""
+        self.beside: list[str] = []
+        """Paths of what was sent beside."""
+        self._is_named: dict[str, bool] = {}
+
+    def path(self, name: str) -> str:
+        """Return the path of a file."""
+        return os.path.join(self.directory, name)
+
+    @property
+    def is_named(self) -> bool:
+        """True if the output that is there is made of these files."""
+        there = self._store.head(self.marker_path)
+        if there is None:
+            return False
+        if there.etag not in self._is_named:
+            content = self._store.get(self.marker_path)
+            self._is_named[there.etag] = (
+                content is not None and self._target.mark(self._upload.plan_hash).encode() in content[0]
+            )
+        return self._is_named[there.etag]
+
+    def add(self, digest: FileDigest, stored: Stored) -> None:
+        """Take note of a file that was sent. May be called from any thread.
+
+        Raises:
+            IntegrityError: other bytes were sent.
+        """
+        if digest.crc32 is not None and stored.crc32 != digest.crc32:
+            raise IntegrityError(f"{escape(digest.name)}: other bytes were sent than were written")
+        self.stored[digest.name] = stored
+
+    def check_all(self) -> None:
+        """Ask the store for every file: somebody may have removed or replaced one.
+
+        Raises:
+            IncompleteError: names each file that is not there as it was written.
+        """
+        names = sorted(self.stored)
+        found = at_once(self._store.head, map(self.path, names))
+        IncompleteError.raise_for(
+            [
+                escape(name)
+                for name, there in zip(names, found, strict=True)
+                if not is_same(there, self.stored[name])
+            ],
+            f"{escape(self.directory)}: files were removed or replaced while others were written",
+            hint="run the same command again; two runs of one job should not write at the same time",
+        )
+
+    def commit(self, directory: str, replaced: str | None) -> None:
+        """Send what lies beside the data, then the marker.
+
+        Args:
+            directory: what lies beside, and the marker.
+            replaced: ETag of the marker that is replaced; None if there must be none.
+
+        Raises:
+            UsageError: somebody else was faster, or other files are there.
+        """
+        names = sorted(
+            os.path.relpath(os.path.join(here, name), directory)
+            for here, _, found in storage.walk(directory)
+            for name in found
+        )
+        names.remove(self._target.marker)
+        at_once(lambda name: self._send(os.path.join(directory, name), self.path(name)), names)
+        self.marker = data = _read(os.path.join(directory, self._target.marker))
+        if self._upload.is_unsafe:
+            self._store.put(self.marker_path, data, int(crc32(data)))
+            return
+        shown = escape(self._target.path)
+        if self._store.put_if(self.marker_path, data, int(crc32(data)), replaced):
+            return
+        if replaced is not None:
+            raise UsageError(f"{shown} changed while another was being written: it was not replaced")
+        raise UsageError(f"{shown} appeared while it was being written: another run was faster")
+
+    def _send(self, file: str, path: str) -> None:
+        """Send a file that lies beside the data.
+
+        Raises:
+            UsageError: another file is there, in a directory that others may have written to.
+        """
+        self.beside.append(path)
+        if storage.getsize(file) > PART_NBYTES:
+            _copy(file, path)
+            return
+        data = _read(file)
+        crc = int(crc32(data))
+        if not self._target.is_flat or self._upload.overwrites or self._upload.is_unsafe:
+            self._store.put(path, data, crc)
+        elif not self._store.put_if(path, data, crc, None):
+            check_same(path, data)
+
+    def remove(self) -> None:
+        """Remove what was written, unless the output that is there is made of it."""
+        if not self.is_named:
+            own = [] if self._target.is_flat else self.beside
+            at_once(self._store.delete, [*own, *map(self.path, self.stored)])
+
+
+def is_same(there: Stored | None, stored: Stored) -> bool:
+    """True if an object is the one that was written: it has the same ETag, or else the same CRC-32."""
+    if there is None or there.size != stored.size:
+        return False
+    return there.etag == stored.etag or (there.crc32 is not None and there.crc32 == stored.crc32)
+
+
 class _Run:
     """One run of an upload."""
 
     def __init__(self, upload: Upload, check: SourceCheck | None) -> None:
-        self._upload, self._target, self._check = upload, upload.target, check
-        self._store = writer_of(self._target.path)
-        self._data = self._target.data(upload.plan_hash)
-        self._notes = Notes(self._target.path, upload.plan_hash, resume=upload.resume)
-        self._session = Session(self._data, known=self._notes.begun, on_begin=self._notes.add_upload)
-        self._etags: dict[str, str] = {}
-        """ETag of each finished file, by name."""
-        self._beside: list[str] = []
-        """Paths of what was sent beside."""
-        self._marker: bytes | None = None
-        """What was sent, or is being sent, as the marker."""
+        self._upload, self._check = upload, check
+        self._files = StoredFiles(upload)
+        self._notes = Notes(upload.target.path, upload.plan_hash, resume=upload.resume)
+        self._session = Session(
+            self._files.directory, known=self._notes.begun, on_begin=self._notes.add_upload
+        )
 
     def run(self) -> int:
-        upload, shown = self._upload, escape(self._target.path)
+        upload, files, shown = self._upload, self._files, escape(self._upload.target.path)
         try:
             upload.progress.start(upload.plan.hole_bytes, upload.verb)
             finished = self._finished()
             with self._session, tempfile.TemporaryDirectory(prefix="shardkit-") as directory:
                 self._move(directory, finished)
-                self._check_all()
-                self._commit(directory)
+                files.check_all()
+                files.commit(directory, upload.target.etag)
         except KeyboardInterrupt as interrupt:
-            if self._marker is not None and self._store.has(self._marker_path, self._marker):
+            if files.marker is not None and writer_of(files.marker_path).has(files.marker_path, files.marker):
                 return len(finished)
             raise Interrupted(
                 f"interrupted: {shown} was not made; what was finished is kept in the store",
                 signum=getattr(interrupt, "signum", signal.SIGINT),
                 hint=f"run the same command again to resume, or give it up: "
-                f"`shardkit status {shlex.quote(self._target.path)} --abort`",
+                f"`shardkit status {shlex.quote(upload.target.path)} --abort`",
             ) from interrupt
         except (IncompleteError, ResourceError):
             raise
         except BaseException:
-            self._discard()
+            self._session.abort()
+            files.remove()
+            self._notes.remove()
             raise
         finally:
             upload.progress.finish()
@@ -142,42 +259,35 @@ class _Run:
         plan, found = self._upload.plan, dict[str, FileDigest]()
         numbers = {image.name: number for number, image in enumerate(plan.images)}
         noted = [each for name, each in self._notes.files.items() if name in numbers]
-        stored = _at_once(self._store.head, [self._path(each.digest.name) for each in noted])
-        for each, there in zip(noted, stored, strict=True):
+        there = at_once(
+            writer_of(self._files.directory).head, [self._files.path(each.digest.name) for each in noted]
+        )
+        for each, stored in zip(noted, there, strict=True):
             number, digest = numbers[each.digest.name], each.digest
-            if there is None or (there.size, there.etag) != (digest.size, each.etag):
+            if stored is None or not is_same(stored, Stored(digest.size, each.etag, digest.crc32)):
                 continue
             if plan.images[number].size == digest.size and (
                 self._check is None or self._check.load(each.source)
             ):
                 found[digest.name] = digest
-                self._etags[digest.name] = each.etag
+                self._files.stored[digest.name] = stored
                 self._upload.progress.advance(self._upload.data_nbytes[number])
         return found
-
-    def _path(self, name: str) -> str:
-        return os.path.join(self._data, name)
-
-    @property
-    def _marker_path(self) -> str:
-        return os.path.join(self._target.path, self._target.marker)
 
     def _move(self, directory: str, finished: Mapping[str, FileDigest]) -> None:
         """Send the files, and describe them into a directory."""
         upload, check = self._upload, self._check
-        with upload.describe(directory, shards=self._data) as descriptions:
+        with upload.describe(directory, shards=self._files.directory) as descriptions:
 
             def on_finished(digest: FileDigest, runs: Sequence[Run]) -> None:
-                stored = self._session.stored[self._path(digest.name)]
-                if digest.crc32 is not None and stored.crc32 != digest.crc32:
-                    raise IntegrityError(f"{escape(digest.name)}: other bytes were sent than were written")
-                self._etags[digest.name] = stored.etag
+                stored = self._session.stored[self._files.path(digest.name)]
+                self._files.add(digest, stored)
                 self._notes.add_file(digest, stored.etag, None if check is None else check.dump(runs))
                 descriptions.add_file(digest)
 
             execution = Execution(
                 upload.plan,
-                self._data,
+                self._files.directory,
                 upload.options,
                 finished=finished,
                 on_finished=on_finished,
@@ -185,75 +295,6 @@ class _Run:
                 check=check,
             )
             descriptions.finish(*execution.run())
-
-    def _check_all(self) -> None:
-        """Ask the store for every file: somebody may have removed or replaced one.
-
-        Raises:
-            IncompleteError: names each file that is not there as it was written.
-        """
-        names = sorted(self._etags)
-        stored = _at_once(self._store.head, [self._path(name) for name in names])
-        sizes = {image.name: image.size for image in self._upload.plan.images}
-        IncompleteError.raise_for(
-            [
-                escape(name)
-                for name, there in zip(names, stored, strict=True)
-                if there is None or (there.size, there.etag) != (sizes[name], self._etags[name])
-            ],
-            f"{escape(self._data)}: files were removed or replaced while others were written",
-            hint="run the same command again; two runs of one job should not write at the same time",
-        )
-
-    def _commit(self, directory: str) -> None:
-        """Send what lies beside the data, then the marker.
-
-        Raises:
-            UsageError: somebody else was faster, or other files are there.
-        """
-        names = sorted(
-            os.path.relpath(os.path.join(here, name), directory)
-            for here, _, found in storage.walk(directory)
-            for name in found
-        )
-        names.remove(self._target.marker)
-        _at_once(lambda name: self._send(os.path.join(directory, name), self._path(name)), names)
-        self._marker = data = _read(os.path.join(directory, self._target.marker))
-        if self._upload.is_unsafe:
-            self._store.put(self._marker_path, data, int(crc32(data)))
-            return
-        shown = escape(self._target.path)
-        if self._store.put_if(self._marker_path, data, int(crc32(data)), self._target.etag):
-            return
-        if self._target.etag is not None:
-            raise UsageError(f"{shown} changed while another was being written: it was not replaced")
-        raise UsageError(f"{shown} appeared while it was being written: another run was faster")
-
-    def _send(self, file: str, path: str) -> None:
-        """Send a file that lies beside the data.
-
-        Raises:
-            UsageError: another file is there, in a directory that others may have written to.
-        """
-        self._beside.append(path)
-        if storage.getsize(file) > PART_NBYTES:
-            _copy(file, path)
-            return
-        data = _read(file)
-        crc = int(crc32(data))
-        if not self._target.is_flat or self._upload.overwrites or self._upload.is_unsafe:
-            self._store.put(path, data, crc)
-        elif not self._store.put_if(path, data, crc, None):
-            check_same(path, data)
-
-    def _discard(self) -> None:
-        """Remove what was written, unless the output that is there is made of it."""
-        self._session.abort()
-        marker = self._store.get(self._marker_path)
-        if marker is None or self._target.mark(self._upload.plan_hash).encode() not in marker[0]:
-            own = [] if self._target.is_flat else self._beside
-            _at_once(self._store.delete, [*own, *map(self._path, self._etags)])
-        self._notes.remove()
 
 
 def check_beside(path: str, files: Mapping[str, Callable[[], bytes]]) -> None:
@@ -266,7 +307,7 @@ def check_beside(path: str, files: Mapping[str, Callable[[], bytes]]) -> None:
     Raises:
         UsageError: names the first such file.
     """
-    _at_once(lambda name: check_same(os.path.join(path, name), files[name]()), files)
+    at_once(lambda name: check_same(os.path.join(path, name), files[name]()), files)
 
 
 def check_same(path: str, data: bytes) -> None:
@@ -328,15 +369,3 @@ def _read(path: str) -> bytes:
     with storage.open_file(path, "rb") as file:
         data: bytes = file.read()
     return data
-
-
-def _at_once(call: Callable[[str], object], paths: Iterable[str]) -> list:  # type: ignore[type-arg]
-    """Return what a call gives for each path; several are under way at a time."""
-    with ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="shardkit-requests") as pool:
-        asked = [pool.submit(call, path) for path in paths]
-        try:
-            until_done(asked)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-        return [each.result() for each in asked]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from shardkit.files import stores
+from shardkit.core.threads import at_once
 from shardkit.files.home import is_data_folder
+from shardkit.files.remote.contract import Underway
 from shardkit.files.remote.writers import writer_of
 from shardkit.formats.dcp import METADATA
 from shardkit.operations.uploading.place import HUB_INDEX, MARKED_WEIGHTS, PROBE
+
+MARKERS = (METADATA, HUB_INDEX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,40 +29,53 @@ class StoredStatus:
     """Of their parts."""
 
 
-def status_in_store(output: str, *, abort: bool) -> tuple[bool, StoredStatus]:
-    """Tell whether an output is there, and what else lies there; or remove the rest.
+class _Found(NamedTuple):
+    files: list[tuple[str, int]]
+    """Path and size."""
+    uploads: list[Underway]
 
-    Args:
-        output: a place in a store.
-        abort: end the uploads, and remove the files. Runs that are still at work end with an error.
+
+def uncommitted(path: str) -> StoredStatus:
+    """Tell what lies at a place in a store beside the output, and is no part of it.
 
     Raises:
         ResourceError: the store does not answer.
     """
-    path = stores.plain(output)
+    found = _look(path)
     store = writer_of(path)
-    markers = [found for name in (METADATA, HUB_INDEX) if (found := store.get(os.path.join(path, name)))]
-    named = b"".join(content for content, _ in markers)
-    left = [
+    parts = at_once(lambda each: store.sent_parts(each.path, each.upload) or {}, found.uploads)
+    return StoredStatus(
+        num_files=len(found.files),
+        file_bytes=sum(size for _, size in found.files),
+        num_uploads=len(found.uploads),
+        sent_bytes=sum(part.size for sent in parts for part in sent.values()),
+    )
+
+
+def remove_uncommitted(path: str) -> None:
+    """End uploads, and remove files that no marker names. Runs that are still at work end with an error.
+
+    Raises:
+        ResourceError: the store does not answer.
+    """
+    store = writer_of(path)
+    at_once(lambda each: store.abort(each.path, each.upload), _look(path).uploads)
+    at_once(
+        store.delete, [each for each, _ in _look(path).files]
+    )  # something may have been committed meanwhile
+
+
+def _look(path: str) -> _Found:
+    store = writer_of(path)
+    markers = at_once(store.get, [os.path.join(path, name) for name in MARKERS])
+    named = b"".join(found[0] for found in markers if found is not None)
+    files = [
         (each, size)
         for each, size in store.objects(path)
         if (top := data_name(each.removeprefix(path + "/"))) and top.encode() not in named
     ]
     under_way = [each for each in store.uploads(path) if data_name(each.path.removeprefix(path + "/"))]
-    sent = [
-        part.size for each in under_way for part in (store.sent_parts(each.path, each.upload) or {}).values()
-    ]
-    if abort:
-        for each in under_way:
-            store.abort(each.path, each.upload)
-        for each_path, _ in left:
-            store.delete(each_path)
-    return bool(markers), StoredStatus(
-        num_files=len(left),
-        file_bytes=sum(size for _, size in left),
-        num_uploads=len(under_way),
-        sent_bytes=sum(sent),
-    )
+    return _Found(files, under_way)
 
 
 def data_name(name: str) -> str:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from shardkit.core.text import count, escape
-from shardkit.core.threads import Progress, until_done
+from shardkit.core.threads import Progress, at_once
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of, path_in
@@ -20,8 +19,6 @@ from shardkit.files.strict_json import read_small
 from shardkit.formats.contract import absent
 from shardkit.formats.registry import directory_of
 from shardkit.operations.verify.result import SIZE, Report
-
-_NUM_REQUESTS = 16
 
 
 def check_stored(path: str, manifest_path: str | None, report: Report, progress: Progress) -> None:
@@ -49,21 +46,14 @@ def check_stored(path: str, manifest_path: str | None, report: Report, progress:
     wanted = list(_recorded(directory, manifest_path, report))
     progress.start(sum(file.size for _, file in wanted), "ask")
     try:
-        with ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="shardkit-requests") as pool:
-            asked = [pool.submit(writer_of(path).head, path_in(directory, name)) for name, _ in wanted]
-            try:
-                until_done(asked)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        answers = at_once(writer_of(path).head, [path_in(directory, name) for name, _ in wanted])
     finally:
         progress.finish()
     untold, unrecorded = list[str](), list[str]()
-    for (name, file), answer in zip(wanted, asked, strict=True):
+    for (name, file), stored in zip(wanted, answers, strict=True):
         crc = file.crc32 if isinstance(file, manifest.File) else None
         if isinstance(file, manifest.ShardFile):
             report.files.add(name)
-        stored = answer.result()
         if stored is None:
             report.problem("the manifest lists it, and there is no such object", file=name)
         elif stored.size != file.size:

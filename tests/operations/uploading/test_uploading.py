@@ -6,117 +6,26 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 import shardkit
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, UsageError
 from shardkit.files import stores, uploads
-from shardkit.files.remote import s3
 from shardkit.files.remote.writers import writer_of
 from shardkit.operations.uploading.place import check_target
+from tests.operations.uploading.conftest import MIB, WRITES, Served, fetch, local, objects
 from tests.training import models
 from tests.worlds import stores as servers
-
-MIB = 1 << 20
-ROWS, NUM_LAYERS = 1280, 6
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(ROWS, ROWS, bias=False) for _ in range(NUM_LAYERS))
-        self.last = nn.Linear(4, 4)
-
-
-class Served(NamedTuple):
-    """A server, and sources on this machine."""
-
-    home: Path
-    """With `hub` and `dcp`."""
-    proxy: servers.Proxy
-    root: str = f"s3://{servers.BUCKET}"
-    """The bucket."""
-
-
-@pytest.fixture(scope="module", params=servers.SERVERS)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    home = tmp_path_factory.mktemp("served")
-    with servers.reached(request.param, home) as proxy:
-        make(home)
-        yield Served(home, proxy)
-
-
-def make(home: Path) -> None:
-    torch.manual_seed(0)
-    (home / "hub").mkdir()
-    save_file(Model().state_dict(), home / "hub/model.safetensors", {"format": "pt"})
-    (home / "hub/config.json").write_text('{"hidden_size": 1280}')
-    (home / "hub/tokenizer_config.json").write_text('{"a": 1}')
-    shardkit.preshard(home / "hub", home / "dcp", world_size=2, wrap="none")
-
-
-@pytest.fixture(autouse=True)
-def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("SHARDKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(s3, "FIRST_WAIT_S", 0.0)
-    served = request.getfixturevalue("served") if "served" in request.fixturenames else None
-    if served is not None:
-        served.proxy.reset()
-    yield
-    if served is not None:
-        served.proxy.reset()
-    stores.forget()
 
 
 def without(content: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in keys}
-
-
-@pytest.fixture
-def out(request: pytest.FixtureRequest, served: Served) -> str:
-    """A place in the store that no other test uses."""
-    return f"{served.root}/{request.node.name.replace('[', '-').replace(']', '')}/out"
-
-
-WRITES: dict[str, Callable[..., Any]] = {
-    "preshard": lambda home, out, **more: shardkit.preshard(
-        f"{home}/hub", out, world_size=3, wrap="none", **more
-    ),
-    "reshard": lambda home, out, **more: shardkit.reshard(f"{home}/dcp", out, world_size=3, **more),
-    "consolidate": lambda home, out, **more: shardkit.consolidate(
-        f"{home}/dcp", out, base=f"{home}/hub", manifest=True, max_shard_size="20MB", **more
-    ),
-}
-
-
-def objects(out: str) -> dict[str, bytes]:
-    """Return everything below a place in the store."""
-    found = dict[str, bytes]()
-    for path, _ in writer_of(out).objects(out):
-        content = writer_of(out).get(path)
-        assert content is not None
-        found[path.removeprefix(out + "/")] = content[0]
-    return found
-
-
-def local(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-
-
-def fetch(out: str, directory: Path) -> Path:
-    """Copy everything below a place in the store to a directory."""
-    for name, data in objects(out).items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_bytes(data)
-    return directory
 
 
 def data_folder(found: dict[str, bytes]) -> str:
@@ -281,7 +190,6 @@ def test_files_of_somebody_else_are_not_replaced(served: Served, out: str) -> No
 def test_what_cannot_be_done_is_refused(served: Served, out: str) -> None:
     hub, dcp_ = served.home / "hub", served.home / "dcp"
     for message, call in {
-        "parts cannot write": lambda: shardkit.consolidate(dcp_, out, part="1/2"),
         "a store has none": lambda: shardkit.consolidate(dcp_, out, resume_from="x"),
         "push_to_hub": lambda: shardkit.consolidate(dcp_, out, push_to_hub="a/b"),
         "read only so far": lambda: shardkit.consolidate(dcp_, "hf://one/bucket/x"),
@@ -429,7 +337,7 @@ def test_a_run_that_failed_leaves_an_output_of_the_same_names(
         raise IntegrityError("the source is damaged")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run._Run, "_check_all", fails)
+        patch.setattr(run.StoredFiles, "check_all", fails)
         with pytest.raises(IntegrityError):
             WRITES["consolidate"](served.home, out, overwrite=True)
     assert objects(out) == whole
@@ -477,14 +385,14 @@ def test_a_file_that_somebody_removed_is_missed(
 ) -> None:
     from shardkit.operations.uploading import run
 
-    inner = run._Run._check_all
+    inner = run.StoredFiles.check_all
 
     def removed(self: Any) -> None:
-        writer_of(out).delete(self._path("__1_0.distcp"))
+        writer_of(out).delete(self.path("__1_0.distcp"))
         inner(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run._Run, "_check_all", removed)
+        patch.setattr(run.StoredFiles, "check_all", removed)
         with pytest.raises(IncompleteError, match=r"removed or replaced[^$]*__1_0\.distcp"):
             WRITES["preshard"](served.home, out)
     assert ".metadata" not in objects(out)

@@ -1,6 +1,5 @@
 """Outputs at `az://`, from Azurite (`npm install -g azurite`), and at `gs://`, by requests as Google documents them."""
 
-# ruff: noqa: F811
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -13,13 +12,8 @@ import shardkit
 from shardkit.errors import ResourceError
 from shardkit.files import uploads
 from shardkit.files.remote.writers import writer_of
+from tests.operations.uploading.conftest import WRITES, Served, make, objects
 from tests.operations.uploading.test_uploading import (  # noqa: F401
-    WRITES,
-    Served,
-    fresh,
-    make,
-    objects,
-    out,
     test_a_hub_model_has_the_bytes_of_a_local_one,
     test_a_run_that_failed_is_resumed,
     test_a_sharded_checkpoint_has_the_bytes_of_a_local_one,

@@ -1,0 +1,479 @@
+"""Parts that write into a store: in real processes, on real servers; some are killed, some come late."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import shardkit
+from shardkit.errors import IncompleteError, IntegrityError, ResourceError, UsageError
+from shardkit.files import storage, uploads
+from shardkit.files.remote import s3
+from shardkit.operations.parts.agreement import Agreement
+from shardkit.operations.uploading import in_store
+from tests.operations.uploading.conftest import MIB, WRITES, Served, fetch, objects
+from tests.torture.stores import Runs
+from tests.worlds import stores as servers
+
+SMALL = 5 * MIB
+"""The least that a part of a file may be: so small files have several."""
+MARKERS = {"consolidate": "model.safetensors.index.json"}
+
+
+@pytest.fixture(scope="module")
+def runs(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """A process that forks the command line."""
+    found = Runs(served.proxy, tmp_path_factory.mktemp("runs"))
+    yield found
+    found.close()
+
+
+def command(home: Path, verb: str, out: str, *more: str) -> list[str]:
+    """Return what is typed; each verb has four files or more."""
+    options = {
+        "preshard": [f"{home}/hub", out, "--world-size", "4", "--wrap", "none", "--layout", "declared"],
+        "reshard": [f"{home}/dcp", out, "--world-size", "4"],
+        "consolidate": [f"{home}/dcp", out, "--manifest", "--max-shard-size", "14MB", "--ask-class", "off"],
+    }
+    return [verb, *options[verb], "--no-progress", *more]
+
+
+def together(runs: Runs, commands: list[list[str]]) -> list[int]:
+    runs.begin(commands)
+    return runs.end()
+
+
+def parts_of(home: Path, verb: str, out: str, count: int, *more: str) -> list[list[str]]:
+    return [command(home, verb, out, f"--part={n}/{count}", *more) for n in range(1, count + 1)]
+
+
+@pytest.fixture(scope="module")
+def whole(served: Served, runs: Runs) -> dict[str, dict[str, bytes]]:
+    """By verb: what one process writes."""
+    found = {}
+    for verb in WRITES:
+        assert together(runs, [command(served.home, verb, f"{served.root}/whole-{verb}")]) == [0]
+        found[verb] = objects(f"{served.root}/whole-{verb}")
+    return found
+
+
+def data_puts(served: Served) -> list[str]:
+    """Return the names of files whose data were sent, one for each part of a file."""
+    return [
+        os.path.basename(seen.path.partition("?")[0])
+        for seen in served.proxy.seen
+        if seen.method == "PUT" and seen.sent_nbytes > MIB
+    ]
+
+
+@pytest.mark.parametrize("verb", WRITES)
+def test_parts_at_once_write_what_one_process_writes(
+    served: Served, runs: Runs, whole: dict[str, dict[str, bytes]], out: str, verb: str
+) -> None:
+    """A twin among them, one that comes late, and a commit that finds nothing to do."""
+    commands = parts_of(served.home, verb, out, 3)
+    assert together(runs, [*commands, commands[1]]) == [0, 0, 0, 0]
+    assert objects(out) == whole[verb]
+    assert not s3.uploads(out)
+    served.proxy.seen.clear()
+    assert together(runs, [commands[2], ["commit", out]]) == [0, 0]
+    assert not data_puts(served)
+    assert objects(out) == whole[verb]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_stock_torch_reads_what_parts_wrote(served: Served, runs: Runs, tmp_path: Path, out: str) -> None:
+    assert together(runs, parts_of(served.home, "preshard", out, 2)) == [0, 0]
+    want = load_file(served.home / "hub/model.safetensors")
+    state = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(str(fetch(out, tmp_path / "copy"))))
+    assert all(torch.equal(state[name], tensor) for name, tensor in want.items())
+    assert shardkit.verify(out, full=True).problems == ()
+
+
+@pytest.mark.parametrize("verb", WRITES)
+def test_a_part_that_was_killed_goes_on(
+    served: Served, runs: Runs, whole: dict[str, dict[str, bytes]], out: str, verb: str
+) -> None:
+    """Its finished file is not sent again, by itself or by another number of parts; nor is a part of a file that is there."""
+    mine = command(served.home, verb, out, "--part=1/2", "--jobs=1")
+    lock, state = threading.Lock(), {"noted": False, "killed": False}
+
+    def strikes(seen: servers.Seen) -> bool:
+        """Kill it once a file is noted, when it asks for the next thing."""
+        with lock:
+            if state["noted"] and not state["killed"]:
+                state["killed"] = True
+                os.kill(runs.children[0], signal.SIGKILL)
+            state["noted"] |= seen.method == "PUT" and "/done/" in seen.path
+        return False
+
+    served.proxy.strikes, served.proxy.faults[:] = strikes, ["500"]
+    runs.begin([mine])
+    assert runs.end() == [-signal.SIGKILL]
+    served.proxy.reset()
+    assert MARKERS.get(verb, ".metadata") not in objects(out)
+    finished = {
+        json.loads(data)["note"]["digest"]["name"] for name, data in objects(out).items() if "/done/" in name
+    }
+    assert finished
+    assert together(runs, parts_of(served.home, verb, out, 3)) == [0, 0, 0]
+    assert not finished & set(data_puts(served))
+    assert objects(out) == whole[verb]
+    assert not s3.uploads(out)
+
+
+def test_an_unfinished_upload_goes_on_in_the_same_part(
+    served: Served, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "PART_NBYTES", SMALL)
+    served.proxy.strikes = lambda seen: seen.method == "POST" and "uploadId" in seen.path  # to complete one
+    served.proxy.faults[:] = ["403"] * 20
+    with pytest.raises(ResourceError):
+        WRITES["consolidate"](served.home, out, part="1/2")
+    served.proxy.reset()
+    assert len(s3.uploads(out)) == 1
+    WRITES["consolidate"](served.home, out, part="1/2")
+    assert not data_puts(served)
+    WRITES["consolidate"](served.home, out, part="2/2")
+    assert shardkit.diff(out, served.home / "hub").is_equal
+
+
+@pytest.mark.parametrize("verb", ["preshard", "consolidate"])
+def test_of_two_that_commit_one_wins(
+    served: Served,
+    runs: Runs,
+    whole: dict[str, dict[str, bytes]],
+    out: str,
+    verb: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both send the marker at the same moment."""
+    leave_uncommitted(served, runs, verb, out)
+    marker, both, inner = MARKERS.get(verb, ".metadata"), threading.Barrier(2), served.proxy.under_way
+
+    def together_with(seen: servers.Seen) -> Any:
+        if seen.method == "PUT" and seen.path.endswith(f"/out/{marker}"):
+            both.wait(60)
+        return inner(seen)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.proxy, "under_way", together_with)
+        assert together(runs, [["commit", out]] * 2) == [0, 0]
+    assert not both.broken
+    assert objects(out) == whole[verb]
+
+
+def leave_uncommitted(served: Served, runs: Runs, verb: str, out: str, *more: str) -> None:
+    """Let parts write all, and the last one fail when it sends the marker."""
+    marker = MARKERS.get(verb, ".metadata")
+    served.proxy.strikes = lambda seen: seen.method == "PUT" and seen.path.endswith(f"/out/{marker}")
+    served.proxy.faults[:] = ["403"] * 20
+    commands = parts_of(served.home, verb, out, 2, *more)
+    assert together(runs, commands[:1]) == [0]
+    assert together(runs, commands[1:]) == [5]
+    served.proxy.reset()
+
+
+def test_a_commit_that_died_before_it_cleaned_up(
+    served: Served, runs: Runs, whole: dict[str, dict[str, bytes]], out: str
+) -> None:
+    """The marker is there, and so is what the parts shared; whoever comes next removes that."""
+    for late in (["commit", f"{out}-0/out"], command(served.home, "preshard", f"{out}-1/out", "--part=1/2")):
+        here = late[1] if late[0] == "commit" else late[2]
+        leave_uncommitted(served, runs, "preshard", here)
+        s3.put(
+            f"{here}/.metadata", whole["preshard"][".metadata"], uploads.crc32(whole["preshard"][".metadata"])
+        )
+        folder = next(name for name in whole["preshard"] if name.endswith("/shardkit.json")).partition("/")[0]
+        for name, data in whole["preshard"].items():
+            if name.startswith(folder) and not name.endswith(".distcp"):
+                s3.put(f"{here}/{name}", data, uploads.crc32(data))
+        assert together(runs, [late]) == [0]
+        assert objects(here) == whole["preshard"]
+
+
+def test_parts_with_another_plan_are_refused(served: Served, out: str) -> None:
+    WRITES["preshard"](served.home, out, part="1/2")
+    with pytest.raises(UsageError, match="parts of another plan are under way") as refused:
+        shardkit.preshard(served.home / "hub", out, world_size=4, wrap="none", part="2/2")
+    assert any("world_size: 3 there, 4 here" in line for line in refused.value.problems)
+    with pytest.raises(UsageError, match="parts of another plan"):
+        WRITES["preshard"](served.home, out, part="2/2", sha256=True)
+    with pytest.raises(UsageError, match="holds what is no part"):
+        WRITES["consolidate"](served.home, out, part="2/2")
+    WRITES["preshard"](served.home, out, part="2/2")
+    with pytest.raises(UsageError, match="exists"):
+        shardkit.preshard(served.home / "hub", out, world_size=4, wrap="none", part="2/2")
+
+
+@pytest.mark.parametrize("verb", ["preshard", "consolidate"])
+def test_parts_replace_an_output(
+    served: Served, runs: Runs, whole: dict[str, dict[str, bytes]], out: str, verb: str
+) -> None:
+    """The old one is there until the new one is, and its data stay for those who read it."""
+    shardkit.preshard(served.home / "hub", out, world_size=2, wrap="none") if verb == "preshard" else (
+        shardkit.consolidate(served.home / "dcp", out, max_shard_size="30MB", base=served.home / "hub")
+    )
+    old, marker = objects(out), MARKERS.get(verb, ".metadata")
+    commands = parts_of(served.home, verb, out, 2, "--overwrite")
+    assert together(runs, [command(served.home, verb, out, "--part=1/2")]) == [2]
+    assert together(runs, commands[:1]) == [0]
+    assert {name: data for name, data in objects(out).items() if name in old} == old
+    assert shardkit.verify(out, full=True).problems == ()
+    assert together(runs, commands[1:]) == [0]
+    found = objects(out)
+    assert found[marker] == whole[verb][marker]
+    assert {name: found.get(name) for name in whole[verb]} == whole[verb]
+    assert {name for name in old if "data-" in name or "model-" in name} <= found.keys()
+    assert together(runs, commands) == [0, 0]
+
+
+def test_an_output_that_somebody_else_made_meanwhile(served: Served, out: str) -> None:
+    """It is not replaced, unless the commit is asked to."""
+    WRITES["preshard"](served.home, out, part="1/3")
+    WRITES["preshard"](served.home, out, part="2/3")
+    shardkit.preshard(served.home / "hub", out, world_size=2, wrap="none")
+    other = objects(out)[".metadata"]
+    for part in ("3/3", "1/3"):
+        with pytest.raises(UsageError, match="exists"):
+            WRITES["preshard"](served.home, out, part=part)
+        with pytest.raises(UsageError, match="another run has written there") as refused:
+            WRITES["preshard"](served.home, out, part=part, overwrite=True)
+        assert "`shardkit commit" in (refused.value.hint or "")
+    with pytest.raises(IncompleteError, match="1 file of 3 is missing"):
+        shardkit.commit(out, overwrite=True)
+    assert objects(out)[".metadata"] == other
+    shardkit.status(out, abort=True)
+    for part in ("1/2", "2/2"):
+        WRITES["preshard"](served.home, out, part=part, overwrite=True)
+    assert json.loads(next(d for n, d in objects(out).items() if is_named(out, n)))["mesh"]["world_size"] == 3
+
+
+def is_named(out: str, name: str) -> bool:
+    """True for the manifest that belongs to the marker."""
+    found = s3.get(f"{out}/.metadata")
+    return (
+        name.endswith("/shardkit.json") and found is not None and name.partition("/")[0].encode() in found[0]
+    )
+
+
+def test_a_commit_replaces_what_came_meanwhile(served: Served, runs: Runs, out: str) -> None:
+    leave_uncommitted(served, runs, "preshard", out)
+    shardkit.preshard(served.home / "hub", out, world_size=2, wrap="none")
+    with pytest.raises(UsageError, match="exists"):
+        shardkit.commit(out)
+    assert not shardkit.commit(out, overwrite=True).by_another
+    (manifest,) = [data for name, data in objects(out).items() if is_named(out, name)]
+    assert json.loads(manifest)["mesh"]["world_size"] == 4
+    assert not [name for name in objects(out) if name.startswith(".shardkit-parts")]
+
+
+def test_status_shows_parts_and_gives_them_up(
+    served: Served, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WRITES["preshard"](served.home, out)
+    before = objects(out)
+
+    def again(part: str) -> None:
+        shardkit.reshard(served.home / "dcp", out, world_size=4, part=part, overwrite=True)
+
+    again("1/4")
+    served.proxy.strikes = lambda seen: seen.method == "POST" and "uploadId" in seen.path  # to complete one
+    served.proxy.faults[:] = ["403"] * 20
+    monkeypatch.setattr(uploads, "PART_NBYTES", SMALL)
+    with pytest.raises(ResourceError):
+        again("2/4")
+    served.proxy.reset()
+    status = shardkit.status(out)
+    (plan,) = status.plans
+    assert (plan.verb, plan.num_parts, plan.num_files, plan.finished_files) == ("reshard", 4, 4, 1)
+    assert [(part.part, part.is_done) for part in plan.parts] == [("1/4", True), ("2/4", False)]
+    assert [part for part, _, _ in plan.missing] == ["2/4", "3/4", "4/4"]
+    assert status.stored is not None
+    assert (status.stored.num_files, status.stored.num_uploads) == (1, 1)
+    with pytest.raises(IncompleteError, match="3 files of 4 are missing, of 3 parts"):
+        shardkit.commit(out)
+    assert shardkit.status(out, abort=True).aborted
+    assert objects(out) == before
+    assert not s3.uploads(out)
+    assert shardkit.status(out).plans == ()
+
+
+def test_a_part_that_is_given_up_meanwhile(served: Served, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with an error, and leaves neither a note nor an upload."""
+    inner = in_store.StoredStaging.write_note
+
+    def aborted(staging: in_store.StoredStaging, number: int, content: bytes) -> None:
+        shardkit.status(out, abort=True)
+        inner(staging, number, content)
+
+    monkeypatch.setattr(in_store.StoredStaging, "write_note", aborted)
+    with pytest.raises(IncompleteError, match="given up meanwhile"):
+        WRITES["preshard"](served.home, out, part="1/3", jobs=1)
+    assert not [name for name in objects(out) if ".shardkit-parts" in name or name == ".metadata"]
+    assert not s3.uploads(out)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_file_that_was_sent_once_more(served: Served, out: str, is_damaged: bool) -> None:
+    """A twin that ends late gives it another ETag; its note counts if the store says that its bytes are the same."""
+    WRITES["preshard"](served.home, out, part="1/3")
+    (path,) = [path for path, _ in s3.objects(out) if path.endswith(".distcp")]
+    found = s3.get(path)
+    there = s3.head(path)
+    assert found is not None
+    assert there is not None
+    data = bytearray(found[0])
+    data[MIB] ^= is_damaged
+    s3.put(path, bytes(data), uploads.crc32(data))
+    now = s3.head(path)
+    assert now is not None
+    assert now.etag != there.etag
+    served.proxy.seen.clear()
+    WRITES["preshard"](served.home, out, part="1/3")
+    assert bool(data_puts(served)) == (is_damaged or now.crc32 is None)
+    for part in ("2/3", "3/3"):
+        WRITES["preshard"](served.home, out, part=part)
+    assert shardkit.diff(out, served.home / "hub").is_equal
+
+
+def test_a_file_that_is_gone_is_missed(served: Served, runs: Runs, out: str) -> None:
+    leave_uncommitted(served, runs, "preshard", out)
+    s3.delete(next(path for path, _ in s3.objects(out) if path.endswith("__1_0.distcp")))
+    with pytest.raises(IncompleteError, match="1 file of 4 is missing, of 1 part"):
+        shardkit.commit(out)
+    assert ".metadata" not in objects(out)
+    for command_ in reversed(parts_of(served.home, "preshard", out, 2)):  # the second part lacks it
+        assert together(runs, [command_]) == [0]
+    assert shardkit.diff(out, served.home / "hub").is_equal
+
+
+def test_whoever_commits_reads_no_tensor(served: Served, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are cut along a later dim are read as a whole by one of the parts each, for their CRC-32."""
+    options: dict[str, Any] = {"mesh": "dp_shard=2,tp=2", "wrap": "none", "layout": "declared"}
+    options["parallel_rules"] = ["layers.[024]=rowwise", "layers.[135]=colwise"]
+    shardkit.preshard(served.home / "hub", f"{out}-whole", **options)
+    served.proxy.strikes = lambda seen: seen.method == "PUT" and seen.path.endswith("/out/.metadata")
+    served.proxy.faults[:] = ["403"] * 20
+    shardkit.preshard(served.home / "hub", out, part="1/2", **options)
+    with pytest.raises(ResourceError):
+        shardkit.preshard(served.home / "hub", out, part="2/2", **options)
+    served.proxy.reset()
+    read, preadv = list[int](), storage.preadv
+
+    def counted(fd: int, buffers: Sequence[Any], start: int) -> int:
+        read.append(preadv(fd, buffers, start))
+        return read[-1]
+
+    monkeypatch.setattr(storage, "preadv", counted)
+    shardkit.commit(out)
+    assert sum(read) < MIB
+    assert objects(out) == objects(f"{out}-whole")
+
+
+def test_a_part_asks_for_its_own_notes_alone(served: Served, out: str) -> None:
+    options: dict[str, Any] = {"world_size": 60, "wrap": "none", "layout": "declared"}
+    num_files = len(shardkit.preshard(served.home / "hub", out, dry_run=True, **options).file_bytes)
+    shardkit.preshard(served.home / "hub", out, part="1/2", **options)
+    served.proxy.seen.clear()
+    assert shardkit.preshard(served.home / "hub", out, part="1/20", **options).part is not None
+    assert len([seen for seen in served.proxy.seen if "/done/" in seen.path and seen.method == "GET"]) <= 3
+    assert len(served.proxy.seen) < 6 * num_files / 20 + 30
+
+
+def test_the_sha256_of_files_that_parts_wrote(served: Served, out: str) -> None:
+    for verb, write in WRITES.items():
+        for part in ("1/2", "2/2"):
+            write(served.home, f"{out}-{verb}", part=part, sha256=True)
+        write(served.home, f"{out}-{verb}-whole", sha256=True)
+        assert objects(f"{out}-{verb}") == objects(f"{out}-{verb}-whole")
+
+
+def test_a_pool_writes_into_a_store(served: Served, out: str) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        result = shardkit.reshard(served.home / "dcp", out, world_size=3, executor=pool, num_parts=3)
+    assert (result.part, result.output) == (None, out)
+    assert shardkit.diff(out, served.home / "hub").is_equal
+    assert not [name for name in objects(out) if ".shardkit-parts" in name]
+
+
+def test_a_manifest_file_and_a_check(served: Served, tmp_path: Path, out: str) -> None:
+    """They work as on a disk: whoever commits writes the file, and each part checks its own tensors."""
+    made = tmp_path / "manifest.json"
+    for part in ("1/2", "2/2"):
+        assert not made.exists()
+        WRITES["consolidate"](served.home, out, part=part, manifest_file=made, check=True)
+    assert made.read_bytes() == objects(out)["shardkit.json"]
+    WRITES["consolidate"](served.home, out, part="1/2", manifest_file=made, check=True)
+
+
+def test_a_damaged_source_is_refused(served: Served, tmp_path: Path, out: str) -> None:
+    (tmp_path / "dcp").mkdir()
+    for path in (served.home / "dcp").iterdir():
+        data = bytearray(path.read_bytes())
+        if path.name == "__1_0.distcp":
+            data[MIB] ^= 1
+        (tmp_path / "dcp" / path.name).write_bytes(data)
+    said = []
+    for number in (1, 2):
+        try:
+            shardkit.consolidate(tmp_path / "dcp", out, max_shard_size="20MB", part=f"{number}/2")
+        except IntegrityError as error:
+            said.append(str(error))
+    assert said
+    assert "model.safetensors.index.json" not in objects(out)
+    assert not s3.uploads(out)
+
+
+def test_what_a_record_in_a_store_may_not_ask_for(
+    served: Served, runs: Runs, out: str, tmp_path: Path
+) -> None:
+    """Whoever may write there may have written it: it runs no code, and writes no file on this machine."""
+    leave_uncommitted(served, runs, "preshard", out)
+    (record,) = [path for path, _ in s3.objects(out) if path.endswith("plan.json")]
+    found = s3.get(record)
+    assert found is not None
+    for option, value in {
+        "trust_remote_code": True,
+        "wrap": "os:abort",
+        "manifest_file": str(tmp_path / "x"),
+    }.items():
+        content = json.loads(found[0])
+        content["command"]["options"][option] = value
+        if option == "manifest_file":
+            content["command"]["verb"] = "consolidate"
+            content["command"]["options"] = {"checkpoint": "x", option: value}
+        data = json.dumps(content).encode()
+        s3.put(record, data, uploads.crc32(data))
+        with pytest.raises(UsageError, match="no record in a store is believed"):
+            shardkit.commit(out)
+    assert Agreement.parse(found[0], "plan.json").num_parts == 2
+
+
+def test_what_parts_cannot_do_in_a_store(served: Served, out: str) -> None:
+    served.proxy.drops = ("if-none-match", "if-match")
+    with pytest.raises(UsageError, match="the store ignores conditions"):
+        WRITES["preshard"](served.home, out, part="1/2")
+    with pytest.raises(UsageError, match="part goes without allow_unsafe_store=True"):
+        WRITES["preshard"](served.home, out, part="1/2", allow_unsafe_store=True)
+    with pytest.raises(UsageError, match="push_to_hub"):
+        WRITES["consolidate"](served.home, out, part="1/2", push_to_hub="a/b")
+    with pytest.raises(UsageError, match="no part was begun"):
+        shardkit.commit(out)
+    with pytest.raises(UsageError, match="parts cannot write into this store"):
+        WRITES["preshard"](served.home, "gs://bucket/out", part="1/2")
+    with pytest.raises(UsageError, match="read only"):
+        shardkit.commit("hf://a/b")
+    assert not objects(out)
