@@ -250,7 +250,7 @@ def text(key: str, value: object) -> str:
         return f"{key} {value}"
     if key.endswith("_bytes"):
         return f"{key[:-6]} {value / 2**20:.1f} MiB"
-    if key.endswith("_s"):
+    if key.endswith("_s") and not key.endswith("_per_s"):
         return f"{key[:-2]} {value:.3g} s"
     return f"{key} {value:.4g}"
 
