@@ -99,7 +99,11 @@ ROWS = {
         {STARTS: ("tests/distributed/test_profiles_verl.py",)},
         ("verl_fsdp1_w3", "verl_fsdp2_w2", "verl_fsdp2_lora_w2"),
     ),
-    "DeepSpeed": Row(("deepspeed",), {}, ("deepspeed_zero3_bf16_w2",)),
+    "DeepSpeed": Row(
+        ("deepspeed",),
+        {TO_HUB: ("tests/guides/test_guides.py::test_what_deepspeed_saves",)},
+        ("deepspeed_zero3_bf16_w2",),
+    ),
     "NeMo Automodel": Row(("nemo-automodel",), {}, ("nemo_automodel_safetensors_w2",)),
     "torchtune": Row(("torchtune",), {}, ("torchtune_llama3_w2",)),
     "mini_trainer": Row(
