@@ -71,9 +71,9 @@ def reading(job: Job, model: Model, workers: int, of: Constants) -> tuple[float,
 
 
 def writing(job: Job, model: Model, of: Constants) -> float:
-    """Return the PUTs: the parts, the beginning and the end of each file, and the commit."""
+    """Return the PUTs: the parts, the beginning, the end and the note of each file, and the commit."""
     parts = max(ceil(model["bytes"] / of["part_bytes"]), job.num_written_files)
-    return parts + 2 * job.num_written_files + 1
+    return parts + 3 * job.num_written_files + 1
 
 
 def seconds(job: Job, model: Model, workers: int, rate: float, of: Constants, *, is_store: bool) -> float:
