@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed has been compiled before
 TORCH = "import resource, torch; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
 
 Found = dict[str, float]
