@@ -345,7 +345,7 @@ class _Shared(Generic[A]):
             f"{escape(self._directory)}: {count(len(missing), 'answer')} of {len(agreement.files)} "
             f"{'is' if len(missing) == 1 else 'are'} missing, of {count(len(parts), 'part')}",
             problems=[
-                f"part {each}: {count(number, 'answer')}; {agreement.command_of(each)}"
+                f"part {each}: {count(number, 'answer')}; {agreement.command_of(each, answers=self._directory)}"
                 for each, number in parts
             ],
             hint="run these parts; the last of them to finish makes the report",

@@ -230,12 +230,14 @@ class Agreement:
         if changed:
             yield f"what is made of it: {', '.join(changed)}"
 
-    def command_of(self, part: Part) -> str:
-        """Return what to type to carry out a part."""
+    def command_of(self, part: Part, **where: str) -> str:
+        """Return what to type to carry out a part; in Python also where it goes, as `output` or `answers`."""
         if self.typed:
             return f"{self.typed} --part {part}"
-        options = ", ".join(f"{name}={value!r}" for name, value in self.command.options.items() if value)
-        return f"shardkit.{self.command.verb}({options}, part={str(part)!r})"
+        options = {**self.command.options, **where, "part": str(part)}
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
+        verb = self.command.verb
+        return f"shardkit.{'write_manifest' if verb == 'manifest' else verb}({given})"
 
     def missing_parts(self, files: Sequence[int], weights: Sequence[int] = ()) -> list[tuple[Part, int]]:
         """Return the parts that lack something, with how many files each lacks; or weights, if any has no factors.

@@ -38,10 +38,9 @@ def test_parts_and_commit_from_another_directory(
     assert (first.part.num_files, first.part.finished_files, first.part.missing) == (2, 2, ("2/2",))
     assert not out.exists()
     (plan,) = shardkit.status(out).plans
-    assert plan.missing[0][2].startswith("shardkit.preshard(source=")
     with pytest.raises(IncompleteError, match=r"2 files of 4 are missing, of 1 part"):
         shardkit.commit(out)
-    last = preshard(Path("model"), Path("out"), "2/2", sha256=True)
+    last = eval(plan.missing[0][2])  # what it says to type does it
     assert last.part is not None
     assert last.part.is_committed
     assert files(out) == whole
