@@ -172,7 +172,7 @@ def put_if(path: str, data: bytes, crc: int, etag: str | None) -> bool:
             is_condition = isinstance(error, _Refused) and (error.status, error.code) in (
                 (412, "ConditionNotMet"),
                 (409, "BlobAlreadyExists"),
-                (404, "BlobNotFound"),
+                *([(404, "BlobNotFound")] if etag is not None else []),
             )
             if is_condition:
                 return is_unclear and has(path, data)

@@ -329,7 +329,8 @@ def put_if(path: str, data: bytes, crc: int, etag: str | None) -> bool:
             raise
         except Exception as error:
             code, status = _said(error)
-            if status == 412 or (status == 404 and code != "NoSuchBucket"):
+            is_gone = status == 404 and code != "NoSuchBucket" and etag is not None
+            if status == 412 or is_gone:
                 return is_unclear and has(path, data)
             is_conflict = status == 409  # somebody else is writing it at this moment
             if not is_conflict and not _may_pass(error):

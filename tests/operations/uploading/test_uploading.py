@@ -286,6 +286,19 @@ def test_what_is_spoiled_on_the_way_is_sent_again(served: Served, out: str) -> N
     assert shardkit.verify(out, full=True).problems == ()
 
 
+@pytest.mark.parametrize("name", ["shardkit.json", "model.safetensors.index.json"])
+def test_a_file_that_is_refused_as_not_found_is_no_success(served: Served, out: str, name: str) -> None:
+    """Only a condition that does not hold says that there is one already."""
+    served.proxy.strikes = lambda seen: seen.method == "PUT" and seen.path.partition("?")[0].endswith(name)
+    served.proxy.faults[:] = ["404"] * 20
+    with pytest.raises(ResourceError, match="HTTP 404"):
+        WRITES["consolidate"](served.home, out)
+    assert "model.safetensors.index.json" not in objects(out)
+    served.proxy.reset()
+    WRITES["consolidate"](served.home, out)
+    assert {name, "model.safetensors.index.json"} <= objects(out).keys()
+
+
 def same_tensors(one: Path, other: Path) -> bool:
     sides = [
         {
