@@ -18,3 +18,5 @@ def test_a_writer_that_is_killed_leaves_the_old_output_or_the_new_one(kind: str,
             pytest.skip(f"{kind} is not installed: {PACKAGES[kind]}")
         for number in range(4):
             stores.attempt(store, number)
+        for number in range(4):
+            stores.attempt_parts(store, number)

@@ -203,6 +203,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _hand_on(self) -> None:
         proxy, body = self.server.proxy, self._body()
+        if body is None:  # as a store: half of an object is none
+            self._cut()
+            return
         seen = Seen(self.command, self.path, self.headers.get("Range") or "", len(body))
         fault = proxy.fault_for(seen)
         with proxy.under_way(seen):
@@ -231,9 +234,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _hand_on
 
-    def _body(self) -> bytes:
+    def _body(self) -> bytes | None:
         if "chunked" not in (self.headers.get("Transfer-Encoding") or ""):
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            length = int(self.headers.get("Content-Length") or 0)
+            data = self.rfile.read(length)
+            return data if len(data) == length else None  # whoever sent it was killed meanwhile
         pieces = list[bytes]()
         while nbytes := int(self.rfile.readline().split(b";")[0], 16):
             pieces.append(self.rfile.read(nbytes))
