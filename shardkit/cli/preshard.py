@@ -257,6 +257,8 @@ def _factors(osft: OsftResult, *, dry_run: bool) -> Iterator[tuple[str, str]]:
         f"{count(osft.num_workers, 'process', 'processes')}, {format_size(osft.memory_bytes)} of memory, about "
         f"{_duration(osft.expected_s)} at {osft.operations_per_s / 1e9:.0f}e9 operations/s for each core",
     )
+    if osft.record_bytes:
+        yield "local disk", f"{format_size(osft.record_bytes)} of factors, until the output is in its store"
 
 
 def _duration(seconds: float) -> str:

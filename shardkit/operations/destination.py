@@ -217,17 +217,24 @@ def default_output(label: str, source: str | None, mesh: Mesh) -> str:
 
 
 def free_bytes(path: str) -> int:
-    """Return the bytes that are free for this user on a destination's file system."""
-    return storage.disk_usage(os.path.dirname(path)).free
+    """Return the bytes that are free for this user on a destination's file system. Its directory may be missing."""
+    return storage.disk_usage(storage.nearest_existing(os.path.dirname(path))).free
 
 
-def check_space(path: str, needed_bytes: int, *, resume_from: str | None = None) -> None:
+def check_space(
+    path: str,
+    needed_bytes: int,
+    *,
+    resume_from: str | None = None,
+    hint: str = "free some space or choose another file system",
+) -> None:
     """Refuse to begin what cannot end. The leftovers of dead runs beside `path` count as free.
 
     Args:
         path: absolute.
         needed_bytes: room for everything that is to be written.
         resume_from: the staging directory to resume from; it counts as free too.
+        hint: what to do if there is less.
 
     Raises:
         ResourceError: there is less room; the message has both sizes.
@@ -237,7 +244,7 @@ def check_space(path: str, needed_bytes: int, *, resume_from: str | None = None)
         raise ResourceError(
             f"No space left for {escape(path)}: {format_size(needed_bytes)} ({needed_bytes} bytes) are needed, "
             f"{format_size(free)} ({free} bytes) are available",
-            hint="free some space or choose another file system",
+            hint=hint,
         )
 
 

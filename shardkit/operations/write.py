@@ -44,6 +44,7 @@ from shardkit.operations.parts.divided import Describer, Divided, PartResult
 from shardkit.operations.parts.factors import DividedWithFactors, FactoredJob, weights_of
 from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
 from shardkit.operations.parts.part import Part
+from shardkit.operations.uploading.factors import ELSEWHERE, FactoredUpload
 from shardkit.operations.uploading.in_store import DividedInStore
 from shardkit.operations.uploading.place import Target, check_target
 from shardkit.operations.uploading.run import Describe, Upload, check_beside
@@ -52,7 +53,14 @@ from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.factors.fill import Filling
 from shardkit.transfer.images import ImageSet
-from shardkit.transfer.journal import Journal, is_journal_of, read_finished, read_plan_hash, read_targets
+from shardkit.transfer.journal import (
+    Journal,
+    adopted,
+    is_journal_of,
+    read_finished,
+    read_plan_hash,
+    read_targets,
+)
 from shardkit.transfer.plan import TransferPlan
 
 DIGESTS = ("crc32", "none")
@@ -327,6 +335,8 @@ class Writer:
         self.writing = writing
         self.has_committed = False
         """True once this process has made the output."""
+        self.record_bytes = 0
+        """Factors that lie on the local disk until an output is in its store."""
         self._ahead: Ahead[Any] | None = None
         self._before: tuple[int, int] | None = None
         self._target: Target | None = None
@@ -499,14 +509,16 @@ class Writer:
 
     def _into_store(self, job: Job, describe: Describe, target: Target, factors: FactoredJob | None) -> None:
         """Write a job's output into a store; errors as `Upload.run`."""
-        if factors is not None:
+        if factors is not None and self.writing.share is not None:
             raise UsageError(
-                f"{escape(target.path)}: factors are computed in files on a disk, and cannot go into a store so far",
-                hint="write into a local directory, and copy it with shardkit reshard",
+                f"{escape(target.path)}: parts share factors on a disk, and cannot compute them for a store so far",
+                hint="leave --part out; or write into a local directory that all parts see, and copy that with the store's "
+                "own tool",
             )
         plan = job.plan.in_order()
         self.options = self.options.into_store(max((image.size for image in plan.images), default=0))
-        upload = Upload(
+        upload: Upload | FactoredUpload
+        upload = plain = Upload(
             target=target,
             plan=plan,
             plan_hash=self.hash_in_store(job),
@@ -519,12 +531,16 @@ class Writer:
             overwrites=self.writing.overwrite,
             is_unsafe=self.writing.allow_unsafe_store,
         )
+        if factors is not None:
+            upload = FactoredUpload(plain, factors)
+            check_space(upload.place, upload.record_bytes, hint=ELSEWHERE)
+            self._moved, self.record_bytes = upload.plan, upload.record_bytes
         part, source, finished = None, CheckedSource(), 0
         if self.writing.share is not None:
-            part, source = self._share_in_store(job, upload, self.writing.share)
+            part, source = self._share_in_store(job, plain, self.writing.share)
             finished = 0 if part is None else part.resumed_files
         elif not self.writing.dry_run:
-            check = SourceCheck(plan.catalog) if self.options.check_source else None
+            check = SourceCheck(upload.plan.catalog) if self.options.check_source else None
             finished = upload.run(check)
             source = _summary(check, plan, self.options)
             self.has_committed = True
@@ -763,7 +779,7 @@ class Writer:
     def _staging(self, plan_hash: str, resume_from: str | None) -> Staging:
         """Take over what a dead run of this plan left, or begin anew."""
         if resume_from is None:
-            return (_adopted(self.path, plan_hash) if self.writing.resume else None) or Staging.create(
+            return (adopted(self.path, plan_hash) if self.writing.resume else None) or Staging.create(
                 self.path
             )
         staging = Staging.adopt(self.path, resume_from)
@@ -804,16 +820,6 @@ def _check_resume_from(resume_from: str, path: str, plan_hash: str, *, resume: b
             hint="give what was given then, or begin anew without --resume-from",
         )
     return found
-
-
-def _adopted(path: str, plan_hash: str) -> Staging | None:
-    """Take over a dead run's staging directory if it was carrying out this very plan."""
-    for leftover in abandoned(path):
-        if read_plan_hash(journal_of(leftover)) == plan_hash:
-            staging = Staging.adopt(path, leftover)
-            if staging is not None:
-                return staging
-    return None
 
 
 def _finished(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from shardkit.errors import ShardkitError
 from shardkit.files import storage
+from shardkit.files.staging import Staging, abandoned, journal_of
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.stream import read_back
@@ -93,6 +94,16 @@ def _read_header(path: str) -> _Header:
 def read_plan_hash(path: str) -> str | None:
     """Return the plan hash of a journal; None if there is no readable journal."""
     return _read_header(path).plan
+
+
+def adopted(destination: str, plan_hash: str) -> Staging | None:
+    """Take over a dead run's staging directory if it was carrying out this very plan."""
+    for leftover in abandoned(destination):
+        if read_plan_hash(journal_of(leftover)) == plan_hash:
+            staging = Staging.adopt(destination, leftover)
+            if staging is not None:
+                return staging
+    return None
 
 
 def read_finished(

@@ -120,6 +120,7 @@ OSFT = OsftResult(
     expected_s=1920.0,
     operations_per_s=12e9,
     num_resumed=3,
+    record_bytes=0,
     max_error=4e-8,
     max_orthogonality=2e-8,
 )

@@ -16,6 +16,7 @@ from shardkit.files.shared_store import shared_in_store
 from shardkit.files.staging import identity_of, remove_abandoned
 from shardkit.operations.parts.agreement import Staging
 from shardkit.operations.parts.on_disk import absolute
+from shardkit.operations.uploading.factors import remove_records
 from shardkit.operations.uploading.status import MARKERS, StoredStatus, remove_uncommitted, uncommitted
 
 
@@ -95,6 +96,7 @@ class _Store:
 
     def give_up(self) -> None:
         remove_uncommitted(self.path)
+        remove_records(self.path)
 
 
 def place_of(output: str | os.PathLike[str]) -> Place:

@@ -298,7 +298,7 @@ def preshard(
     facts = {**writer.facts(job.warnings)}
     became = facts["part"]
     mine = share if isinstance(share, Part) and not (became and became.is_committed) else None
-    facts["osft"] = None if run is None else run.result(mine)
+    facts["osft"] = None if run is None else run.result(mine, record_bytes=writer.record_bytes)
     result = _result(job, source, facts, shares_extents=room.shared_bytes > job.plan.written_bytes // 2)
     return replace(result, holdings=hold_job(job)) if holdings else result
 

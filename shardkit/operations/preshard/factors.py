@@ -78,6 +78,8 @@ class OsftResult:
     """For all targets, with these processes on a core each."""
     operations_per_s: float
     """What that is reckoned with."""
+    record_bytes: int
+    """Of factors on the local disk, in shardkit's cache directory, until the output is in its store; 0 without a store."""
     num_resumed: int
     """Weights that an interrupted run had computed."""
     max_error: float | None
@@ -167,11 +169,12 @@ class OsftRun:
         self.measured.update(FactorRun(self.factoring, filling).run())
         return {name: crc for each in self.measured.values() for name, crc in each.whole.items()}
 
-    def result(self, part: Part | None) -> OsftResult:
+    def result(self, part: Part | None, *, record_bytes: int) -> OsftResult:
         """Return what it costs, and how good it is if it has run.
 
         Args:
             part: whose weights are meant; None for all.
+            record_bytes: as in the result.
         """
         targets = [weight.target for weight in self.factoring.weights]
         if part is not None:
@@ -186,6 +189,7 @@ class OsftRun:
             memory_bytes=sum(largest),
             expected_s=round(max([sum(seconds) / workers, *seconds]), 3),
             operations_per_s=OPERATIONS_PER_S,
+            record_bytes=record_bytes,
             num_resumed=sum(each.is_resumed for each in found),
             max_error=max(each.error for each in found) if is_known else None,
             max_orthogonality=max(each.orthogonality for each in found) if is_known else None,

@@ -70,6 +70,8 @@ class Upload:
     overwrites: bool
     is_unsafe: bool
     """Write into a store that has no conditional requests."""
+    computed: str = ""
+    """Stands for what was computed for the files; a run goes on only with files that were made of the same."""
 
     def run(self, check: SourceCheck | None) -> int:
         """Write everything.
@@ -218,13 +220,13 @@ class _Run:
     def __init__(self, upload: Upload, check: SourceCheck | None) -> None:
         self._upload, self._check = upload, check
         self._files = StoredFiles(upload)
-        self._notes = Notes(upload.target.path, upload.plan_hash, resume=upload.resume)
+        self._notes = Notes(upload.target.path, upload.plan_hash + upload.computed, resume=upload.resume)
         self._session = Session(
             self._files.directory, known=self._notes.begun, on_begin=self._notes.add_upload
         )
 
     def run(self) -> int:
-        upload, files, shown = self._upload, self._files, escape(self._upload.target.path)
+        upload, files = self._upload, self._files
         try:
             upload.progress.start(upload.plan.hole_bytes, upload.verb)
             finished = self._finished()
@@ -235,11 +237,8 @@ class _Run:
         except KeyboardInterrupt as interrupt:
             if files.marker is not None and writer_of(files.marker_path).has(files.marker_path, files.marker):
                 return len(finished)
-            raise Interrupted(
-                f"interrupted: {shown} was not made; what was finished is kept in the store",
-                signum=getattr(interrupt, "signum", signal.SIGINT),
-                hint=f"run the same command again to resume, or give it up: "
-                f"`shardkit status {shlex.quote(upload.target.path)} --abort`",
+            raise interrupted(
+                interrupt, upload.target, "what was finished is kept in the store"
             ) from interrupt
         except (IncompleteError, ResourceError):
             raise
@@ -295,6 +294,22 @@ class _Run:
                 check=check,
             )
             descriptions.finish(*execution.run())
+
+
+def interrupted(interrupt: KeyboardInterrupt, target: Target, kept: str) -> Interrupted:
+    """Return what a signal is reported as.
+
+    Args:
+        interrupt: by a signal.
+        target: what was being written.
+        kept: says what is left for the next run.
+    """
+    return Interrupted(
+        f"interrupted: {escape(target.path)} was not made; {kept}",
+        signum=getattr(interrupt, "signum", signal.SIGINT),
+        hint=f"run the same command again to resume, or give it up: "
+        f"`shardkit status {shlex.quote(target.path)} --abort`",
+    )
 
 
 def check_beside(path: str, files: Mapping[str, Callable[[], bytes]]) -> None:

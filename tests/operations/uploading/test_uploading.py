@@ -194,9 +194,6 @@ def test_what_cannot_be_done_is_refused(served: Served, out: str) -> None:
         "push_to_hub": lambda: shardkit.consolidate(dcp_, out, push_to_hub="a/b"),
         "read only so far": lambda: shardkit.consolidate(dcp_, "hf://one/bucket/x"),
         "profile='verl'": lambda: shardkit.preshard(hub, out, world_size=2, profile="verl"),
-        "factors are computed": lambda: shardkit.preshard(
-            hub, out, world_size=2, wrap="none", osft=shardkit.OsftPlan(ratio=0.5, targets=("layers.*",))
-        ),
         "lies inside the source": lambda: check_target(f"{out}/x", out, ".metadata", overwrite=False),
     }.items():
         with pytest.raises(UsageError, match=message):

@@ -1,0 +1,154 @@
+"""Factors for files that go into a store: computed into records on the local disk, which are a source like any other.
+
+    CACHE/factors/.<of the output>.shardkit-<owner>/    a staging directory: the journal has a line for each weight
+                                               data/    a record of each weight
+
+What is sent is written front to back, and a weight has parts in all files: so factors need a place where they wait. A run
+that was killed leaves it to the next one of the same plan on this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardkit.core.text import escape
+from shardkit.errors import IncompleteError, Interrupted, ResourceError
+from shardkit.files import cache, storage
+from shardkit.files.staging import Staging, remove_abandoned
+from shardkit.operations.parts.factors import FactoredJob
+from shardkit.operations.uploading.run import Upload, check_conditions, interrupted
+from shardkit.transfer.checks import SourceCheck
+from shardkit.transfer.factors.catalog import plan_records
+from shardkit.transfer.factors.fill import Filling
+from shardkit.transfer.journal import Journal, adopted, read_targets
+from shardkit.transfer.plan import build_plan
+
+_FOLDER = "factors"
+ELSEWHERE = (
+    f"factors wait on the local disk until they are sent; {cache.VARIABLE}=DIRECTORY has them elsewhere"
+)
+"""What to do where they cannot be written."""
+
+
+class FactoredUpload:
+    """An upload of files that have factors.
+
+    Args:
+        upload: what would be written if somebody had filled the holes for factors.
+        job: what is to be computed.
+    """
+
+    def __init__(self, upload: Upload, job: FactoredJob) -> None:
+        self._job, self._records = job, plan_records(upload.plan.catalog, job.factoring.weights)
+        self.plan = build_plan(upload.plan.images, self._records.catalog).in_order()
+        """Of the files; factors are read from records."""
+        self.record_bytes = sum(image.size for image in self._records.images)
+        """Size of all records."""
+        self._upload = replace(upload, plan=self.plan)
+
+    @property
+    def place(self) -> str:
+        """The path beside which the records will lie; it and its directory need not exist."""
+        return os.path.join(_directory() or tempfile.gettempdir(), _name(self._upload.target.path))
+
+    def run(self, check: SourceCheck | None) -> int:
+        """Compute what has no record yet, and write everything; as `Upload.run`.
+
+        Raises:
+            SourceError, IntegrityError, IncompleteError: as `FactorRun.run`; and whatever `Upload.run` raises.
+            ResourceError: the local disk fails.
+        """
+        if not self._upload.is_unsafe:
+            check_conditions(self._upload.target.path)  # before hours of computing
+        with self._staging() as staging:
+            computed = self._compute(staging, check)
+            return replace(self._upload, computed=computed).run(check)
+
+    @contextlib.contextmanager
+    def _staging(self) -> Iterator[Staging]:
+        """Give the directory of the records; it stays for the next run where what was sent does."""
+        output, plan_hash = self._upload.target.path, self._upload.plan_hash
+        with _made_directory() as directory:
+            place = os.path.join(directory, _name(output))
+            staging = (adopted(place, plan_hash) if self._upload.resume else None) or Staging.create(place)
+            try:
+                remove_abandoned(place)  # of other plans, or to begin anew
+                yield staging
+            except KeyboardInterrupt as interrupt:
+                staging.release()
+                raise interrupted(interrupt, self._upload.target, "what was computed is kept") from interrupt
+            except (IncompleteError, Interrupted, ResourceError):
+                staging.release()
+                raise
+            except BaseException:
+                staging.discard()
+                raise
+            staging.discard()
+
+    def _compute(self, staging: Staging, check: SourceCheck | None) -> str:
+        """Compute the factors, and let the plan read them; return what stands for all of them."""
+        progress, records = self._upload.progress, self._records
+        try:
+            progress.start(
+                sum(weight.target.factors_nbytes for weight in self._job.factoring.weights),
+                f"{self._upload.verb}, factors",
+            )
+            with contextlib.closing(
+                Journal(staging.journal, self._upload.plan_hash, staging.data)
+            ) as journal:
+                filling = Filling(
+                    plan=records,
+                    directory=staging.data,
+                    journal=journal,
+                    earlier=read_targets(staging.journal, staging.data),
+                    finished=(),
+                    check=check,
+                    advance=progress.advance,
+                )
+                crcs = self._job.fill(filling)
+        except OSError as error:
+            raise ResourceError(f"cannot write to {escape(staging.path)}: {error.strerror}") from error
+        finally:
+            progress.finish()
+        records.lie_at([os.path.join(staging.data, image.name) for image in records.images])
+        return hashlib.sha256(json.dumps(sorted(crcs.items())).encode()).hexdigest()
+
+
+def remove_records(output: str) -> None:
+    """Remove what dead runs on this machine have computed for an output that they did not make."""
+    directory = _directory()
+    if directory is not None:
+        remove_abandoned(os.path.join(directory, _name(output)))
+
+
+def _name(output: str) -> str:
+    return hashlib.sha256(output.encode()).hexdigest()[:16]
+
+
+def _directory() -> str | None:
+    """Return where the records of all outputs lie; None if nothing is kept between runs."""
+    home = cache.home()
+    return None if home is None else os.path.join(home, _FOLDER)
+
+
+@contextlib.contextmanager
+def _made_directory() -> Iterator[str]:
+    """Give the directory of all records, or one that lasts as long as this run."""
+    directory = _directory()
+    if directory is None:
+        with tempfile.TemporaryDirectory(prefix="shardkit-") as temporary:
+            yield temporary
+        return
+    try:
+        storage.make_directories(os.path.dirname(directory))
+        with contextlib.suppress(FileExistsError):
+            storage.mkdir(directory, 0o700)
+    except OSError as error:
+        raise ResourceError(f"cannot write {escape(directory)}: {error.strerror}", hint=ELSEWHERE) from error
+    yield directory
