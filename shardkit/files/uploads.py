@@ -182,6 +182,7 @@ class _File:
     def _send_part(self, number: int, data: bytes) -> Part:
         crc = int(crc32(data))
         if self._upload is None:  # all of it is one part
+            self.session.before_object()
             stored = self._store.put(self.path, data, crc)
             self.session.count(len(data), 0)
             return Part(1, len(data), stored.etag, crc)
@@ -202,6 +203,7 @@ class _File:
     def finish(self) -> Stored:
         """Send what is left, wait for all of it, and make the object."""
         if self._size == 0:
+            self.session.before_object()
             return self._store.put(self.path, b"", 0)._replace(crc32=0)
         self.settle(0, self._size)
         parts = sorted(part.result() for part in self._parts)
@@ -211,6 +213,7 @@ class _File:
         self.close()
         if self._upload is None:
             return Stored(self._size, parts[0].etag, crc)
+        self.session.before_object()
         return self._store.complete(self.path, self._upload, parts, crc)._replace(crc32=crc)
 
     def abort(self) -> None:
@@ -260,6 +263,7 @@ class Session:
         directory: of a store.
         known: uploads that an earlier run began, by path.
         on_begin: told of each upload that is begun; called from any thread.
+        before_object: called before each object is made, from any thread; raises if none may be made any more.
     """
 
     def __init__(
@@ -268,8 +272,10 @@ class Session:
         *,
         known: Mapping[str, Begun] = MappingProxyType({}),
         on_begin: Callable[[str, Begun], None] = lambda _path, _begun: None,
+        before_object: Callable[[], object] = lambda: None,
     ) -> None:
         self.directory, self.known, self.on_begin = directory, known, on_begin
+        self.before_object = before_object
         self.senders = ThreadPoolExecutor(NUM_SENDERS, thread_name_prefix="shardkit-upload")
         self.is_free = threading.Semaphore(NUM_SENDERS)
         self.stored: dict[str, Stored] = {}

@@ -596,6 +596,8 @@ class Writer:
         try:
             if isinstance(share, Part):
                 result = divided.run(share)
+                if result.is_committed:
+                    self._warn_of(divided)
                 if result.missing or result.is_committed:
                     return result, CheckedSource()
             self.has_committed = divided.commit()
@@ -613,10 +615,13 @@ class Writer:
             share.on_end(self.has_committed)
         if self.has_committed:
             divided.clean_up(keeps_mark=isinstance(share, Part))
+        self._warn_of(divided)
+        return result, _summary(divided.check, plan, self.options)
+
+    def _warn_of(self, divided: Divided) -> None:
         warnings = divided.warnings()
         self.warn(warnings)
         self._warnings += warnings
-        return result, _summary(divided.check, plan, self.options)
 
     def _check_absent(self, divided: DividedOnDisk) -> None:
         """Refuse if something is at the destination that parts of this very plan have not made."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
@@ -169,7 +170,15 @@ class Agreement:
     @classmethod
     def of(cls, staging: Staging) -> Agreement:
         """Return what the parts agreed on that share a place; errors as `read`."""
-        return cls.parse(staging.read_record(), _name_of(staging.record))
+        data = staging.read_record()
+        try:
+            return cls.parse(data, _name_of(staging.record))
+        except SourceError as error:
+            raise SourceError(
+                error.message,
+                hint="give up what the parts have written, and begin anew: "
+                f"`shardkit status {shlex.quote(staging.destination)} --abort`",
+            ) from None
 
     @classmethod
     def parse(cls, data: bytes, name: str) -> Agreement:
@@ -199,6 +208,8 @@ class Agreement:
             )
             assert isinstance(found.command.options, dict)
             assert isinstance(found.num_parts, int)
+            assert all(isinstance(text, str) for text in (found.plan, found.version, found.typed))
+            assert found.replaces is None or isinstance(found.replaces, str)
             assert isinstance(found.ingredients, dict)
         except (AssertionError, KeyError, TypeError, ValueError):
             raise SourceError(f"{escape(name)} is damaged") from None

@@ -61,6 +61,7 @@ class DividedInStore(Divided):
         self._files = StoredFiles(upload)
         self._session: Session | None = None
         self._number = ""
+        self._was_there = False
 
     @property
     def is_committed(self) -> bool:
@@ -86,9 +87,19 @@ class DividedInStore(Divided):
         self._number = str(part)
         return super().run(part)
 
+    def warnings(self) -> tuple[str, ...]:
+        """Say that nothing was replaced, to those who want that."""
+        if not self._was_there or not self._upload.overwrites:
+            return ()
+        return (
+            f"{escape(self._destination)} was made of these very files before, so nothing was written; if one of them is "
+            "damaged, write all without --part",
+        )
+
     def _begin(self) -> bool:
         for _ in range(_MOST_TRIES):
             if self._is_over():
+                self._was_there = True
                 return False
             self._check_alone()
             is_ours = not self.staging.is_open
@@ -141,7 +152,12 @@ class DividedInStore(Divided):
     def _writing(self) -> Iterator[str]:
         """Give the directory of the store. Uploads that this process leaves unfinished go on when it is started again."""
         notes = Notes(self._destination, f"{self._agreement.plan} {self._number}", resume=True)
-        session = Session(self._files.directory, known=notes.begun, on_begin=notes.add_upload)
+        session = Session(
+            self._files.directory,
+            known=notes.begun,
+            on_begin=notes.add_upload,
+            before_object=self._agreement_is_there,
+        )
         self._session = session
         try:
             with _turns.setdefault(session.directory, threading.Lock()), session:
@@ -219,8 +235,19 @@ class DividedInStore(Divided):
             self._files.check_all()
             if not self._replaces_any:
                 self._check_replaced(self._agreed())
-            self._files.commit(beside, self._upload.target.etag if self._replaces_any else agreement.replaces)
+            replaced = self._upload.target.etag if self._replaces_any else agreement.replaces
+            # Whoever gives all up removes the agreement before any file.
+            self._files.commit(beside, replaced, last_look=self._agreed)
         return True
+
+    def _agreement_is_there(self) -> None:
+        """Refuse to make an object once all is over: it would replace one of the output, and the source may be another by now.
+
+        Raises:
+            IncompleteError: it is.
+        """
+        if not self.staging.is_open:
+            raise self._given_up()
 
     def _agreed(self) -> Agreement:
         """Return what the parts agreed on, unless all is over."""

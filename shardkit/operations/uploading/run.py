@@ -155,12 +155,15 @@ class StoredFiles:
             hint="run the same command again; two runs of one job should not write at the same time",
         )
 
-    def commit(self, directory: str, replaced: str | None) -> None:
+    def commit(
+        self, directory: str, replaced: str | None, *, last_look: Callable[[], object] = lambda: None
+    ) -> None:
         """Send what lies beside the data, then the marker.
 
         Args:
             directory: what lies beside, and the marker.
             replaced: ETag of the marker that is replaced; None if there must be none.
+            last_look: called right before the marker is sent; raises if it may not be any more.
 
         Raises:
             UsageError: somebody else was faster, or other files are there.
@@ -173,6 +176,7 @@ class StoredFiles:
         names.remove(self._target.marker)
         at_once(lambda name: self._send(os.path.join(directory, name), self.path(name)), names)
         self.marker = data = _read(os.path.join(directory, self._target.marker))
+        last_look()
         if self._upload.is_unsafe:
             self._store.put(self.marker_path, data, int(crc32(data)))
             return

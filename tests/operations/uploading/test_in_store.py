@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import shardkit
-from shardkit.errors import IncompleteError, IntegrityError, ResourceError, UsageError
+from shardkit.errors import IncompleteError, IntegrityError, ResourceError, SourceError, UsageError
 from shardkit.files import storage, uploads
 from shardkit.files.remote import s3
 from shardkit.operations.parts.agreement import Agreement
@@ -324,6 +324,78 @@ def test_a_part_that_is_given_up_meanwhile(served: Served, out: str, monkeypatch
         WRITES["preshard"](served.home, out, part="1/3", jobs=1)
     assert not [name for name in objects(out) if ".shardkit-parts" in name or name == ".metadata"]
     assert not s3.uploads(out)
+
+
+def test_a_part_that_is_late_replaces_no_file(
+    served: Served, runs: Runs, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have committed while it slept, and its source may be another one by now."""
+    send, turns, lock = uploads._File._send_part, [1], threading.Lock()
+    monkeypatch.setattr(uploads, "PART_NBYTES", 16 * MIB)
+
+    def late(file: uploads._File, number: int, data: bytes) -> uploads.Part:
+        with lock:
+            if turns:
+                turns.clear()
+                assert together(runs, parts_of(served.home, "preshard", out, 2)) == [0, 0]
+                served.proxy.seen.clear()
+        return send(file, number, data)
+
+    monkeypatch.setattr(uploads._File, "_send_part", late)
+    options: dict[str, Any] = {"world_size": 4, "wrap": "none", "layout": "declared", "part": "1/2"}
+    result = shardkit.preshard(served.home / "hub", out, jobs=1, **options)
+    assert result.part is not None
+    assert result.part.by_another
+    assert not turns
+    assert not data_puts(served)
+    assert not [name for name in objects(out) if ".shardkit-parts" in name]
+
+
+def test_a_commit_that_is_given_up_meanwhile(
+    served: Served, runs: Runs, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It vouches for no file that was removed."""
+    leave_uncommitted(served, runs, "preshard", out)
+    send, turns, lock = in_store.StoredFiles._send, [1], threading.Lock()
+
+    def aborted(files: in_store.StoredFiles, file: str, path: str) -> None:
+        with lock:
+            if turns:
+                turns.clear()
+                shardkit.status(out, abort=True)
+        send(files, file, path)
+
+    monkeypatch.setattr(in_store.StoredFiles, "_send", aborted)
+    with pytest.raises(IncompleteError, match="given up meanwhile"):
+        shardkit.commit(out)
+    assert not turns
+    assert ".metadata" not in objects(out)
+
+
+def test_parts_that_find_their_own_output_say_so_to_those_who_replace(served: Served, out: str) -> None:
+    for part in ("1/2", "2/2"):
+        assert WRITES["preshard"](served.home, out, part=part, overwrite=True).warnings == ()
+    assert WRITES["preshard"](served.home, out, part="1/2").warnings == ()
+    (warning,) = WRITES["preshard"](served.home, out, part="1/2", overwrite=True).warnings
+    assert "nothing was written" in warning
+
+
+@pytest.mark.parametrize("spoil", [{"plan": 5}, {"format": 0}, {"replaces": []}])
+def test_a_damaged_record_says_how_to_begin_anew(served: Served, out: str, spoil: dict[str, Any]) -> None:
+    WRITES["preshard"](served.home, out, part="1/3")
+    (record,) = [path for path, _ in s3.objects(out) if path.endswith("plan.json")]
+    found = s3.get(record)
+    assert found is not None
+    data = json.dumps({**json.loads(found[0]), **spoil}).encode()
+    s3.put(record, data, uploads.crc32(data))
+    calls = [lambda: shardkit.status(out), lambda: shardkit.commit(out)]
+    for call in (*calls, lambda: WRITES["preshard"](served.home, out, part="2/3")):
+        with pytest.raises(SourceError) as refused:
+            call()
+        assert refused.value.hint is not None
+        assert f"`shardkit status {out} --abort`" in refused.value.hint
+    assert shardkit.status(out, abort=True).aborted
+    assert not objects(out)
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
