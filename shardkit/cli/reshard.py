@@ -61,7 +61,18 @@ def render(result: ReshardResult) -> list[str]:
     """Return a result as lines for people."""
     if is_unfinished(result):
         return part_lines(result)
-    return [headline(result.output, dry_run=result.dry_run), *facts(_facts(result))]
+    lines = [headline(result.output, dry_run=result.dry_run), *facts(_facts(result))]
+    return lines if result.dry_run else [*lines, "", *_how_to_go_on(result)]
+
+
+def _how_to_go_on(result: ReshardResult) -> list[str]:
+    ranks = count(result.world_size, "rank")
+    if result.folders != ("",):
+        return [f"go on from it on {ranks}, as the trainer resumes"]
+    return [
+        f"go on from it on {ranks}, as the trainer resumes, or with stock torch:",
+        f"  torch.distributed.checkpoint.load(state_dict, checkpoint_id={result.output!r})",
+    ]
 
 
 def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:

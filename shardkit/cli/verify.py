@@ -94,7 +94,7 @@ def _page(result: VerifyResult) -> Page:
 def render(result: VerifyResult) -> list[str]:
     """Return a result as lines for people."""
     problems = result.problems
-    verdict = "no problem found" if result.ok else f"{count(len(problems), 'problem')} found"
+    verdict = _verdict(result)
     part = f"part {result.part.part} of " if result.part is not None else ""
     return [
         f"{part}{escape(result.path)}: {verdict}",
@@ -103,6 +103,16 @@ def render(result: VerifyResult) -> list[str]:
         *(line for problem in problems[: max_lines()] for line in _problem(problem)),
         *([f"  {more(len(problems))}"] if len(problems) > max_lines() else []),
     ]
+
+
+def _verdict(result: VerifyResult) -> str:
+    if not result.ok:
+        return f"{count(len(result.problems), 'problem')} found"
+    compares = result.level in ("full", "sample") and result.num_tensors and result.part is None
+    others = result.num_checked_chunks or result.num_checked_files or result.against or result.repo
+    if compares and not others:
+        return "its structure is whole; no byte could be compared, because no checksum is recorded"
+    return "no problem found"
 
 
 def _problem(problem: VerifyProblem) -> Iterator[str]:

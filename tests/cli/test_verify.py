@@ -46,6 +46,14 @@ def test_nothing_wrong(run, sharded):
     )
 
 
+def test_nothing_to_compare_with_is_the_first_thing_said(run, sharded):
+    result = run("verify", "tiny", "--full")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(
+        "tiny: its structure is whole; no byte could be compared, because no checksum"
+    )
+
+
 def test_problems_and_exit_code(run, sharded):
     at = data_of(sharded, "embed.weight")
     damage(sharded / SHARD, at)

@@ -73,7 +73,7 @@ def _token() -> str:
         import google.auth.transport.urllib3
         import urllib3
     except ImportError:
-        raise ResourceError("writing to gs:// needs google-auth", hint="pip install 'shardkit[gs]'") from None
+        raise ResourceError("writing to gs:// needs google-auth", hint="pip install google-auth") from None
     with _lock:
         try:
             if not _credentials:

@@ -82,9 +82,7 @@ def _connect(*, is_google: bool) -> Any:
         from botocore import UNSIGNED
         from botocore.config import Config
     except ImportError:
-        raise ResourceError(
-            "writing into a store needs boto3", hint="pip install 'shardkit[stores]'"
-        ) from None
+        raise ResourceError("writing into a store needs boto3", hint="pip install boto3") from None
     is_elsewhere = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     config = Config(
         retries={"total_max_attempts": 1},

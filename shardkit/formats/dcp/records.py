@@ -401,7 +401,7 @@ def check_transforms(chunks: Mapping[int, Packed]) -> None:
         raise SourceError(
             f"{len(fqns)} tensors are compressed with {_ZSTD}, and no module here can decompress it",
             problems=[f"{fqn}: {_ZSTD}" for fqn in fqns],
-            hint="pip install 'shardkit[zstd]'",
+            hint="pip install zstandard",
         )
 
 
@@ -454,7 +454,7 @@ def decode_object(source: SourceFile, fqn: str, place: Place, limit: int) -> mem
         names = ", ".join(map(escape, place.transforms))
         raise SourceError(
             f"{escape(fqn)} was saved through extensions that cannot be undone here: {names}",
-            hint="for stream.zstd, pip install 'shardkit[zstd]'",
+            hint="for stream.zstd, pip install zstandard",
         )
     return _decompress(source, place.start, place.nbytes, limit)
 
