@@ -38,7 +38,7 @@ class Bars(NamedTuple):
 CHARTS = (
     Bars(
         "32 trained shards to a Hub model",
-        ("time, a plain copy = 1", "peak memory, MiB"),
+        ("time, a plain copy = 1; less is better", "peak memory, MiB"),
         "consolidate-peers",
         {
             "--digest crc32": "shardkit consolidate",
@@ -50,11 +50,14 @@ CHARTS = (
     ),
     Bars(
         "Weights into 4 wrapped ranks",
-        ("time, a plain read = 1", "memory beyond the shard, MiB"),
+        ("time, a plain read = 1; less is better", "memory beyond the shard, MiB"),
         "load",
         {
             "direct, pre-sharded": "shardkit finalize, pre-sharded",
+            "direct, Hub directory": "shardkit finalize, Hub directory",
             "broadcast": "shardkit finalize, broadcast",
+            "direct, pre-sharded, to fp32": "shardkit finalize, bf16 to fp32",
+            "dcp.load, matching shards": "stock dcp.load of matching shards",
             "dcp.load, one file": "stock dcp.load of one file",
             "broadcast_from_rank0": "torch's broadcast_from_rank0",
             "accelerate": "accelerate's fsdp2_load_full_state_dict",
