@@ -20,6 +20,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
+from shardkit.files.home import is_data_folder
 from shardkit.formats.contract import Checkpoint, HubModel, has_model_config, meant_path
 from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
 from shardkit.formats.hub.directory import open_model, read_config
@@ -142,7 +143,8 @@ def find_base(checkpoint: Checkpoint) -> Base | None:
     directory = find_config(checkpoint)
     if directory is None:
         return None
-    base = _open(os.path.basename(os.path.abspath(directory)), directory, is_given=False)
+    parent, name = os.path.split(os.path.abspath(directory))
+    base = _open(os.path.basename(parent) if is_data_folder(name) else name, directory, is_given=False)
     is_trainers = checkpoint.hub is None or _TRAINER_STATE in storage.listdir(directory)
     return replace(base, is_trainers=is_trainers)
 
