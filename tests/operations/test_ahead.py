@@ -27,6 +27,7 @@ from shardkit.operations import preshard as verb
 from shardkit.operations.preshard import job
 from shardkit.transfer.journal import Journal
 from tests.models.zoo import ZOO, make_hub
+from tests.worlds.threads import threads_left
 
 pytestmark = pytest.mark.usefixtures("fast_trace")
 Taken = list[bool]
@@ -69,8 +70,7 @@ def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
 
 def is_clean(place: Path, *names: str) -> bool:
     """True if there is nothing but these, and no thread of shardkit is left."""
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("shardkit")]
-    return sorted(path.name for path in place.iterdir()) == sorted(names) and not left
+    return sorted(path.name for path in place.iterdir()) == sorted(names) and not threads_left()
 
 
 @pytest.mark.parametrize(

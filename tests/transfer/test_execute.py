@@ -30,6 +30,7 @@ from shardkit.formats.dcp.images import DcpImages, Phase
 from shardkit.layout.layout import Layout, TensorLayout, Unit
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.plan import TransferPlan, build_plan
+from tests.worlds.threads import threads_left
 
 Tensors = dict[str, tuple[DType, Shape, int | None]]
 """For each tensor: dtype, shape, and the dim that is cut (None where it is replicated)."""
@@ -280,6 +281,6 @@ def test_no_thread_outlives_a_run_that_was_given_up(tmp_path: Path, monkeypatch:
             execution.run()
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("shardkit")] == []
+    assert threads_left() == []
     assert sorted(finished) == sorted(synced)  # they were whole
     assert finished
