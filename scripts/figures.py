@@ -153,8 +153,9 @@ TABLES = {
         },
     ),
     "links": Table(
-        ("links",),
+        ("links", "links-into"),
         {
+            "way": lambda report, _: "into the store" if "--into-store" in report["command"] else "out of it",
             **RUNS,
             "bytes, GB": number("moved_bytes", ".2f", 1e9),
             "one worker, s": number("alone_s"),

@@ -243,7 +243,7 @@ def _modules() -> dict[str, bool]:
 def _data(read: Iterable[str]) -> dict[str, bool]:
     """Return the files among those that were read that are neither code nor the system's."""
     paths = dict.fromkeys(os.path.abspath(path) for path in read if not path.endswith(_CODE))
-    system = ("/proc/", "/sys/", "/dev/")
+    system = ("/proc/", "/sys/")  # but /dev: models lie in /dev/shm, and devices are no files
     return {
         path: True
         for path in paths

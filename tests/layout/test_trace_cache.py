@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import types
 import zlib
 from collections.abc import Callable, Mapping
@@ -99,6 +101,14 @@ def test_a_model_elsewhere_is_the_same_model(
     first = trace_model(model_dir("bert"), MESH, "auto")
     os.rename(tmp_path / "bert", tmp_path / "renamed")
     assert trace_model(str(tmp_path / "renamed"), MESH, "auto") == first
+    assert len(children) == 1
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no /dev/shm")
+def test_a_model_in_memory_is_kept_too(model_dir: ModelDir, children: list[bytes]) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        model = shutil.copytree(model_dir("qwen3", num_hidden_layers=1), os.path.join(directory, "model"))
+        assert trace_model(model, MESH, "auto") == trace_model(model, MESH, "auto")
     assert len(children) == 1
 
 
