@@ -305,14 +305,18 @@ def make_sources(work: Path, gigabytes: float, num_ranks: int, *, peers: bool) -
     return sources
 
 
-def measure_all(report: Report, names: list[str], sources: Sources, num_ranks: int, runs: int) -> None:
+def measure_all(
+    report: Report, names: list[str], sources: Sources, num_ranks: int, runs: int, peer_runs: int
+) -> None:
     """Add a row for each variant, and one for the plain reads beside them."""
     model_bytes = sum(path.stat().st_size for path in sources.hub.glob("*.safetensors"))
     found: dict[str, list[list[dict[str, float]]]] = {name: [] for name in names}
     ratios: dict[str, list[float]] = {name: [] for name in names}
     reads = []
-    for _ in range(runs):
+    for turn in range(runs):
         for name in names:
+            if VARIANTS[name].peer and turn >= peer_runs:
+                continue
             plain = slowest(in_ranks(None, sources, num_ranks))
             reads.append(plain)
             ranks = in_ranks(VARIANTS[name], sources, num_ranks)
@@ -326,7 +330,7 @@ def measure_all(report: Report, names: list[str], sources: Sources, num_ranks: i
         report.add(
             "loading",
             name,
-            runs=runs,
+            runs=len(of),
             **spread([slowest(ranks) for ranks in of], "elapsed", "_s"),
             **spread(ratios[name], "ratio"),
             extra_bytes=statistics.median(max(rank["extra"] for rank in ranks[1:] or ranks) for ranks in of),
@@ -344,6 +348,7 @@ def main() -> None:
     parser = common_options(__doc__, gigabytes=3.0, runs=3)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--peers", action="store_true", help="also other loaders, where they are installed")
+    parser.add_argument("--peer-runs", type=int, help="runs of these; default: as many")
     parser.add_argument("--only", action="append", choices=VARIANTS, help="default: all")
     args = parser.parse_args()
     work = work_in(args.directory)
@@ -355,7 +360,7 @@ def main() -> None:
         sources = make_sources(work, args.gigabytes, args.ranks, peers=args.peers)
         import transformers  # once, before the ranks are forked  # noqa: F401
 
-        measure_all(report, names, sources, args.ranks, args.runs)
+        measure_all(report, names, sources, args.ranks, args.runs, args.peer_runs or args.runs)
         if torch.cuda.is_available():
             shutil.rmtree(sources.matching)
             shardkit.preshard(str(sources.hub), str(sources.matching), world_size=1)
