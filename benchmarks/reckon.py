@@ -42,7 +42,7 @@ class Job(NamedTuple):
     verb: str
     num_read_files: int
     num_records: int
-    """Whose descriptions are read one by one; safetensors have one for a file."""
+    """Whose descriptions are read one by one, each by the worker that reads its data; safetensors have one for a file."""
     num_written_files: int
     plan_s: float
     plan_bytes: float
@@ -66,8 +66,8 @@ def jobs(model: Model, of: Constants) -> tuple[Job, Job]:
 
 def reading(job: Job, model: Model, workers: int, of: Constants) -> tuple[float, float]:
     """Return the GETs of descriptions, by all workers together, and those of data."""
-    headers = job.num_read_files * of["requests_per_header"] + job.num_records
-    return headers * workers, ceil(model["bytes"] / of["request_bytes"])
+    headers = job.num_read_files * of["requests_per_header"] * workers + job.num_records
+    return headers, ceil(model["bytes"] / of["request_bytes"])
 
 
 def writing(job: Job, model: Model, of: Constants) -> float:
@@ -82,9 +82,8 @@ def seconds(job: Job, model: Model, workers: int, rate: float, of: Constants, *,
     share = model["bytes"] * ceil(files / workers) / files  # files are not divided
     plan = job.plan_s
     if is_store:
-        plan += (job.num_read_files * of["requests_per_header"] + job.num_records) / of[
-            "small_requests_per_s"
-        ]
+        descriptions = job.num_read_files * of["requests_per_header"] + job.num_records / workers
+        plan += descriptions / of["small_requests_per_s"]
     return plan + share / (rate * MB)
 
 

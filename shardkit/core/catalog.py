@@ -43,10 +43,18 @@ class FileStamp(NamedTuple):
         return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
+UNSEEN = -1
+"""In place of a recorded CRC-32 that this process has not looked for; another one has."""
+
+
+class Unforeseen(Exception):
+    """A record is not stored as it was foreseen: all have to be opened."""
+
+
 class Checksums:
     """Stretches of a file with a recorded CRC-32, as in a zip's directory; in columns, sorted by first byte.
 
-    They do not overlap. A CRC-32 of 0 means that none was recorded.
+    They do not overlap. A CRC-32 of 0 means that none was recorded, `UNSEEN` that this process has not looked.
     """
 
     __slots__ = ("crcs", "starts", "stops")
@@ -74,9 +82,10 @@ class Checksums:
         """Return the checksums of both, which are about one file."""
         if self is other:
             return self
-        return Checksums.of((*self._rows(), *other._rows()))
+        return Checksums.of((*self.rows(), *other.rows()))
 
-    def _rows(self) -> Iterator[tuple[int, int, int]]:
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (first byte, bytes, CRC-32) of each stretch."""
         for start, stop, crc in zip(self.starts, self.stops, self.crcs, strict=True):
             yield start, stop - start, crc
 
@@ -268,6 +277,14 @@ class Catalog:
     """Path of each name in the state dict that was saved, as in DCP's planner_data."""
     notes: tuple[str, ...] = ()
     """What a person should know about this source."""
+    open_records: Callable[[Collection[str]], None] | None = None
+    """Opens the records of some tensors, where other processes open other ones: nothing may be read of a tensor before. None
+    where this process opens all.
+
+    Raises:
+        Unforeseen: some are not stored as it was foreseen.
+        SourceError, IntegrityError, ResourceError: naming file and tensor.
+    """
 
     @property
     def nbytes(self) -> int:

@@ -151,11 +151,6 @@ class Writing:
         Raises:
             UsageError: it is asked to go on with a directory, or to write parts where none can tell who was first.
         """
-        if self.share is not None and not output.startswith("s3://"):
-            raise UsageError(
-                f"{escape(output)}: parts cannot write into this store so far",
-                hint="write to s3://, or into a local directory that you copy with the store's own tool",
-            )
         if self.share is not None and self.allow_unsafe_store:
             raise UsageError(
                 f"{escape(output)}: parts need a store with conditional requests: --part goes without --allow-unsafe-store",
@@ -246,7 +241,14 @@ Stamp = Callable[[ReadFile], object]
 
 def ingredients(job: Job, stamp: Stamp) -> dict[str, object]:
     """Return what a job's hash is made of, as plain data: inputs, options and the version of shardkit."""
-    sources = [ReadFile(file.name, file.path, file.stamp) for file in job.plan.catalog.files]
+    files = job.plan.catalog.files
+    plain = {file.path for file in files if file.decode is None}
+    # Which chunks of a file have to be decoded is known to those processes alone that read them.
+    sources = [
+        ReadFile(file.name, file.path, file.stamp)
+        for file in files
+        if file.decode is None or file.path not in plain
+    ]
     described: dict[str, object] = {
         **job.decided,
         "version": __version__,

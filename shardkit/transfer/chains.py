@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     start: int
     stop: int
     crc: int
-    """As recorded; 0 where nothing is."""
+    """As recorded; 0 where nothing is, `UNSEEN` where another process has looked."""
 
 
 class Run(NamedTuple):
@@ -209,11 +209,14 @@ class Entries:
         return f"{self.name_of(entry)} {self[entry].start}"
 
     def digest(self) -> int:
-        """Return a digest of all that is recorded: a manifest may appear between two runs."""
+        """Return a digest of all that is recorded: a manifest may appear between two runs.
+
+        Of records that were foreseen each process has looked at others.
+        """
         if self._digest is None:
-            digest = 0
+            digest, is_foreseen = 0, self._catalog.open_records is not None
             for table in self.tables:
-                for column in (table.starts, table.stops, table.crcs):
+                for column in (table.starts, table.stops, *([] if is_foreseen else [table.crcs])):
                     digest = crc32(column, digest)
             self._digest = int(digest)
         return self._digest

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import UNSEEN, Catalog
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError
 from shardkit.files.digest import crc32, crc32_combine
@@ -139,7 +139,7 @@ class SourceCheck:
         """Take a run that is a whole entry."""
         if not self._states[run.entry]:
             self._seen_bytes += run.stop - run.start
-        if not recorded:
+        if not recorded or (recorded == UNSEEN and run.crc != UNSEEN):
             self._states[run.entry] = _UNRECORDED
         elif recorded != run.crc:
             self._differ(run.entry, Difference(run.start, run.stop, run.crc, recorded), run.fqn)
@@ -187,9 +187,9 @@ class SourceCheck:
         return self._max_held > 0
 
     def _verdict(self, entry: int) -> Verdict | None:
-        """Judge the runs of an entry that was read in parts; None if no CRC-32 is recorded."""
+        """Judge the runs of an entry that was read in parts; None if no CRC-32 is recorded, or another process judged it."""
         described = self.entries[entry]
-        if described.crc and entry not in self._verdicts:
+        if described.crc not in (0, UNSEEN) and entry not in self._verdicts:
             verdict = self._verdicts[entry] = judge(self._held[entry], described)
             if verdict.wrong is not None:
                 self._differ(entry, verdict.wrong, "")
@@ -371,6 +371,8 @@ class SourceCheck:
         if not recorded:
             counts.add(NOT_RECORDED, stop - start if self._states[entry] else nbytes)
             return 0
+        if recorded == UNSEEN and covered(held) == stop - start:  # whoever read it has put it together
+            return stop - start
         if nbytes and (has_chain or not looks_for_unread):  # otherwise counted with what was not read
             is_whole = has_chain or covered(held) == stop - start
             counts.add(SHORT_RUNS if dropped else OVERLAPPING if is_whole else IN_PART, nbytes)
@@ -416,7 +418,8 @@ class SourceCheck:
 
         Returns:
             tables: a number for the entries that the others are about.
-            whole: entries that were read whole and are right, each as the distance from the one before.
+            whole: entries that were read whole and are right, each as the distance from the one before. A process that
+                has not looked at their records takes the word of the one that has.
             parts: four numbers for every other run: entry, first byte within it, bytes, CRC-32.
         """
         whole, parts, last = list[int](), list[int](), 0

@@ -542,6 +542,8 @@ def same_bytes(catalog: Catalog, a: str, b: str) -> bool:
     one, other = catalog.tensors[a], catalog.tensors[b]
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
+    if catalog.open_records is not None:
+        catalog.open_records((a, b))
     ours, theirs = _chunks(catalog, one), _chunks(catalog, other)
     with SourceFiles(catalog.files) as files, files.reader() as reader:
         # Tied tensors are nearly always cut alike.

@@ -93,6 +93,9 @@ class DcpFolder(Protocol):
     def select(self, names: Collection[str]) -> Catalog:
         """Return a catalog of some tensors, in the order given, whose extents are raw bytes."""
 
+    def foresee(self, names: Collection[str], *, opens_all: bool = False) -> Catalog:
+        """Return the same for one of several processes: its `open_records` opens what this one reads."""
+
 
 class Dequantized(NamedTuple):
     """Plain tensors that are quantised in the files."""

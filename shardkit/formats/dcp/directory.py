@@ -37,7 +37,7 @@ from shardkit.formats.dcp.metadata import (
     rank_files,
     read_rank_metadata,
 )
-from shardkit.formats.dcp.records import check_records, select_raw
+from shardkit.formats.dcp.records import check_records, foresee_raw, select_raw
 from shardkit.keys.names import is_flat_parameter
 
 _SUFFIX = ".distcp"
@@ -73,6 +73,20 @@ class DcpDirectory:
         if not self.has_records:
             return subset(self.catalog, names)
         return select_raw(self.catalog, self.transforms, names)
+
+    def foresee(self, names: Collection[str], *, opens_all: bool = False) -> Catalog:
+        """Return the same for one of several processes: it opens few records before it knows what it reads.
+
+        Args:
+            names: in the order that the result is to have.
+            opens_all: some were not as it was foreseen; see `Catalog.open_records`.
+
+        Raises:
+            SourceError, IntegrityError, ResourceError: as `select`.
+        """
+        if not self.has_records:
+            return subset(self.catalog, names)
+        return foresee_raw(self.catalog, self.transforms, names, opens_all=opens_all)
 
     def check(self, names: Collection[str]) -> Iterator[str]:
         """Read the bytes of some tensors and yield a line for each record with another CRC-32 than recorded.

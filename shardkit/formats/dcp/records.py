@@ -12,18 +12,31 @@ Source: torch 2.13, torch/distributed/checkpoint/_extension.py.
 from __future__ import annotations
 
 import io
+from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardkit.core.catalog import Catalog, Checksums, OnRead, SourceFile, TensorEntry, ignore_read, subset
+from shardkit.core.catalog import (
+    UNSEEN,
+    Catalog,
+    Checksums,
+    OnRead,
+    SourceFile,
+    TensorEntry,
+    Unforeseen,
+    ignore_read,
+    subset,
+)
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import storage
 from shardkit.files.stores import is_remote
@@ -93,6 +106,134 @@ def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str])
     if num_unrecorded:
         chosen.notes = (f"{num_unrecorded} of {len(chosen.chunks)} records have no CRC-32 to check them by",)
     return chosen
+
+
+def foresee_raw(
+    catalog: Catalog, transforms: Transforms, names: Collection[str], *, opens_all: bool = False
+) -> Catalog:
+    """Return what `select_raw` does for one of several processes, of which each reads other tensors.
+
+    One record of each kind is opened: of a dtype, a shape and a length in bytes. The others are taken to be like it, until
+    `open_records` of the result is told what this process is going to read. All are opened if one of these was transformed, is
+    not contiguous, or has no CRC-32; all processes come to the same answer.
+
+    Args:
+        catalog, transforms, names: as for `select_raw`.
+        opens_all: some were not as it was foreseen.
+
+    Raises:
+        SourceError, IntegrityError, ResourceError: as `select_raw`.
+    """
+    if opens_all:
+        chosen = select_raw(catalog, transforms, names)
+        chosen.open_records = lambda _: None
+        return chosen
+    sample, likes = _sample(catalog, names)
+    seen = select_raw(sample, {}, tuple(sample.tensors)) if not transforms else None
+    if seen is None or len(seen.files) > len(catalog.files) or seen.notes:
+        return select_raw(catalog, transforms, names)
+    chosen = subset(catalog, names)
+    table, found = chosen.chunks, dict[int, dict[tuple[int, int], int]]()
+    stored = [_stretch(seen, row) for row in range(len(seen.chunks))]
+    for row, like in enumerate(likes):
+        distance = table.start[row] - sample.chunks.start[like]
+        is_seen = not distance and table.file[row] == sample.chunks.file[like]
+        table.start[row], table.nbytes[row] = seen.chunks.start[like] + distance, seen.chunks.nbytes[like]
+        held = found.setdefault(table.file[row], {})
+        if (stretch := stored[like]) is not None:
+            start, nbytes, crc = stretch
+            place = start + distance, nbytes
+            held[place] = max(held.get(place, UNSEEN), crc if is_seen else UNSEEN)
+    for number, held in found.items():
+        file = seen.files[number]
+        if file.stamp is None:
+            with open_regular(file.path, file.name, follow=False) as (fd, _):
+                file = replace(file, stamp=stamp_of(fd))
+        chosen.files[number] = replace(file, checksums=_checksums(held))
+    chosen.encoding, chosen.open_records = "raw", partial(_open_records, catalog, chosen)
+    return chosen
+
+
+def _sample(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, array[int]]:
+    """Return a catalog of one chunk of each kind; and for each chunk of the tensors, in order, the row that it is like."""
+    sample = Catalog(
+        format=catalog.format,
+        directory=catalog.directory,
+        encoding=catalog.encoding,
+        files=list(catalog.files),
+    )
+    table, likes, kinds = catalog.chunks, array("q"), dict[tuple[str, int, bytes, int], int]()
+    for fqn in names:
+        entry, rows = catalog.tensors[fqn], list[int]()
+        boxes, num_dims = table.boxes(entry.chunk_ids), len(entry.shape)
+        for place, row in enumerate(entry.chunk_ids):
+            at = (2 * place + 1) * num_dims
+            kind = (entry.dtype.name, num_dims, boxes[at : at + num_dims].tobytes(), table.nbytes[row])
+            like = kinds.setdefault(kind, len(kinds))
+            if like == len(sample.chunks) + len(rows):
+                rows.append(row)
+            likes.append(like)
+        if rows:
+            chunks = (
+                (table.file[row], table.start[row], table.nbytes[row], table.region(row)) for row in rows
+            )
+            sample.add_tensor(fqn, entry.dtype, entry.shape, chunks)
+    return sample, likes
+
+
+def _stretch(catalog: Catalog, row: int) -> tuple[int, int, int] | None:
+    """Return (first byte, bytes, CRC-32) of the storage that a chunk lies in; None if it has no bytes."""
+    checksums = catalog.files[catalog.chunks.file[row]].checksums
+    if not catalog.chunks.nbytes[row] or checksums is None:
+        return None
+    at = bisect_right(checksums.starts, catalog.chunks.start[row]) - 1
+    return checksums.starts[at], checksums.stops[at] - checksums.starts[at], checksums.crcs[at]
+
+
+def _checksums(held: Mapping[tuple[int, int], int]) -> Checksums:
+    return Checksums.of((start, nbytes, crc) for (start, nbytes), crc in held.items())
+
+
+def _open_records(catalog: Catalog, foreseen: Catalog, names: Collection[str]) -> None:
+    """Open the records of some tensors and compare them with what was foreseen; see `Catalog.open_records`.
+
+    Args:
+        catalog: with encoding "torch-record".
+        foreseen: from `foresee_raw`; its files get the CRC-32s.
+        names: of tensors that both have.
+    """
+    exact = select_raw(catalog, {}, list(dict.fromkeys(names)))
+    ours, theirs, others, is_alike = foreseen.chunks, exact.chunks, dict[str, None](), True
+    recorded, held = dict[int, dict[tuple[int, int], int]](), dict[int, dict[tuple[int, int], int]]()
+    for fqn, entry in exact.tensors.items():
+        for row, there in zip(foreseen.tensors[fqn].chunk_ids, entry.chunk_ids, strict=True):
+            number, stretch = ours.file[row], _stretch(foreseen, row)
+            if number not in held:
+                held[number], recorded[number] = (_by_place(each.files[number]) for each in (foreseen, exact))
+            if stretch is not None and (crc := recorded[number].get(stretch[:2])):
+                held[number][stretch[:2]] = crc
+            elif stretch is not None:
+                others[f"{escape(fqn)}: {escape(foreseen.files[number].name)}"] = None
+            is_alike &= (number, ours.start[row], ours.nbytes[row]) == (
+                theirs.file[there],
+                theirs.start[there],
+                theirs.nbytes[there],
+            )
+    SourceError.raise_for(
+        list(others),
+        f"{count(len(others), 'record')} {'lies' if len(others) == 1 else 'lie'} otherwise in a file than others of "
+        "that shape",
+        hint="leave --part out: one process looks at all records before it plans",
+    )
+    if not is_alike:
+        raise Unforeseen
+    for number, found in held.items():
+        foreseen.files[number] = replace(foreseen.files[number], checksums=_checksums(found))
+
+
+def _by_place(file: SourceFile) -> dict[tuple[int, int], int]:
+    rows = () if file.checksums is None else file.checksums.rows()
+    return {(start, nbytes): crc for start, nbytes, crc in rows}
 
 
 def check_records(catalog: Catalog, transforms: Transforms, names: Collection[str]) -> Iterator[str]:
@@ -235,8 +376,9 @@ class _Scan:
         """Raise what was found, everything of one kind at once."""
         hint = "the checkpoint is damaged, or its files are from different saves: use another copy"
         if self._damaged:
-            count = len(self._damaged)
-            raise SourceError(f"{count} records cannot be read", problems=self._damaged, hint=hint)
+            raise SourceError(
+                f"{len(self._damaged)} records cannot be read", problems=self._damaged, hint=hint
+            )
         if self._different:
             message = f"{len(self._different)} records are not what .metadata says"
             raise IntegrityError(message, problems=self._different, hint=hint)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from shardkit.core.catalog import Unforeseen
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import MIB, count, escape, parse_size
 from shardkit.core.threads import Progress
@@ -18,14 +19,16 @@ from shardkit.errors import IntegrityError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.files.stores import is_remote
+from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import plain_base, take_plain
 from shardkit.formats.fold import folded_base, take_folded
 from shardkit.formats.hub.assets import is_weights
-from shardkit.formats.hub.base import find_base, open_base
+from shardkit.formats.hub.base import Base, find_base, open_base
 from shardkit.formats.hub.safetensors import SafetensorsImage
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.select import Naming
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as, parse_rules
+from shardkit.operations.consolidate.adapter import Select
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
 from shardkit.operations.consolidate.osf import merge_osf
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
@@ -303,7 +306,7 @@ def _consolidate(
     given = request.base
     base = find_base(opened) if given is None else open_base(given, revision=request.base_revision)
     base = None if base is None else folded_base(plain_base(base))
-    job = build_job(merge_osf(opened, base), base, options)
+    job = _decide(merge_osf(opened, base), base, options, share)
     if is_remote(path):
         job = job.marked(writer.hash_in_store(job)[:8])
         writer.check_beside({asset.name: asset.read for asset in job.assets if not is_weights(asset.name)})
@@ -355,6 +358,25 @@ def _shard_limit(max_shard_size: str | int, single_file: bool) -> int | None:
     if limit < 1:
         raise UsageError(f"--max-shard-size must be at least one byte, not {max_shard_size}")
     return limit
+
+
+def _decide(
+    checkpoint: Checkpoint, base: Base | None, options: JobOptions, share: Share | None
+) -> ConsolidateJob:
+    """Build the job. Of several processes each opens the records that it reads; errors as `build_job`."""
+    dcp = checkpoint.dcp
+    if share is None or dcp is None or checkpoint.select != dcp.select:
+        return build_job(checkpoint, base, options)
+
+    def decided(select: Select) -> ConsolidateJob:
+        job = build_job(checkpoint, base, options, select=select)
+        job.open_records(_images_of(job, share))
+        return job
+
+    try:
+        return decided(dcp.foresee)
+    except Unforeseen:
+        return decided(partial(dcp.foresee, opens_all=True))
 
 
 def _check(job: ConsolidateJob, share: Share | None) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import sqrt
@@ -57,6 +57,10 @@ class Settings:
     """The file, for people."""
 
 
+Select = Callable[[Collection[str]], Catalog]
+"""See `Checkpoint.select`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
     """The tensors that are going to be written."""
@@ -75,6 +79,8 @@ class Chosen:
     """Name of the rule set that gave the Hub's names."""
     origins: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Name in the catalog of a tensor that is made of stored ones -> their names."""
+    is_foreseen: bool = False
+    """Not all records of the catalog may have been opened."""
 
 
 def choose_tensors(
@@ -84,6 +90,7 @@ def choose_tensors(
     *,
     merge: bool,
     adapter_config: str | None,
+    select: Select | None = None,
 ) -> Chosen:
     """Decide what is written of a checkpoint that may hold an adapter.
 
@@ -93,6 +100,7 @@ def choose_tensors(
         base: where an `adapter_config.json` may lie.
         merge: add the adapter to the weights that it was trained on.
         adapter_config: an `adapter_config.json`, or the directory that it lies in, given by a person.
+        select: in place of the checkpoint's own, for a model.
 
     Raises:
         SourceError: there is no adapter to merge, it cannot be merged, or its settings are not known.
@@ -105,7 +113,9 @@ def choose_tensors(
     if merge:
         return _merged(checkpoint, names, settings)
     if peft.kind == "none":
-        return Chosen(kind="model", catalog=checkpoint.select(list(names)), names=dict(names))
+        catalog = (select or checkpoint.select)(list(names))
+        is_foreseen = catalog.open_records is not None
+        return Chosen(kind="model", catalog=catalog, names=dict(names), is_foreseen=is_foreseen)
     stored = {name: source for source, name in names.items()}
     chosen = {stored[name]: target for name, target in peft.adapter_names.items()}
     catalog = checkpoint.select(list(chosen))

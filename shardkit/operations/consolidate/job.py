@@ -31,7 +31,7 @@ from shardkit.formats.hub.base import (
     saved_derived,
     saved_key_rules,
 )
-from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
+from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImage, SafetensorsImages
 from shardkit.keys.check import compare_with_base, find_gaps, refuse_factors
 from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, made_name, under_names
 from shardkit.keys.names import in_order
@@ -52,7 +52,7 @@ from shardkit.operations.casts import (
     held_folded,
 )
 from shardkit.operations.consolidate.adapter import STEM as ADAPTER_STEM
-from shardkit.operations.consolidate.adapter import Chosen, choose_tensors
+from shardkit.operations.consolidate.adapter import Chosen, Select, choose_tensors
 from shardkit.operations.consolidate.assets import (
     Asset,
     TrainedModule,
@@ -141,6 +141,16 @@ class ConsolidateJob:
         """See `operations.write.Job`."""
         return {"description": self.describe()}
 
+    def open_records(self, images: Iterable[SafetensorsImage]) -> None:
+        """Open the records of what goes into some of the output's files, if they were foreseen so far.
+
+        Raises:
+            Unforeseen, SourceError, IntegrityError, ResourceError: as `Catalog.open_records`.
+        """
+        if self.catalog.open_records is not None:
+            sources = {tensor.fqn: tensor.source for tensor in self.tensors}
+            self.catalog.open_records([sources[tensor.fqn] for image in images for tensor in image.tensors])
+
     def marked(self, mark: str) -> ConsolidateJob:
         """Return the same job with a mark in the names of its weight files, as they lie in a store.
 
@@ -185,25 +195,31 @@ class ConsolidateJob:
         )
 
 
-def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> ConsolidateJob:
+def build_job(
+    checkpoint: Checkpoint, base: Base | None, options: JobOptions, *, select: Select | None = None
+) -> ConsolidateJob:
     """Decide what a checkpoint becomes.
 
     Args:
         checkpoint: opened.
         base: given or found, or None.
         options: what is asked for.
+        select: in place of the checkpoint's own; may leave records closed until the job's `open_records`.
 
     Raises:
+        Unforeseen: of a catalog from `select`.
         UsageError: an option has no such value, or cannot be carried out.
         SourceError: the weights that are asked for are missing, cannot be told apart or recovered, or have no place
             in safetensors.
         LayoutError: names or shapes differ from those of the given base.
     """
     _check_options(checkpoint, base, options)
-    named = _name(checkpoint, base, options)
+    named = _name(checkpoint, base, options, select)
     chosen, selection, fit = named.chosen, named.selection, named.fit
     tensors, dtypes = _tensors(named, checkpoint, base, options)
     written = take_factors(tensors, chosen.catalog, checkpoint.folded, keep=options.keep_factors)
+    if chosen.is_foreseen and written.catalog.open_records is None:  # tensors are made of others
+        return build_job(checkpoint, base, options)
     output = _images(written.tensors, base, options, chosen.kind)
     assets, changed = _assets(chosen, base, named.ties, written.tensors)
     modules, untaken = trained_modules(
@@ -283,7 +299,7 @@ class _Named:
         yield from self.chosen.warnings
 
 
-def _name(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> _Named:
+def _name(checkpoint: Checkpoint, base: Base | None, options: JobOptions, select: Select | None) -> _Named:
     """Choose the tensors, name them, and compare them with the base's; errors as for `build_job`."""
     sieve = make_sieve(
         checkpoint,
@@ -293,7 +309,7 @@ def _name(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> _Na
         select=partial(_select, checkpoint, base),
         ask=_ask_class,
     )
-    selection, chosen = _choose(checkpoint, base, options, sieve)
+    selection, chosen = _choose(checkpoint, base, options, sieve, select)
     chosen, answer, by_class = _name_as_saved(chosen, selection, checkpoint, base, options)
     chosen, ties, fit, renamed = _fit(chosen, selection, base, options, sieve)
     selection = sieve.tell(selection, chosen)
@@ -329,7 +345,7 @@ def _tensors(
 
 
 def _choose(
-    checkpoint: Checkpoint, base: Base | None, options: JobOptions, sieve: Sieve
+    checkpoint: Checkpoint, base: Base | None, options: JobOptions, sieve: Sieve, select: Select | None
 ) -> tuple[Selection, Chosen]:
     """Choose the tensors and name them; errors as for `build_job`."""
     naming = options.naming
@@ -345,6 +361,7 @@ def _choose(
         base,
         merge=options.merge_lora,
         adapter_config=options.adapter_config,
+        select=select,
     )
     if chosen.kind == "merged" and not naming.changes_names:
         named = _name_merged(chosen.names, chosen.catalog, base)

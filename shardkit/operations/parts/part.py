@@ -11,6 +11,7 @@ from shardkit.core.text import escape
 from shardkit.errors import UsageError
 
 _MAX_PARTS = 100_000
+_UNEVEN = 1.02  # the most that a part may have, to the least that it can be
 _FORM = "--part takes K/N such as 3/16, env, or env/N"
 _RANKS = (
     ("RANK", "WORLD_SIZE"),  # torchrun, and what follows it
@@ -159,14 +160,43 @@ def _told(environ: Mapping[str, str], *names: str) -> str:
 
 
 def divide(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the part of each file, from 1 on: the largest first, each to the part that has the least so far.
+    """Return the part of each file, from 1 on.
 
-    Every process comes to the same answer, whatever is finished by then.
+    Files that follow one another go to one part where that is as even: they are often made of bytes that lie side by side in
+    the source. Otherwise the largest go first, each to the part that has the least so far. Every process comes to the same
+    answer, whatever is finished by then.
 
     Args:
         sizes: bytes of each file, or what else a part is busy with.
         count: number of parts.
     """
+    dealt = _deal(sizes, count)
+    if len(sizes) < 2 * count:
+        return dealt
+    in_a_row = _cut(sizes, count)
+    most, least = (limit(_loads(sizes, in_a_row, count)) for limit in (max, min))
+    is_as_even = most <= _UNEVEN * max(_loads(sizes, dealt, count)) and most - least <= max(sizes, default=0)
+    return in_a_row if is_as_even else dealt
+
+
+def _loads(sizes: Sequence[int], parts: Sequence[int], count: int) -> list[int]:
+    loads = [0] * count
+    for size, part in zip(sizes, parts, strict=True):
+        loads[part - 1] += size
+    return loads
+
+
+def _cut(sizes: Sequence[int], count: int) -> list[int]:
+    """Cut the files, in their order, where that is nearest to even."""
+    total, before, found = max(sum(sizes), 1), 0, list[int]()
+    for size in sizes:
+        found.append(min((2 * before + size) * count // (2 * total), count - 1) + 1)
+        before += size
+    return found
+
+
+def _deal(sizes: Sequence[int], count: int) -> list[int]:
+    """Deal the files out, the largest first."""
     loads = [(0, number) for number in range(1, count + 1)]
     found = [0] * len(sizes)
     for file in sorted(range(len(sizes)), key=lambda each: (-sizes[each], each)):

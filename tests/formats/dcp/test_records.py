@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from shardkit.core.catalog import UNSEEN, Catalog, Unforeseen
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.dcp.directory import open_dcp
-from tests.formats.dcp.samples import assert_holds, open_catalog, read_tensor, save
+from shardkit.formats.torchsave.record import TensorRecord
+from shardkit.formats.torchsave.scan import RecordScanner
+from tests.formats.dcp.samples import (
+    assert_holds,
+    open_catalog,
+    read_tensor,
+    save,
+    save_rank_local,
+    shard,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -34,8 +47,8 @@ def places(directory: str) -> dict[str, tuple[int, int]]:
     return {fqn: (catalog.chunks.start[row], catalog.chunks.nbytes[row]) for fqn, row in rows.items()}
 
 
-def spoil(directory: str, at: int) -> None:
-    with open(os.path.join(directory, "__0_0.distcp"), "r+b") as file:
+def spoil(directory: str, at: int, name: str = "__0_0.distcp") -> None:
+    with open(os.path.join(directory, name), "r+b") as file:
         file.seek(at)
         byte = file.read(1)
         file.seek(at)
@@ -97,6 +110,104 @@ def test_records_without_a_crc_are_counted(tmp_path: Path) -> None:
     assert list(opened.check(tuple(STATE))) == []
     catalog = opened.select(tuple(STATE))
     assert catalog.notes == ("3 of 4 records have no CRC-32 to check them by",)
+    assert_holds(catalog, STATE)
+
+
+CUT = {
+    "a": torch.randn(16, 4),
+    "b": torch.randn(16, 4),
+    "bias": torch.randn(16),
+    "c": torch.randn(10, 4),
+}
+"""For four ranks, of which the last one has fewer rows of `c`."""
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> str:
+    return save_rank_local(lambda mesh: {fqn: shard(t, mesh) for fqn, t in CUT.items()}, 4, tmp_path / "c")
+
+
+def columns(catalog: Catalog) -> list[list[int]]:
+    return [list(catalog.chunks.file), list(catalog.chunks.start), list(catalog.chunks.nbytes)]
+
+
+def stretches(catalog: Catalog) -> list[tuple[int, int, int]]:
+    """(first byte, bytes, CRC-32) of all that the files record."""
+    return [row for file in catalog.files if file.checksums is not None for row in file.checksums.rows()]
+
+
+def test_places_are_foreseen_and_records_opened_before_they_are_read(
+    cut: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, read = open_dcp(cut), list[int]()
+    inner = RecordScanner.read
+
+    def counted(scanner: RecordScanner, kind: Any, offset: int, length: int, *, where: str) -> TensorRecord:
+        read.append(offset)
+        return inner(scanner, kind, offset, length, where=where)
+
+    exact = opened.select(tuple(CUT))
+    monkeypatch.setattr(RecordScanner, "read", counted)
+    foreseen = opened.foresee(tuple(CUT))
+    num_kinds = len(read)
+    assert num_kinds == 4 < len(exact.chunks)
+    assert columns(foreseen) == columns(exact)
+    assert [file.stamp for file in foreseen.files] == [file.stamp for file in exact.files]
+    assert [row[:2] for row in stretches(foreseen)] == [row[:2] for row in stretches(exact)]
+    assert [crc for _, _, crc in stretches(foreseen)].count(UNSEEN) == len(exact.chunks) - num_kinds
+    del read[:]
+    assert foreseen.open_records is not None
+    foreseen.open_records(["b"])
+    assert len(read) == 4
+    known = {row for row in stretches(foreseen) if row[2] != UNSEEN}
+    assert known < set(stretches(exact))
+    assert len(known) > num_kinds
+    foreseen.open_records(tuple(CUT))
+    assert stretches(foreseen) == stretches(exact)
+
+
+def test_a_record_that_is_not_as_foreseen(tmp_path: Path) -> None:
+    """One rank's data are stored by columns, in as many bytes."""
+
+    def make(mesh: DeviceMesh) -> dict[str, DTensor]:
+        made = {fqn: shard(tensor, mesh) for fqn, tensor in CUT.items()}
+        if mesh.get_local_rank() == 2:
+            local = CUT["a"].chunk(4)[2].t().contiguous().t()
+            made["a"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        return made
+
+    directory = save_rank_local(make, 4, tmp_path / "c")
+    assert_holds(open_dcp(directory).select(tuple(CUT)), CUT)
+    foreseen = open_dcp(directory).foresee(tuple(CUT))
+    assert foreseen.open_records is not None
+    foreseen.open_records(["b", "c"])
+    with pytest.raises(Unforeseen):
+        foreseen.open_records(["a"])
+    whole = open_dcp(directory).foresee(tuple(CUT), opens_all=True)
+    assert whole.open_records is not None
+    whole.open_records(["a"])
+    assert_holds(whole, CUT)
+
+
+def test_damaged_records_are_refused_by_whoever_opens_them(cut: str) -> None:
+    """Of one that stands for others that is everybody."""
+    catalog = open_dcp(cut).foresee(tuple(CUT))
+    first, last = (catalog.chunks.start[catalog.tensors["b"].first_chunk + rank] for rank in (0, 3))
+    spoil(cut, last - 80, "__3_0.distcp")
+    foreseen = open_dcp(cut).foresee(tuple(CUT))
+    assert foreseen.open_records is not None
+    foreseen.open_records(["a", "bias", "c"])
+    with pytest.raises(SourceError, match="b: __3_0"):
+        foreseen.open_records(["b"])
+    spoil(cut, first - 80)
+    with pytest.raises(SourceError, match="b: __0_0"):
+        open_dcp(cut).foresee(("b", "a"))
+
+
+def test_what_cannot_be_foreseen_is_opened(directory: str) -> None:
+    """One of these is not contiguous."""
+    catalog = open_dcp(directory).foresee(tuple(STATE))
+    assert catalog.open_records is None
     assert_holds(catalog, STATE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,13 +13,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import shardkit
 from shardkit.core.placements import Placement
 from shardkit.core.text import KIB
+from shardkit.errors import IntegrityError
 from shardkit.files import storage
+from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.preshard import job as preshard_job
+from tests.formats.dcp.samples import save_rank_local, shard
 from tests.operations.parts.test_divided import files
 
 RANKS = 4
@@ -161,3 +168,102 @@ def test_a_tensor_that_has_to_be_decoded_is_read_whole(tmp_path: Path) -> None:
     for number in (1, 2):
         preshard(model, tmp_path / "out", f"{number}/2")
     assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Twelve tensors of eight ranks, and two that may be tied."""
+    state = {f"model.layers.{n}.mlp.up_proj.weight": torch.randn(16, 8) for n in range(12)}
+    state["model.embed_tokens.weight"] = state["lm_head.weight"] = torch.randn(32, 8)
+    home = tmp_path / "hub"
+    home.mkdir()
+    save_file({name: tensor.clone() for name, tensor in state.items()}, home / "model.safetensors")
+    (home / "config.json").write_text(json.dumps({"tie_word_embeddings": True, "model_type": "llama"}))
+    shardkit.preshard(home, tmp_path / "dcp", world_size=8, wrap="none", layout="declared", dtype="fp16")
+    return tmp_path / "dcp"
+
+
+@contextmanager
+def opened_records() -> Iterator[list[int]]:
+    """Give the places of all records that are opened, one by one or many at once."""
+    found = list[int]()
+    inner, compare = RecordScanner.read, BulkScanner.compare
+
+    def read(scanner: RecordScanner, kind: Any, offset: int, length: int, *, where: str) -> Any:
+        found.append(offset)
+        return inner(scanner, kind, offset, length, where=where)
+
+    def compared(scanner: BulkScanner, fd: int, templates: Any, offsets: Any, lengths: Any) -> Any:
+        found.extend(offsets.tolist())
+        return compare(scanner, fd, templates, offsets, lengths)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordScanner, "read", read)
+        patch.setattr(BulkScanner, "compare", compared)
+        yield found
+
+
+def test_a_part_opens_the_records_of_its_own_files(sharded: Path, tmp_path: Path) -> None:
+    """And one of each kind, which tells where the bytes of its like lie; and of tied tensors all."""
+    options: dict[str, Any] = {"max_shard_size": 300, "ask_class": False, "manifest": True}
+    whole = shardkit.consolidate(sharded, tmp_path / "whole", **options)
+    num_records = 8 * 14
+    last = None
+    for number in range(1, 5):
+        with opened_records() as found:
+            last = shardkit.consolidate(sharded, tmp_path / "out", part=f"{number}/4", **options)
+        assert last.part is not None
+        assert 0 < len(found) <= 4 + 8 * (last.part.num_files + 2) < num_records
+    assert last is not None
+    assert last.part is not None
+    assert last.part.is_committed
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
+    assert whole.checked_bytes == whole.read_bytes
+
+
+def test_a_record_that_another_part_reads_may_be_damaged(sharded: Path, tmp_path: Path) -> None:
+    """Who reads it refuses it; nobody makes an output of it."""
+    (whole,) = [path for path in sharded.glob("__5_0.distcp")]
+    data = bytearray(whole.read_bytes())
+    with safe_open(tmp_path / "hub/model.safetensors", "pt") as hub:
+        local = hub.get_tensor("model.layers.3.mlp.up_proj.weight").half()[10:12]
+    data[data.index(local.numpy().tobytes()) + 5] ^= 1
+    whole.write_bytes(data)
+    said = []
+    for number in range(1, 5):
+        try:
+            shardkit.consolidate(
+                sharded, tmp_path / "out", part=f"{number}/4", max_shard_size=300, ask_class=False
+            )
+        except IntegrityError as error:
+            said.append(str(error))
+    assert ["layers.3.mlp" in text for text in said] == [True]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_part_that_finds_a_record_of_another_form_opens_all(tmp_path: Path) -> None:
+    """One tensor of a rank was not contiguous. The other parts never look at it, and all agree."""
+
+    def make(mesh: DeviceMesh) -> dict[str, DTensor]:
+        made = {f"layers.{n}.weight": shard(torch.full((16, 4), float(n)), mesh) for n in range(9)}
+        if mesh.get_local_rank() == 2:
+            local = torch.arange(16.0).reshape(4, 4).t()
+            made["layers.5.weight"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        return made
+
+    save_rank_local(make, 4, tmp_path / "dcp")
+    options: dict[str, Any] = {"max_shard_size": 300, "ask_class": False, "manifest": True}
+    whole = shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **options)
+    counts = []
+    for order in ((1, 2, 3), (3, 2, 1)):
+        out = tmp_path / f"out{order[0]}"
+        for number in order:
+            with opened_records() as found:
+                last = shardkit.consolidate(tmp_path / "dcp", out, part=f"{number}/3", **options)
+            counts.append(len(found))
+        assert last.part is not None
+        assert last.part.is_committed
+        assert files(out) == files(tmp_path / "whole")
+        assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
+    assert sum(count >= 36 for count in counts) == 2

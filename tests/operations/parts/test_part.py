@@ -99,3 +99,22 @@ def test_every_file_has_one_part_and_no_part_has_much_more_than_another(sizes: l
     assert all(1 <= part <= count for part in parts)
     loads = [sum(s for s, p in zip(sizes, parts, strict=True) if p == part) for part in range(1, count + 1)]
     assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "parts"),
+    [
+        ([7, 7, 7, 7, 7, 7], 3, [1, 1, 2, 2, 3, 3]),
+        ([100, 101, 100, 101, 100], 2, [1, 1, 2, 2, 2]),
+        ([9, 1, 1, 1, 6], 2, [1, 2, 2, 2, 2]),
+        ([6, 1, 1, 1, 9], 2, [1, 1, 1, 1, 2]),
+        ([6, 1, 1, 1, 8, 3], 2, [2, 1, 1, 2, 1, 2]),
+        ([5, 5], 4, [1, 2]),
+        ([5, 5, 5], 2, [1, 2, 1]),
+        ([], 2, []),
+    ],
+)
+def test_files_that_follow_one_another_go_together_where_that_is_even(
+    sizes: list[int], count: int, parts: list[int]
+) -> None:
+    assert divide(sizes, count) == parts

@@ -13,6 +13,20 @@ from shardkit.errors import ResourceError
 from shardkit.files import uploads
 from shardkit.files.remote.writers import writer_of
 from tests.operations.uploading.conftest import WRITES, Served, make, objects
+from tests.operations.uploading.test_in_store import (  # noqa: F401
+    runs,
+    test_a_commit_that_died_before_it_cleaned_up,
+    test_a_file_that_is_gone_is_missed,
+    test_a_part_that_is_late_replaces_no_file,
+    test_a_part_that_was_killed_goes_on,
+    test_parts_at_once_write_what_one_process_writes,
+    test_parts_replace_an_output,
+    test_stock_torch_reads_what_parts_wrote,
+    whole,
+)
+from tests.operations.uploading.test_in_store import (  # noqa: F401
+    test_of_two_that_commit_one_wins as test_of_two_that_commit_parts_one_wins,
+)
 from tests.operations.uploading.test_uploading import (  # noqa: F401
     test_a_hub_model_has_the_bytes_of_a_local_one,
     test_a_run_that_failed_is_resumed,
@@ -58,13 +72,13 @@ def test_requests_that_change_the_store(served: Served, out: str) -> None:
         store.is_part(known[number], parts[number - 1], crc32(parts[number - 1])) for number in (1, 2, 3)
     ] == [True] * 3
     assert not store.is_part(known[1], parts[1], crc32(parts[1]))
-    whole = b"".join(parts)
-    stored = store.complete(path, upload, sorted(sent), crc32(whole))
+    content = b"".join(parts)
+    stored = store.complete(path, upload, sorted(sent), crc32(content))
     found = store.head(path)
     assert found is not None
-    assert (found.size, found.etag) == (stored.size, stored.etag) == (len(whole), found.etag)
-    assert store.has(path, whole)
-    assert list(store.objects(out)) == [(path, len(whole))]
+    assert (found.size, found.etag) == (stored.size, stored.etag) == (len(content), found.etag)
+    assert store.has(path, content)
+    assert list(store.objects(out)) == [(path, len(content))]
     for _ in range(2):
         store.delete(path)
     assert store.head(path) is None
