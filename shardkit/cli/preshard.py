@@ -128,8 +128,8 @@ def command(
     """Write SOURCE as one file for each rank of a device mesh, ready for torch.distributed.checkpoint.
 
     SOURCE is the directory or a file of a Hub model, or a repo id such as Qwen/Qwen3-8B. OUTPUT is the
-    directory to make; by default its name gives model and mesh. To continue an interrupted run, run the same
-    command again.
+    directory to make; by default it is in the working directory, and its name gives model and mesh. To continue an
+    interrupted run, run the same command again.
     """
     if html_file is not None and not options["dry_run"]:
         raise click.UsageError(

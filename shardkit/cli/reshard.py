@@ -49,8 +49,9 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
     """Rewrite CHECKPOINT as OUTPUT, for another number of ranks: model, optimizer and everything else.
 
     CHECKPOINT is a sharded checkpoint of any trainer, or a run directory, whose newest complete checkpoint is
-    taken. OUTPUT is the directory to make; by default its name gives checkpoint and mesh. A DCP checkpoint stays
-    one of the same trainer, with the files beside its shards. No model code is needed.
+    taken. OUTPUT is the directory to make; by default it is in the working directory, and its name gives checkpoint
+    and mesh. A DCP checkpoint stays one of the same trainer, with the files beside its shards. No model code is
+    needed.
     """
     from shardkit.operations.reshard import reshard
 

@@ -101,6 +101,7 @@ def test_a_context_says_what_is_read(hub: str) -> None:
     assert not any(ctx.expected[fqn].persistent for fqn in ctx.buffers)
     assert (ctx.source, ctx.unavailable, ctx.initialised, ctx.grown) == (hub, None, frozenset(), {})
     assert ctx.blueprint is None
+    assert repr(ctx) == f"<prepared LlamaForCausalLM from {hub}: {len(ctx.expected)} tensors>"
 
 
 def test_a_new_head_comes_with_a_blueprint(hub: str) -> None:
@@ -109,6 +110,7 @@ def test_a_new_head_comes_with_a_blueprint(hub: str) -> None:
 
     ctx = prepare(build, hub, missing="init")
     assert ctx.initialised == {"score.weight"}
+    assert repr(ctx).endswith(" tensors, 1 of them initialised>")
     assert any("lm_head.weight" in note for note in ctx.notes)
     assert ctx.blueprint is not None
     assert ctx.blueprint is not ctx.model

@@ -41,7 +41,7 @@ class Fit:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, repr=False)
 class ModelInitializationContext:
     """A prepared model: what it must hold, where that comes from, and what is made anew.
 
@@ -76,6 +76,14 @@ class ModelInitializationContext:
     """What a person should be told, once."""
     checked: CheckedSource | None = None
     """How much of the source all ranks together compared with the CRC-32s in it; `finalize` sets it."""
+
+    def __repr__(self) -> str:
+        """Say in one line what there is: the default would print the model and every tensor."""
+        made, source = len(self.initialised), "no source" if self.source is None else escape(str(self.source))
+        return (
+            f"<prepared {type(self.model).__name__} from {source}: {count(len(self.expected), 'tensor')}"
+            f"{f', {made} of them initialised' if made else ''}>"
+        )
 
 
 class _Sides(NamedTuple):
