@@ -277,9 +277,11 @@ class Catalog:
     """Path of each name in the state dict that was saved, as in DCP's planner_data."""
     notes: tuple[str, ...] = ()
     """What a person should know about this source."""
-    open_records: Callable[[Collection[str]], None] | None = None
-    """Opens the records of some tensors, where other processes open other ones: nothing may be read of a tensor before. None
-    where this process opens all.
+    is_foreseen: bool = False
+    """Several processes have this catalog, and each has looked at other records of it."""
+    open_records: Callable[[Collection[str]], None] | None = field(default=None, init=False)
+    """Opens the records of some tensors: nothing may be read of a tensor before. None where all are open. What is made of the
+    catalog does not have it.
 
     Raises:
         Unforeseen: some are not stored as it was foreseen.

@@ -64,6 +64,8 @@ from shardkit.transfer.journal import (
 from shardkit.transfer.plan import TransferPlan
 
 DIGESTS = ("crc32", "none")
+_NOTES = 2
+"""What parts note of their files; those of another version of shardkit may not be put together with ours."""
 _OF_ONE_MACHINE = "computed_by"
 """What of a job the bits of its factors depend upon, beside the weights."""
 _MIN_MEMORY, _MIN_MEMORY_PER_JOB = 2 * MIB, 512 * KIB
@@ -243,11 +245,11 @@ def ingredients(job: Job, stamp: Stamp) -> dict[str, object]:
     """Return what a job's hash is made of, as plain data: inputs, options and the version of shardkit."""
     files = job.plan.catalog.files
     plain = {file.path for file in files if file.decode is None}
-    # Which chunks of a file have to be decoded is known to those processes alone that read them.
+    # Which records of a file have to be decoded is known to those processes alone that read them.
     sources = [
         ReadFile(file.name, file.path, file.stamp)
         for file in files
-        if file.decode is None or file.path not in plain
+        if file.decoded_from is None or file.compute is not None or file.path not in plain
     ]
     described: dict[str, object] = {
         **job.decided,
@@ -660,7 +662,7 @@ class Writer:
         """Return what parts agree on: the plan, and what the descriptions say."""
         command = self.writing.command
         assert command is not None
-        made_of = {**ingredients(job, shared_stamp), "settings": command.settings()}
+        made_of = {**ingredients(job, shared_stamp), "settings": command.settings(), "notes": _NOTES}
         made_of.pop(
             _OF_ONE_MACHINE, None
         )  # each weight has the bits of one machine, and there may be several kinds

@@ -18,7 +18,7 @@ from itertools import groupby, pairwise
 from operator import itemgetter, lt
 from typing import NamedTuple
 
-from shardkit.core.catalog import Catalog, Checksums
+from shardkit.core.catalog import UNSEEN, Catalog, Checksums
 from shardkit.core.text import escape
 from shardkit.files.digest import crc32, crc32_combine
 
@@ -113,6 +113,13 @@ class Entries:
         number = bisect_right(self.firsts, entry) - 1
         table, row = self.tables[number], entry - self.firsts[number]
         return Entry(table.starts[row], table.stops[row], table.crcs[row])
+
+    def learn(self, entry: int, crc: int) -> None:
+        """Take the word of a process that has looked for what is recorded of an entry, if this one has not."""
+        number = bisect_right(self.firsts, entry) - 1
+        crcs, row = self.tables[number].crcs, entry - self.firsts[number]
+        if crcs[row] == UNSEEN:
+            crcs[row] = crc
 
     def of_runs(self, runs: Iterable[Run]) -> Iterator[tuple[Run, int, int, int]]:
         """Yield each run with its entry's start, stop and CRC-32. Fast for runs in the order of entries."""
@@ -214,7 +221,7 @@ class Entries:
         Of records that were foreseen each process has looked at others.
         """
         if self._digest is None:
-            digest, is_foreseen = 0, self._catalog.open_records is not None
+            digest, is_foreseen = 0, self._catalog.is_foreseen
             for table in self.tables:
                 for column in (table.starts, table.stops, *([] if is_foreseen else [table.crcs])):
                     digest = crc32(column, digest)

@@ -47,7 +47,7 @@ _FREE_NBYTES = 128 << 10  # the same in bytes: what Linux reads ahead of its own
 _SHORT_NBYTES = 4096
 _MAX_KEPT = 1 << 18  # runs that wait for others
 _MAX_NAMED = 3
-_UNSEEN, _EQUAL, _DIFFERENT, _UNRECORDED = range(4)
+_UNREAD, _EQUAL, _DIFFERENT, _UNRECORDED = range(4)
 
 
 class Rest(NamedTuple):
@@ -187,7 +187,7 @@ class SourceCheck:
         return self._max_held > 0
 
     def _verdict(self, entry: int) -> Verdict | None:
-        """Judge the runs of an entry that was read in parts; None if no CRC-32 is recorded, or another process judged it."""
+        """Judge the runs of an entry that was read in parts; None if no CRC-32 is recorded."""
         described = self.entries[entry]
         if described.crc not in (0, UNSEEN) and entry not in self._verdicts:
             verdict = self._verdicts[entry] = judge(self._held[entry], described)
@@ -371,8 +371,6 @@ class SourceCheck:
         if not recorded:
             counts.add(NOT_RECORDED, stop - start if self._states[entry] else nbytes)
             return 0
-        if recorded == UNSEEN and covered(held) == stop - start:  # whoever read it has put it together
-            return stop - start
         if nbytes and (has_chain or not looks_for_unread):  # otherwise counted with what was not read
             is_whole = has_chain or covered(held) == stop - start
             counts.add(SHORT_RUNS if dropped else OVERLAPPING if is_whole else IN_PART, nbytes)
@@ -418,27 +416,44 @@ class SourceCheck:
 
         Returns:
             tables: a number for the entries that the others are about.
-            whole: entries that were read whole and are right, each as the distance from the one before. A process that
-                has not looked at their records takes the word of the one that has.
+            whole: entries that were read whole and are right, each as the distance from the one before.
             parts: four numbers for every other run: entry, first byte within it, bytes, CRC-32.
+            recorded: for processes that have not looked at the same records, two numbers for each entry that is not simply
+                right: entry, recorded CRC-32.
         """
-        whole, parts, last = list[int](), list[int](), 0
+        whole, parts, recorded_of, last = list[int](), list[int](), dict[int, int](), 0
         for (entry, start, stop, crc, _), begin, end, recorded in self.entries.of_runs(self.joined(runs)):
             if (begin, end) == (start, stop) and (crc == recorded or not recorded):
                 whole.append(entry - last)  # a million of them are small numbers
                 last = entry
             else:
                 parts += (entry, start - begin, stop - start, crc)
-        return {"tables": self.entries.digest(), "whole": whole, "parts": parts}
+            if not recorded or (begin, end, crc) != (start, stop, recorded):
+                recorded_of[entry] = recorded
+        told = {"tables": self.entries.digest(), "whole": whole, "parts": parts}
+        if self._catalog.is_foreseen:
+            told["recorded"] = [number for pair in recorded_of.items() for number in pair]
+        return told
 
     def load(self, told: object) -> bool:
         """Take an earlier run's `dump`; False if it compared nothing, or with something else."""
         whole, parts = (told.get("whole"), told.get("parts")) if isinstance(told, Mapping) else (None, None)
         if isinstance(told, Mapping) and told.get("tables") != self.entries.digest():
             return False
+        recorded = told.get("recorded", []) if isinstance(told, Mapping) else None
         if not _are_ints(whole) or not _are_ints(parts) or len(parts) % 4:
             return False
         runs, entry, num_entries = list[Run](), 0, len(self.entries)
+        if (
+            not _are_ints(recorded)
+            or len(recorded) % 2
+            or not all(0 <= e < num_entries for e in recorded[::2])
+        ):
+            return False
+        with self._lock:
+            for entry, crc in zip(recorded[::2], recorded[1::2], strict=True):
+                self.entries.learn(entry, crc)
+        entry = 0
         for step in whole:
             entry += step
             if not 0 <= entry < num_entries:

@@ -114,8 +114,8 @@ def foresee_raw(
     """Return what `select_raw` does for one of several processes, of which each reads other tensors.
 
     One record of each kind is opened: of a dtype, a shape and a length in bytes. The others are taken to be like it, until
-    `open_records` of the result is told what this process is going to read. All are opened if one of these was transformed, is
-    not contiguous, or has no CRC-32; all processes come to the same answer.
+    `open_records` of the result is told what this process is going to read. All are opened if one of these is not contiguous or
+    has no CRC-32, or if any of the checkpoint was transformed; all processes come to the same answer.
 
     Args:
         catalog, transforms, names: as for `select_raw`.
@@ -126,7 +126,7 @@ def foresee_raw(
     """
     if opens_all:
         chosen = select_raw(catalog, transforms, names)
-        chosen.open_records = lambda _: None
+        chosen.is_foreseen = True
         return chosen
     sample, likes = _sample(catalog, names)
     seen = select_raw(sample, {}, tuple(sample.tensors)) if not transforms else None
@@ -150,7 +150,8 @@ def foresee_raw(
             with open_regular(file.path, file.name, follow=False) as (fd, _):
                 file = replace(file, stamp=stamp_of(fd))
         chosen.files[number] = replace(file, checksums=_checksums(held))
-    chosen.encoding, chosen.open_records = "raw", partial(_open_records, catalog, chosen)
+    chosen.encoding, chosen.is_foreseen = "raw", True
+    chosen.open_records = partial(_open_records, catalog, chosen, set[str]())
     return chosen
 
 
@@ -183,10 +184,12 @@ def _sample(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, array[in
 
 def _stretch(catalog: Catalog, row: int) -> tuple[int, int, int] | None:
     """Return (first byte, bytes, CRC-32) of the storage that a chunk lies in; None if it has no bytes."""
-    checksums = catalog.files[catalog.chunks.file[row]].checksums
-    if not catalog.chunks.nbytes[row] or checksums is None:
+    checksums, start = catalog.files[catalog.chunks.file[row]].checksums, catalog.chunks.start[row]
+    if checksums is None:
         return None
-    at = bisect_right(checksums.starts, catalog.chunks.start[row]) - 1
+    at = bisect_right(checksums.starts, start) - 1
+    if at < 0 or start >= checksums.stops[at]:
+        return None
     return checksums.starts[at], checksums.stops[at] - checksums.starts[at], checksums.crcs[at]
 
 
@@ -194,46 +197,49 @@ def _checksums(held: Mapping[tuple[int, int], int]) -> Checksums:
     return Checksums.of((start, nbytes, crc) for (start, nbytes), crc in held.items())
 
 
-def _open_records(catalog: Catalog, foreseen: Catalog, names: Collection[str]) -> None:
+def _open_records(catalog: Catalog, foreseen: Catalog, opened: set[str], names: Collection[str]) -> None:
     """Open the records of some tensors and compare them with what was foreseen; see `Catalog.open_records`.
 
     Args:
         catalog: with encoding "torch-record".
         foreseen: from `foresee_raw`; its files get the CRC-32s.
-        names: of tensors that both have.
+        opened: names of tensors whose records are open; more are added.
+        names: of tensors that both catalogs have.
     """
-    exact = select_raw(catalog, {}, list(dict.fromkeys(names)))
-    ours, theirs, others, is_alike = foreseen.chunks, exact.chunks, dict[str, None](), True
-    recorded, held = dict[int, dict[tuple[int, int], int]](), dict[int, dict[tuple[int, int], int]]()
+    exact = select_raw(catalog, {}, [name for name in dict.fromkeys(names) if name not in opened])
+    ours, theirs, others, is_alike = foreseen.chunks, exact.chunks, list[str](), True
     for fqn, entry in exact.tensors.items():
         for row, there in zip(foreseen.tensors[fqn].chunk_ids, entry.chunk_ids, strict=True):
-            number, stretch = ours.file[row], _stretch(foreseen, row)
-            if number not in held:
-                held[number], recorded[number] = (_by_place(each.files[number]) for each in (foreseen, exact))
-            if stretch is not None and (crc := recorded[number].get(stretch[:2])):
-                held[number][stretch[:2]] = crc
-            elif stretch is not None:
-                others[f"{escape(fqn)}: {escape(foreseen.files[number].name)}"] = None
-            is_alike &= (number, ours.start[row], ours.nbytes[row]) == (
+            file = foreseen.files[ours.file[row]]
+            if not _take_crc(file, exact.files[ours.file[row]], _stretch(foreseen, row)):
+                others.append(f"{escape(fqn)}: {escape(file.name)}")
+            is_alike &= (ours.file[row], ours.start[row], ours.nbytes[row]) == (
                 theirs.file[there],
                 theirs.start[there],
                 theirs.nbytes[there],
             )
     SourceError.raise_for(
-        list(others),
+        others,
         f"{count(len(others), 'record')} {'lies' if len(others) == 1 else 'lie'} otherwise in a file than others of "
         "that shape",
         hint="leave --part out: one process looks at all records before it plans",
     )
     if not is_alike:
         raise Unforeseen
-    for number, found in held.items():
-        foreseen.files[number] = replace(foreseen.files[number], checksums=_checksums(found))
+    opened.update(names)
 
 
-def _by_place(file: SourceFile) -> dict[tuple[int, int], int]:
-    rows = () if file.checksums is None else file.checksums.rows()
-    return {(start, nbytes): crc for start, nbytes, crc in rows}
+def _take_crc(foreseen: SourceFile, exact: SourceFile, stretch: tuple[int, int, int] | None) -> bool:
+    """Note what an opened file records of a stretch of bytes; False if it has no such stretch."""
+    if stretch is None:
+        return True
+    ours, theirs, (start, nbytes, _) = foreseen.checksums, exact.checksums, stretch
+    assert ours is not None
+    at = -1 if theirs is None else bisect_right(theirs.starts, start) - 1
+    if theirs is None or at < 0 or (theirs.starts[at], theirs.stops[at]) != (start, start + nbytes):
+        return False
+    ours.crcs[bisect_right(ours.starts, start) - 1] = theirs.crcs[at]
+    return True
 
 
 def check_records(catalog: Catalog, transforms: Transforms, names: Collection[str]) -> Iterator[str]:

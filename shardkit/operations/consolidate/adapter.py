@@ -79,8 +79,8 @@ class Chosen:
     """Name of the rule set that gave the Hub's names."""
     origins: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Name in the catalog of a tensor that is made of stored ones -> their names."""
-    is_foreseen: bool = False
-    """Not all records of the catalog may have been opened."""
+    are_closed: bool = False
+    """Records of the catalog were left closed."""
 
 
 def choose_tensors(
@@ -114,8 +114,8 @@ def choose_tensors(
         return _merged(checkpoint, names, settings)
     if peft.kind == "none":
         catalog = (select or checkpoint.select)(list(names))
-        is_foreseen = catalog.open_records is not None
-        return Chosen(kind="model", catalog=catalog, names=dict(names), is_foreseen=is_foreseen)
+        are_closed = catalog.open_records is not None
+        return Chosen(kind="model", catalog=catalog, names=dict(names), are_closed=are_closed)
     stored = {name: source for source, name in names.items()}
     chosen = {stored[name]: target for name, target in peft.adapter_names.items()}
     catalog = checkpoint.select(list(chosen))

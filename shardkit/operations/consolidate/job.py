@@ -218,7 +218,7 @@ def build_job(
     chosen, selection, fit = named.chosen, named.selection, named.fit
     tensors, dtypes = _tensors(named, checkpoint, base, options)
     written = take_factors(tensors, chosen.catalog, checkpoint.folded, keep=options.keep_factors)
-    if chosen.is_foreseen and written.catalog.open_records is None:  # tensors are made of others
+    if chosen.are_closed and written.catalog.open_records is None:  # tensors are made of others
         return build_job(checkpoint, base, options)
     output = _images(written.tensors, base, options, chosen.kind)
     assets, changed = _assets(chosen, base, named.ties, written.tensors)

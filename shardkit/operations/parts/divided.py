@@ -1,6 +1,6 @@
 """Carrying out one part of a job, and making the output of all parts, wherever it goes.
 
-a part:    plan -> its files, largest first -> move into a place of its own -> where all parts put them -> a note
+a part:    plan -> its files -> move into a place of its own -> where all parts put them -> a note
 a commit:  all notes -> compare what was read -> describe -> the output appears
 
 `on_disk` and `uploading/in_store` say where that is, and what makes an output of it.

@@ -16,15 +16,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.serialization import get_crc32_options, set_crc32_options
 
 import shardkit
 from shardkit.core.placements import Placement
 from shardkit.core.text import KIB
-from shardkit.errors import IntegrityError
+from shardkit.errors import IncompleteError, IntegrityError
 from shardkit.files import storage
 from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.preshard import job as preshard_job
+from shardkit.transfer.sources import SourceFiles
 from tests.formats.dcp.samples import save_rank_local, shard
 from tests.operations.parts.test_divided import files
 
@@ -222,24 +224,80 @@ def test_a_part_opens_the_records_of_its_own_files(sharded: Path, tmp_path: Path
     assert whole.checked_bytes == whole.read_bytes
 
 
-def test_a_record_that_another_part_reads_may_be_damaged(sharded: Path, tmp_path: Path) -> None:
-    """Who reads it refuses it; nobody makes an output of it."""
-    (whole,) = [path for path in sharded.glob("__5_0.distcp")]
-    data = bytearray(whole.read_bytes())
-    with safe_open(tmp_path / "hub/model.safetensors", "pt") as hub:
-        local = hub.get_tensor("model.layers.3.mlp.up_proj.weight").half()[10:12]
+def damage(directory: Path, rank: int, local: torch.Tensor) -> None:
+    """Flip a bit of what a rank has of a tensor."""
+    path = directory / f"__{rank}_0.distcp"
+    data = bytearray(path.read_bytes())
     data[data.index(local.numpy().tobytes()) + 5] ^= 1
-    whole.write_bytes(data)
-    said = []
-    for number in range(1, 5):
+    path.write_bytes(data)
+
+
+def test_a_record_that_another_part_reads_may_be_damaged(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads it refuses it. If that one dies before it takes its note back, whoever commits refuses it."""
+    with safe_open(tmp_path / "hub/model.safetensors", "pt") as hub:
+        damage(sharded, 5, hub.get_tensor("model.layers.3.mlp.up_proj.weight").half()[10:12])
+
+    def refused(number: int, out: str) -> bool:
+        return said(number, out).partition(": __5_0")[0].endswith("layers.3.mlp.up_proj.weight")
+
+    def said(number: int, out: str) -> str:
         try:
             shardkit.consolidate(
-                sharded, tmp_path / "out", part=f"{number}/4", max_shard_size=300, ask_class=False
+                sharded, tmp_path / out, part=f"{number}/4", max_shard_size=300, ask_class=False
             )
         except IntegrityError as error:
-            said.append(str(error))
-    assert ["layers.3.mlp" in text for text in said] == [True]
+            return str(error)
+        return ""
+
+    (reader,) = [number for number in range(1, 5) if refused(number, "out")]
+    *others, last = [number for number in range(1, 5) if number != reader]
+    with monkeypatch.context() as patch:
+        patch.setattr(SourceFiles, "finish", lambda *_, **__: None)
+        assert not refused(reader, "dies")
+    assert not any(refused(number, "dies") for number in others)
+    assert refused(last, "dies")
+    with pytest.raises(IncompleteError):
+        shardkit.commit(tmp_path / "dies")
     assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "dies").exists()
+
+
+RULES = """
+format = 1
+name = "mine"
+
+[[rule]]
+hub = ["model.layers.{i}.gate.weight", "model.layers.{i}.up.weight"]
+model = "layers.{i}.both"
+steps = [{ concat = 0 }]
+
+[[rule]]
+hub = "model.layers.{i}.down.weight"
+model = "layers.{i}.down"
+"""
+
+
+@pytest.mark.parametrize("names", [("both", "down"), ("down",)])
+def test_parts_whose_tensors_are_made_of_others(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Key rules rename them, or make them of several."""
+    state = {f"layers.{n}.{name}": torch.randn(16, 8) for n in range(4) for name in names}
+    save_rank_local(lambda mesh: {fqn: shard(t, mesh) for fqn, t in state.items()}, 4, tmp_path / "dcp")
+    text = RULES if "both" in names else RULES.replace("[[rule]]", "[[rule]]\noptional = true", 1)
+    (tmp_path / "rules.toml").write_text(text)
+    options: dict[str, Any] = {
+        "keys": tmp_path / "rules.toml",
+        "max_shard_size": 300,
+        "ask_class": False,
+        "manifest": True,
+    }
+    whole = shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **options)
+    for number in range(1, 4):
+        last = shardkit.consolidate(tmp_path / "dcp", tmp_path / "out", part=f"{number}/3", **options)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
+    assert not whole.unchecked
 
 
 def test_a_part_that_finds_a_record_of_another_form_opens_all(tmp_path: Path) -> None:
@@ -267,3 +325,24 @@ def test_a_part_that_finds_a_record_of_another_form_opens_all(tmp_path: Path) ->
         assert files(out) == files(tmp_path / "whole")
         assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
     assert sum(count >= 36 for count in counts) == 2
+
+
+def test_a_rank_that_recorded_no_checksums(tmp_path: Path) -> None:
+    """What the parts read of it counts as unchecked, as in one process."""
+
+    def make(mesh: DeviceMesh) -> dict[str, DTensor]:
+        set_crc32_options(mesh.get_local_rank() != 2)
+        return {f"layers.{n}.weight": shard(torch.full((16, 4), float(n)), mesh) for n in range(9)}
+
+    before = get_crc32_options()
+    try:
+        save_rank_local(make, 4, tmp_path / "dcp")
+    finally:
+        set_crc32_options(before)
+    options: dict[str, Any] = {"max_shard_size": 300, "ask_class": False, "manifest": True}
+    whole = shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **options)
+    assert whole.unchecked
+    for number in range(1, 4):
+        last = shardkit.consolidate(tmp_path / "dcp", tmp_path / "out", part=f"{number}/3", **options)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
