@@ -440,20 +440,11 @@ class SourceCheck:
         whole, parts = (told.get("whole"), told.get("parts")) if isinstance(told, Mapping) else (None, None)
         if isinstance(told, Mapping) and told.get("tables") != self.entries.digest():
             return False
-        recorded = told.get("recorded", []) if isinstance(told, Mapping) else None
         if not _are_ints(whole) or not _are_ints(parts) or len(parts) % 4:
             return False
         runs, entry, num_entries = list[Run](), 0, len(self.entries)
-        if (
-            not _are_ints(recorded)
-            or len(recorded) % 2
-            or not all(0 <= e < num_entries for e in recorded[::2])
-        ):
+        if not self._learn(told.get("recorded", []) if isinstance(told, Mapping) else None):
             return False
-        with self._lock:
-            for entry, crc in zip(recorded[::2], recorded[1::2], strict=True):
-                self.entries.learn(entry, crc)
-        entry = 0
         for step in whole:
             entry += step
             if not 0 <= entry < num_entries:
@@ -465,6 +456,18 @@ class SourceCheck:
                 return False
             runs.append(Run(entry, begin + offset, begin + offset + nbytes, crc, ""))
         self.add(runs)
+        return True
+
+    def _learn(self, recorded: object) -> bool:
+        """Take what a `dump` tells of records that this process has not looked at; False if that is not what `dump` tells."""
+        if not _are_ints(recorded) or len(recorded) % 2:
+            return False
+        entries, crcs = recorded[::2], recorded[1::2]
+        if not all(0 <= entry < len(self.entries) for entry in entries):
+            return False
+        with self._lock:
+            for entry, crc in zip(entries, crcs, strict=True):
+                self.entries.learn(entry, crc)
         return True
 
     def has_doubts(self, told: Mapping[str, Any]) -> bool:

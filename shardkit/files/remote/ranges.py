@@ -21,9 +21,8 @@ from contextlib import contextmanager
 MAX_REQUEST_NBYTES = 8 << 20
 MAX_GAP_NBYTES = 1 << 20
 """Read through, where at least as much was wanted before it."""
-_SMALL_GAP_NBYTES = (
-    32 << 10
-)  # always read through: 0.8 ms at 40 MB/s, as a request of 32 ms takes with 32 under way
+_SMALL_GAP_NBYTES = 32 << 10
+"""Always read through: 0.8 ms at 40 MB/s, and a request of 32 ms takes 1 ms where 32 are under way."""
 DEFAULT_LIMIT_NBYTES = 48 << 20
 MAX_CONNECTIONS = 32
 _FIRST_NBYTES = 64 << 10  # of a small read: a header, or the directory of a record

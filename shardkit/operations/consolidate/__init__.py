@@ -34,7 +34,7 @@ from shardkit.operations.consolidate.osf import merge_osf
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
 from shardkit.operations.destination import is_hub_model, label_of, write_sidecar
 from shardkit.operations.parts.agreement import Command, Share, as_share
-from shardkit.operations.parts.part import Part, divide
+from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.resolve import ResolvedCheckpoint, adapter_file, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
@@ -409,8 +409,7 @@ def _images_of(job: ConsolidateJob, share: Share | None) -> list[SafetensorsImag
         return images
     if not isinstance(share, Part):
         return []
-    parts = divide([image.size for image in images], share.count)
-    return [image for image, part in zip(images, parts, strict=True) if part == share.number]
+    return [images[number] for number in share_of([image.size for image in images], share)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
