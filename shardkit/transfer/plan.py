@@ -312,18 +312,29 @@ def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_orde
             if image is not None
             for task in _tasks(number, image, _SMALL_TASK_NBYTES)
         ]
-    ranges, num_places, firsts = Ranges(), 1, dict[Task, tuple[int, int]]()
+    ranges, num_places = Ranges(), 1
+    # The tasks of a large tensor follow one another: where it lies in several files, these are read once for all of them.
+    together, files_of = (
+        dict[tuple[int, str], list[tuple[tuple[int, int], Task]]](),
+        dict[tuple[int, str], set[int]](),
+    )
     for task in tasks:
-        read = sorted(_task_ranges(plan, plan.images[task.image], task))
+        image = plan.images[task.image]
+        read = sorted(_task_ranges(plan, image, task))
         for file, start, stop in read:
             ranges.setdefault(file, []).append((start, stop))
-        firsts[task] = read[0][:2] if read else (-1, 0)
-        num_places = max(num_places, len({file for file, _, _ in read}), _num_places(read))
+        tensor = task.image, next(iter(image.pieces(task.start, task.stop))).fqn
+        together.setdefault(tensor, []).append((read[0][:2] if read else (-1, 0), task))
+        files = files_of.setdefault(tensor, set())
+        files.update(file for file, _, _ in read)
+        num_places = max(num_places, len(files), _num_places(read))
     kept = {number for number, image in enumerate(images) if image is not None}
     dealt_out = [fqn for fqn, holes in plan.scattered.items() if any(number in kept for number, _ in holes)]
     for file, found in chunk_ranges(plan.catalog, dealt_out).items():
         ranges.setdefault(file, []).extend(found)
-    return Reading(sorted(tasks, key=firsts.__getitem__) if in_source_order else tasks, ranges, num_places)
+    if in_source_order:
+        tasks = [task for each in sorted(map(sorted, together.values())) for _, task in each]
+    return Reading(tasks, ranges, num_places)
 
 
 def chunk_ranges(catalog: Catalog, names: Iterable[str]) -> Ranges:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any, NamedTuple
@@ -110,6 +111,35 @@ def test_requests_for_tensors_are_few(large: Files, tmp_path: Path, verb: str) -
     assert data_requests(large).total() <= 1.1 * needed(large, folder)
     assert fetched(large) <= 1.1 * large.size(folder)
     assert large.served.proxy.most_together >= 5
+
+
+def test_nothing_is_fetched_twice_where_many_places_are_read_in_turn() -> None:
+    """Chunks are nearly as long as requests: a place needs the rest of one request and the beginning of the next.
+
+    Two threads read every second row of chunks each, the second one a row later.
+    """
+    count, chunk, size = 16, 1_800_000, 18_000_000
+    fetched, content = list[int](), memoryview(bytes(size))
+
+    def fetch(start: int, nbytes: int) -> memoryview:
+        fetched.append(nbytes)
+        return content[start : start + nbytes]
+
+    with ranges.limited(64 * MIB):
+        places = [ranges.Ranges(size, fetch) for _ in range(count)]
+        for place in places:
+            place.plan([(0, size)], count)
+        buffer = memoryview(bytearray(chunk))
+        first, second = (
+            [(place, start) for start in range(begin, size, 2 * chunk) for place in places]
+            for begin in (0, chunk)
+        )
+        for ours, theirs in zip_longest(first, [None] * count + second):
+            for place, start in filter(None, (ours, theirs)):
+                assert place.read_into([buffer], start) == chunk
+        for place in places:
+            place.close()
+    assert sum(fetched) <= 1.02 * count * size
 
 
 def test_looking_takes_a_handful_of_requests(large: Files) -> None:

@@ -4,6 +4,9 @@ An object is divided into *spans*; a span is one request. Who knows what will be
 close together becomes one span of at most 8 MiB, and while a span is used the next ones are fetched. Without a plan a
 small read fetches what is around it, and reading that goes on where it ended fetches 8 MiB at a time.
 
+Where many places are read in turn and memory is tight, a request brings several spans, of 1 MiB each: what of it was used
+makes room before the rest is.
+
 All threads share the spans: two that want one wait for one request. Spans that were used up make room first. What is
 held and what is under way stays below one limit, which is the process's (`set_limit`).
 """
@@ -17,6 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import zip_longest
 
 MAX_REQUEST_NBYTES = 8 << 20
 MAX_GAP_NBYTES = 1 << 20
@@ -28,6 +32,7 @@ MAX_CONNECTIONS = 32
 _FIRST_NBYTES = 64 << 10  # of a small read: a header, or the directory of a record
 _LARGE_NBYTES = 256 << 10  # tensors are read in such pieces, headers are not
 _MIN_REQUEST_NBYTES = 64 << 10
+_PIECE_NBYTES = 1 << 20
 _OVERHEAD_NBYTES = 1 << 19  # of a request under way: what the HTTP client holds of its body
 _KEPT_ENDS = 32  # places of an object at which reading may go on
 BLOCK = 4096
@@ -38,7 +43,7 @@ Fetch = Callable[[int, int], memoryview]
 
 
 class _Span:
-    """Bytes of an object that are fetched together."""
+    """Bytes of an object that are fetched together, and make room together."""
 
     __slots__ = (
         "data",
@@ -48,15 +53,16 @@ class _Span:
         "is_under_way",
         "left",
         "owner",
+        "request",
         "start",
         "stop",
         "was_held",
     )
 
-    def __init__(self, owner: Ranges, start: int, stop: int, wanted: int, *, is_planned: bool) -> None:
+    def __init__(self, owner: Ranges, start: int, stop: int, wanted: int, request: int | None) -> None:
         self.owner, self.start, self.stop, self.left = owner, start, stop, wanted
         self.data: memoryview | None = None
-        self.is_planned = is_planned
+        self.request, self.is_planned = request, request is not None
         self.is_under_way = self.was_held = self.is_read_to_end = self.is_ahead = False
 
     def __lt__(self, other: _Span) -> bool:
@@ -188,7 +194,10 @@ class Ranges:
         self._set_places(1)
 
     def _set_places(self, num_places: int) -> None:
-        self._nbytes = request_nbytes(num_places)
+        self._nbytes = self._piece_nbytes = request_nbytes(num_places)
+        # A place that moves on to its next request may need what is left of the one before.
+        if self._nbytes >= 2 * _PIECE_NBYTES and 2 * num_places * self._nbytes > self._memory.limit:
+            self._nbytes, self._piece_nbytes = self._nbytes // _PIECE_NBYTES * _PIECE_NBYTES, _PIECE_NBYTES
         self._ahead_nbytes = max(self._memory.limit - num_places * self._nbytes, 0)
 
     def plan(self, wanted: Iterable[tuple[int, int]], num_places: int = 1) -> None:
@@ -202,21 +211,25 @@ class Ranges:
             self._set_places(num_places)
             self._spans = [span for span in self._spans if span.data is not None or span.is_under_way]
             self._is_planned = True
-            for start, stop, nbytes in _coalesce(wanted, self._nbytes, self.size):
-                self._add_planned(start, stop, nbytes)
+            request, end = 0, -1
+            for start, stop, nbytes in _coalesce(wanted, self._piece_nbytes, self.size):
+                if start != end or stop - request > self._nbytes:
+                    request = start
+                self._add_planned(start, stop, nbytes, request)
+                end = stop
 
-    def _add_planned(self, start: int, stop: int, nbytes: int) -> None:
+    def _add_planned(self, start: int, stop: int, nbytes: int, request: int) -> None:
         """Plan a span, but for what is there already."""
         at = start
         for other in self._overlapping(start, stop):
             if at < other.start:
-                self._add(at, other.start, min(nbytes, other.start - at), is_planned=True)
+                self._add(at, other.start, min(nbytes, other.start - at), request)
             at = other.stop
         if at < stop:
-            self._add(at, stop, min(nbytes, stop - at), is_planned=True)
+            self._add(at, stop, min(nbytes, stop - at), request)
 
-    def _add(self, start: int, stop: int, wanted: int, *, is_planned: bool) -> _Span:
-        span = _Span(self, start, stop, wanted, is_planned=is_planned)
+    def _add(self, start: int, stop: int, wanted: int, request: int | None = None) -> _Span:
+        span = _Span(self, start, stop, wanted, request)
         insort(self._spans, span)
         return span
 
@@ -267,6 +280,18 @@ class Ranges:
             if index >= 0 and self._spans[index] is span:
                 del self._spans[index]
 
+    def _batch(self, span: _Span) -> list[_Span]:
+        """Return a span and those after it that one request brings. The lock is held."""
+        batch = [span]
+        if span.is_planned:
+            for index in range(self._index(span.start) + 1, len(self._spans)):
+                other = self._spans[index]
+                is_there = other.data is not None or other.is_under_way or other.left <= 0
+                if is_there or other.request != span.request or other.start != batch[-1].stop:
+                    break
+                batch.append(other)
+        return batch
+
     def _bytes_at(self, at: int, stop: int) -> tuple[_Span, memoryview, int]:
         """Return the span around byte `at`, its bytes, and the place of the first of them."""
         memory = self._memory
@@ -281,15 +306,18 @@ class Ranges:
                 memory.changed.wait()
             if span.was_held:
                 span.start = at  # it was dropped half used
-            span.is_under_way = True
+            batch = self._batch(span)
+            for each in batch:
+                each.is_under_way = True
             try:
-                memory.reserve(span.nbytes, must=True)
+                memory.reserve(_nbytes_of(batch), must=True)
             except BaseException:
-                span.is_under_way = False
+                for each in batch:
+                    each.is_under_way = False
                 raise
-            self._fetch_ahead(self._next_after(span, stop))
+            self._fetch_ahead(self._next_after(batch[-1], stop))
             begin = span.start
-        return span, self._carry_out(span), begin
+        return span, self._carry_out(batch), begin
 
     def _count(self, span: _Span, start: int, stop: int) -> None:
         """Count what was taken of a span; once its end was, the next ones are fetched."""
@@ -308,7 +336,7 @@ class Ranges:
             return self._spans[index]
         follows = self._spans[index + 1].start if index + 1 < len(self._spans) else self.size
         end = min(at + self._guess(at, stop - at), follows, self.size)
-        return self._add(at, end, min(stop, end) - at, is_planned=False)
+        return self._add(at, end, min(stop, end) - at)
 
     def _guess(self, at: int, wanted: int) -> int:
         """Return how much to fetch from byte `at` on, of which `wanted` bytes are needed now."""
@@ -332,7 +360,7 @@ class Ranges:
             if index < 0 or self._spans[index].stop <= at:
                 follows = self._spans[index + 1].start if index + 1 < len(self._spans) else self.size
                 end = min(at + self._nbytes, follows, self.size if goes_on else until)
-                found.append(self._add(at, end, end - at, is_planned=False))
+                found.append(self._add(at, end, end - at))
             else:
                 found.append(self._spans[index])
             at = found[-1].stop
@@ -340,14 +368,15 @@ class Ranges:
 
     def _planned_from(self, index: int) -> list[_Span]:
         """Return the planned spans from one on that are not used yet, as many as may be fetched ahead."""
-        found, room = list[_Span](), self._ahead_nbytes
-        while index < len(self._spans) and len(found) < MAX_CONNECTIONS:
+        found, room, requests = list[_Span](), self._ahead_nbytes, set[int | None]()
+        while index < len(self._spans) and len(requests) < MAX_CONNECTIONS:
             span = self._spans[index]
             if span.is_planned and span.left > 0:
                 room -= span.nbytes
                 if room < 0:
                     break
                 found.append(span)
+                requests.add(span.request)
             index += 1
         return found
 
@@ -360,39 +389,50 @@ class Ranges:
         for span in spans:
             if span.data is not None or span.is_under_way:
                 continue
-            if memory.num_under_way >= MAX_CONNECTIONS or memory.ahead + span.nbytes > self._ahead_nbytes:
+            batch = self._batch(span)
+            nbytes = _nbytes_of(batch)
+            if memory.num_under_way >= MAX_CONNECTIONS or memory.ahead + nbytes > self._ahead_nbytes:
                 return
-            if not memory.reserve(span.nbytes, must=False):
+            if not memory.reserve(nbytes, must=False):
                 return
-            span.is_under_way = span.is_ahead = True
-            memory.ahead += span.nbytes
-            memory.threads().submit(self._carry_out_quietly, span)
+            for each in batch:
+                each.is_under_way = each.is_ahead = True
+            memory.ahead += nbytes
+            memory.threads().submit(self._carry_out_quietly, batch)
 
-    def _carry_out_quietly(self, span: _Span) -> None:
+    def _carry_out_quietly(self, batch: Sequence[_Span]) -> None:
         try:
-            self._carry_out(span)
+            self._carry_out(batch)
         except Exception:  # who needs the bytes tries again, and says what is wrong
             return
 
-    def _carry_out(self, span: _Span) -> memoryview:
-        """Fetch a span for which there is room, and hold it."""
-        memory = self._memory
-        data: memoryview | None = None
+    def _carry_out(self, batch: Sequence[_Span]) -> memoryview:
+        """Fetch spans that follow one another and for which there is room, hold them, and return the bytes of the first."""
+        memory, start, parts = self._memory, batch[0].start, list[memoryview | None]()
         try:
-            data = self._fetch(span.start, span.nbytes)
-            return data
+            data = self._fetch(start, _nbytes_of(batch))
+            # Copied where there are several: a part would keep all of them in memory.
+            several = len(batch) > 1
+            parts += [
+                memoryview(bytes(data[each.start - start : each.stop - start])) if several else data
+                for each in batch
+            ]
+            first = parts[0]
+            assert first is not None
+            return first
         finally:
             with memory.changed:
                 memory.num_under_way -= 1
                 memory.used -= _OVERHEAD_NBYTES
-                span.is_under_way = False
-                index = self._index(span.start)
-                if data is not None and index >= 0 and self._spans[index] is span:
-                    span.data = data
-                    memory.held[span] = None
-                else:  # it failed, or the object was closed meanwhile
-                    memory.is_wanted(span)
-                    memory.used -= span.nbytes
+                for span, part in zip_longest(batch, parts):
+                    span.is_under_way = False
+                    index = self._index(span.start)
+                    if part is not None and index >= 0 and self._spans[index] is span:
+                        span.data = part
+                        memory.held[span] = None
+                    else:  # it failed, or the object was closed meanwhile
+                        memory.is_wanted(span)
+                        memory.used -= span.nbytes
                 memory.changed.notify_all()
 
 
@@ -411,6 +451,10 @@ class _Into:
             data, self._at = data[count:], self._at + count
             if self._at == len(view):
                 self._number, self._at = self._number + 1, 0
+
+
+def _nbytes_of(batch: Sequence[_Span]) -> int:
+    return batch[-1].stop - batch[0].start
 
 
 def _start_of(span: _Span) -> int:
