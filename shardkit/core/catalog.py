@@ -51,6 +51,30 @@ class Unforeseen(Exception):
     """A record is not stored as it was foreseen: all have to be opened."""
 
 
+class ForeseenRecords(Protocol):
+    """The records of a catalog in which only a few are open: nothing may be read of a tensor before its own are.
+
+    All methods raise Unforeseen where some are not stored as it was foreseen; SourceError, IntegrityError and ResourceError,
+    naming file and tensor.
+    """
+
+    def open(self, names: Collection[str], /) -> None:
+        """Open the records of some tensors."""
+
+    def open_as_read(self, names: Collection[str], /) -> None:
+        """Have the records of some tensors opened by `before_read`: nothing else will be read.
+
+        What describes a record lies beside its data. In a store it comes with it, and takes no request of its own.
+        """
+
+    def extent(self, file: int, start: int, stop: int, /) -> tuple[int, int]:
+        """Return (first byte, byte after the last) of a range that is read, with what describes the records at its ends."""
+        ...
+
+    def before_read(self, fd: int, file: int, start: int, stop: int, /) -> None:
+        """Open the records in which a range of an open file lies, if they are not open. May be called from any thread."""
+
+
 class Checksums:
     """Stretches of a file with a recorded CRC-32, as in a zip's directory; in columns, sorted by first byte.
 
@@ -279,14 +303,8 @@ class Catalog:
     """What a person should know about this source."""
     is_foreseen: bool = False
     """Several processes have this catalog, and each has looked at other records of it."""
-    open_records: Callable[[Collection[str]], None] | None = field(default=None, init=False)
-    """Opens the records of some tensors: nothing may be read of a tensor before. None where all are open. What is made of the
-    catalog does not have it.
-
-    Raises:
-        Unforeseen: some are not stored as it was foreseen.
-        SourceError, IntegrityError, ResourceError: naming file and tensor.
-    """
+    records: ForeseenRecords | None = field(default=None, init=False)
+    """None where all are open. What is made of the catalog does not have it."""
 
     @property
     def nbytes(self) -> int:

@@ -312,7 +312,7 @@ def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_orde
             if image is not None
             for task in _tasks(number, image, _SMALL_TASK_NBYTES)
         ]
-    ranges, num_places = Ranges(), 1
+    ranges, num_places, records = Ranges(), 1, plan.catalog.records
     # The tasks of a large tensor follow one another: where it lies in several files, these are read once for all of them.
     together, files_of = (
         dict[tuple[int, str], list[tuple[tuple[int, int], Task]]](),
@@ -322,7 +322,8 @@ def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_orde
         image = plan.images[task.image]
         read = sorted(_task_ranges(plan, image, task))
         for file, start, stop in read:
-            ranges.setdefault(file, []).append((start, stop))
+            extent = (start, stop) if records is None else records.extent(file, start, stop)
+            ranges.setdefault(file, []).append(extent)
         tensor = task.image, next(iter(image.pieces(task.start, task.stop))).fqn
         together.setdefault(tensor, []).append((read[0][:2] if read else (-1, 0), task))
         files = files_of.setdefault(tensor, set())

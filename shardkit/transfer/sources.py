@@ -14,7 +14,15 @@ from contextlib import suppress
 from itertools import dropwhile, islice
 from typing import TYPE_CHECKING
 
-from shardkit.core.catalog import Catalog, Computation, FileStamp, OnRead, SourceFile, TensorEntry
+from shardkit.core.catalog import (
+    Catalog,
+    Computation,
+    FileStamp,
+    ForeseenRecords,
+    OnRead,
+    SourceFile,
+    TensorEntry,
+)
 from shardkit.core.regions import Region, Shape, blocks, full_region, intersect, relative_to, runs
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
@@ -85,6 +93,7 @@ class SourceFiles:
         recent_bytes: most bytes kept from small reads.
         check: told of everything that is read.
         on_read: told of what is read of each file, as it lies on disk.
+        records: those that are opened before they are read.
     """
 
     def __init__(
@@ -94,8 +103,9 @@ class SourceFiles:
         *,
         check: SourceCheck | None = None,
         on_read: OnRead | None = None,
+        records: ForeseenRecords | None = None,
     ) -> None:
-        self.check, self.on_read = check, on_read
+        self.check, self.on_read, self.records = check, on_read, records
         self.recent = _RecentBlocks(recent_bytes)
         self._files = files
         self._lock = threading.Lock()
@@ -335,6 +345,15 @@ class Reader:
             self._sources.give_back(file)
         self._borrowed.clear()
 
+    def open_records(self, file: int, start: int, stop: int) -> None:
+        """Open the records in which a range of a file on disk lies: it is about to be read.
+
+        Raises:
+            Unforeseen, SourceError, IntegrityError, ResourceError: as `ForeseenRecords`.
+        """
+        if self._sources.records is not None:
+            self._sources.records.before_read(self.descriptor(file), file, start, stop)
+
     def descriptor(self, file: int) -> int:
         """Return an open descriptor of a file on disk."""
         fd = self._borrowed.get(file)
@@ -353,6 +372,7 @@ class Reader:
         Raises:
             IntegrityError, ResourceError: as `read_into`.
         """
+        self.open_records(file, start, start + nbytes)
         number, skip = divmod(start, BLOCK)
         block = self._recent.get((file, number)) or self._read_block(file, number)
         data = block[skip : skip + nbytes]
@@ -402,6 +422,7 @@ class Reader:
                     self._runs.take_over(runs)
                 return None
             fd = self.descriptor(file)
+        self.open_records(file, start, start + size)
         if self._runs is None or size <= _COMPARED_NBYTES:
             self._fill(fd, file, buffer, start, fqn)
             return self.tell(file, start, buffer, fqn)
@@ -542,8 +563,8 @@ def same_bytes(catalog: Catalog, a: str, b: str) -> bool:
     one, other = catalog.tensors[a], catalog.tensors[b]
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    if catalog.open_records is not None:
-        catalog.open_records((a, b))
+    if catalog.records is not None:
+        catalog.records.open((a, b))
     ours, theirs = _chunks(catalog, one), _chunks(catalog, other)
     with SourceFiles(catalog.files) as files, files.reader() as reader:
         # Tied tensors are nearly always cut alike.

@@ -168,6 +168,7 @@ class Window:
 
     def _read_at_once(self, file: int, buffers: list[memoryview], start: int, wanted: int) -> bool:
         """Fill buffers from one stretch of a file; False if that fails or reads too little."""
+        self._reader.open_records(file, start, start + wanted)
         try:
             return storage.preadv(self._reader.descriptor(file), buffers, start) == wanted
         except OSError:

@@ -94,7 +94,7 @@ class DcpFolder(Protocol):
         """Return a catalog of some tensors, in the order given, whose extents are raw bytes."""
 
     def foresee(self, names: Collection[str], *, opens_all: bool = False) -> Catalog:
-        """Return the same for one of several processes: its `open_records` opens what this one reads."""
+        """Return the same for one of several processes: its `records` are opened as far as this one reads them."""
 
 
 class Dequantized(NamedTuple):

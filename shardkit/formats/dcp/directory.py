@@ -79,7 +79,7 @@ class DcpDirectory:
 
         Args:
             names: in the order that the result is to have.
-            opens_all: some were not as it was foreseen; see `Catalog.open_records`.
+            opens_all: some were not as it was foreseen; see `ForeseenRecords`.
 
         Raises:
             SourceError, IntegrityError, ResourceError: as `select`.

@@ -12,13 +12,13 @@ Source: torch 2.13, torch/distributed/checkpoint/_extension.py.
 from __future__ import annotations
 
 import io
+import threading
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +27,7 @@ from shardkit.core.catalog import (
     UNSEEN,
     Catalog,
     Checksums,
+    ChunkTable,
     OnRead,
     SourceFile,
     TensorEntry,
@@ -113,8 +114,8 @@ def foresee_raw(
 ) -> Catalog:
     """Return what `select_raw` does for one of several processes, of which each reads other tensors.
 
-    One record of each kind is opened: of a dtype, a shape and a length in bytes. The others are taken to be like it, until
-    `open_records` of the result is told what this process is going to read. All are opened if one of these is not contiguous or
+    One record of each kind is opened: of a dtype, a shape and a length in bytes. The others are taken to be like it, until the
+    result's `records` are told what this process is going to read. All are opened if one of these is not contiguous or
     has no CRC-32, or if any of the checkpoint was transformed; all processes come to the same answer.
 
     Args:
@@ -151,7 +152,7 @@ def foresee_raw(
                 file = replace(file, stamp=stamp_of(fd))
         chosen.files[number] = replace(file, checksums=_checksums(held))
     chosen.encoding, chosen.is_foreseen = "raw", True
-    chosen.open_records = partial(_open_records, catalog, chosen, set[str]())
+    chosen.records = _ForeseenRecords(catalog, chosen)
     return chosen
 
 
@@ -197,36 +198,128 @@ def _checksums(held: Mapping[tuple[int, int], int]) -> Checksums:
     return Checksums.of((start, nbytes, crc) for (start, nbytes), crc in held.items())
 
 
-def _open_records(catalog: Catalog, foreseen: Catalog, opened: set[str], names: Collection[str]) -> None:
-    """Open the records of some tensors and compare them with what was foreseen; see `Catalog.open_records`.
+class _ForeseenRecords:
+    """See `ForeseenRecords`.
 
     Args:
         catalog: with encoding "torch-record".
         foreseen: from `foresee_raw`; its files get the CRC-32s.
-        opened: names of tensors whose records are open; more are added.
-        names: of tensors that both catalogs have.
     """
-    exact = select_raw(catalog, {}, [name for name in dict.fromkeys(names) if name not in opened])
-    ours, theirs, others, is_alike = foreseen.chunks, exact.chunks, list[str](), True
-    for fqn, entry in exact.tensors.items():
-        for row, there in zip(foreseen.tensors[fqn].chunk_ids, entry.chunk_ids, strict=True):
-            file = foreseen.files[ours.file[row]]
-            if not _take_crc(file, exact.files[ours.file[row]], _stretch(foreseen, row)):
-                others.append(f"{escape(fqn)}: {escape(file.name)}")
-            is_alike &= (ours.file[row], ours.start[row], ours.nbytes[row]) == (
-                theirs.file[there],
-                theirs.start[there],
-                theirs.nbytes[there],
-            )
-    SourceError.raise_for(
-        others,
-        f"{count(len(others), 'record')} {'lies' if len(others) == 1 else 'lie'} otherwise in a file than others of "
-        "that shape",
-        hint="leave --part out: one process looks at all records before it plans",
-    )
-    if not is_alike:
-        raise Unforeseen
-    opened.update(names)
+
+    def __init__(self, catalog: Catalog, foreseen: Catalog) -> None:
+        self._catalog, self._foreseen = catalog, foreseen
+        self._opened, self._names = set[str](), list[str]()
+        self._places: dict[int, _Places] = {}
+        self._thread, self._lock = threading.local(), threading.Lock()
+
+    def open(self, names: Collection[str]) -> None:
+        """See `ForeseenRecords`."""
+        exact = select_raw(
+            self._catalog, {}, [name for name in dict.fromkeys(names) if name not in self._opened]
+        )
+        foreseen, others, is_alike = self._foreseen, list[str](), True
+        ours, theirs = foreseen.chunks, exact.chunks
+        for fqn, entry in exact.tensors.items():
+            for row, there in zip(foreseen.tensors[fqn].chunk_ids, entry.chunk_ids, strict=True):
+                file = foreseen.files[ours.file[row]]
+                if not _take_crc(file, exact.files[ours.file[row]], _stretch(foreseen, row)):
+                    others.append(f"{escape(fqn)}: {escape(file.name)}")
+                is_alike &= (ours.file[row], ours.start[row], ours.nbytes[row]) == (
+                    theirs.file[there],
+                    theirs.start[there],
+                    theirs.nbytes[there],
+                )
+        SourceError.raise_for(
+            others,
+            f"{count(len(others), 'record')} {'lies' if len(others) == 1 else 'lie'} otherwise in a file than others of "
+            "that shape",
+            hint="leave --part out: one process looks at all records before it plans",
+        )
+        if not is_alike:
+            raise Unforeseen
+        self._opened.update(names)
+
+    def open_as_read(self, names: Collection[str]) -> None:
+        """See `ForeseenRecords`."""
+        self._names, table = list(dict.fromkeys(names)), self._catalog.chunks
+        found = dict[int, dict[int, tuple[str, int, int]]]()
+        for fqn in self._names:
+            rows = self._catalog.tensors[fqn].chunk_ids, self._foreseen.tensors[fqn].chunk_ids
+            for there, row in zip(*rows, strict=True):
+                found.setdefault(table.file[there], {})[table.start[there]] = fqn, there, row
+        self._places = {file: _Places(table, rows) for file, rows in found.items()}
+
+    def extent(self, file: int, start: int, stop: int) -> tuple[int, int]:
+        """See `ForeseenRecords`."""
+        places, table = self._places.get(file), self._foreseen.chunks
+        for at in () if places is None else places.between(start, stop):
+            assert places is not None
+            row = places.ours[at]
+            if start <= table.start[row] < stop:
+                start = min(start, places.starts[at])
+            if start < table.start[row] + table.nbytes[row] <= stop:
+                stop = max(stop, places.stops[at])
+        return start, stop
+
+    def before_read(self, fd: int, file: int, start: int, stop: int) -> None:
+        """See `ForeseenRecords`."""
+        places = self._places.get(file)
+        if places is None:
+            return
+        for at in places.between(start, stop):
+            if not places.is_open[at]:
+                if not self._open_one(fd, file, places, at):
+                    with self._lock:  # all problems of this process at once
+                        self.open(self._names)
+                places.is_open[at] = True
+
+    def _open_one(self, fd: int, file: int, places: _Places, at: int) -> bool:
+        """Open a record; False if it is damaged or not as foreseen."""
+        scanner = getattr(self._thread, "scanner", None)
+        if scanner is None:
+            scanner = self._thread.scanner = RecordScanner(0)
+        source, table, row = self._foreseen.files[file], self._foreseen.chunks, places.ours[at]
+        entry, sizes = self._foreseen.tensors[places.fqns[at]], table.region(row).sizes
+        start, nbytes = places.starts[at], places.stops[at] - places.starts[at]
+        scanner.open(fd)
+        try:
+            record = scanner.read((entry.dtype, sizes), start, nbytes, where=escape(source.name))
+        except ResourceError:
+            raise
+        except SourceError:
+            return False
+        stretch = _stretch(self._foreseen, row)
+        if (
+            stretch is None
+            or difference(entry, sizes, record)
+            or not record.is_contiguous
+            or (record.start, record.nbytes) != (table.start[row], table.nbytes[row])
+            or (record.data_start, record.data_nbytes) != stretch[:2]
+        ):
+            return False
+        checksums = source.checksums
+        assert checksums is not None
+        checksums.crcs[bisect_right(checksums.starts, stretch[0]) - 1] = record.crc32 or 0
+        return True
+
+
+class _Places:
+    """The records of one file that are opened as they are read, in columns, by their first bytes."""
+
+    def __init__(self, table: ChunkTable, rows: Mapping[int, tuple[str, int, int]]) -> None:
+        self.starts = sorted(rows)
+        self.stops = [start + table.nbytes[rows[start][1]] for start in self.starts]
+        self.fqns = [rows[start][0] for start in self.starts]
+        self.ours = [rows[start][2] for start in self.starts]
+        """Rows of the foreseen catalog."""
+        self.is_open = bytearray(len(rows))
+
+    def between(self, start: int, stop: int) -> range:
+        """Return which of them some bytes lie in."""
+        first = max(bisect_right(self.starts, start) - 1, 0)
+        if first < len(self.starts) and self.stops[first] <= start:
+            first += 1
+        return range(first, bisect_left(self.starts, stop))
 
 
 def _take_crc(foreseen: SourceFile, exact: SourceFile, stretch: tuple[int, int, int] | None) -> bool:

@@ -70,9 +70,14 @@ def expect_records(fd: int, extents: Iterable[tuple[int, int]]) -> None:
 
 
 class RecordScanner:
-    """Reads records. Ask for those of one file in the order of their bytes: that saves reads."""
+    """Reads records. Ask for those of one file in the order of their bytes: that saves reads.
 
-    def __init__(self) -> None:
+    Args:
+        window_nbytes: read at once, so that the next record's beginning is there too; 0 for no more than a record has.
+    """
+
+    def __init__(self, window_nbytes: int = _WINDOW) -> None:
+        self._window_nbytes = window_nbytes
         self._known: dict[Hashable, Template] = {}
         self._fd, self._at, self._window = -1, 0, b""
 
@@ -161,7 +166,7 @@ class RecordScanner:
         at = start - self._at
         if at < 0 or at + nbytes > len(self._window):
             try:
-                self._window = storage.pread(self._fd, max(nbytes, _WINDOW), start)
+                self._window = storage.pread(self._fd, max(nbytes, self._window_nbytes), start)
             except OSError:  # the record is then read entry by entry, which says what is wrong
                 self._window = b""
             self._at, at = start, 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ from shardkit.formats.hub.safetensors import SafetensorsImage
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.select import Naming
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as, parse_rules
-from shardkit.operations.consolidate.adapter import Select
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
 from shardkit.operations.consolidate.osf import merge_osf
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
@@ -222,16 +221,23 @@ def consolidate(
     )
     recording = Recording(manifest=manifest, manifest_file=manifest_file, sha256=sha256)
     publishing = _Publishing(repo_id=push_to_hub, private=private, branch=branch)
-    writer = Writer(
-        "consolidate",
-        moving,
-        writing,
-        why_not=is_hub_model,
-        marker=HUB_INDEX,
-        progress=progress,
-        on_warning=on_warning,
-    )
-    return _consolidate(request, options, recording, publishing, writer)
+
+    def carry_out(request: _Request) -> ConsolidateResult:
+        writer = Writer(
+            "consolidate",
+            moving,
+            writing,
+            why_not=is_hub_model,
+            marker=HUB_INDEX,
+            progress=progress,
+            on_warning=on_warning,
+        )
+        return _consolidate(request, options, recording, publishing, writer)
+
+    try:
+        return carry_out(request)
+    except Unforeseen:  # the files that are finished by now are kept
+        return carry_out(replace(request, opens_all=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +252,8 @@ class _Request:
     check: bool
     ask_class: bool
     dequantize: bool
+    opens_all: bool = False
+    """A part opens all records before it plans: some were not as it was foreseen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +314,7 @@ def _consolidate(
     given = request.base
     base = find_base(opened) if given is None else open_base(given, revision=request.base_revision)
     base = None if base is None else folded_base(plain_base(base))
-    job = _decide(merge_osf(opened, base), base, options, share)
+    job = _decide(merge_osf(opened, base), base, options, writer.writing, opens_all=request.opens_all)
     if is_remote(path):
         job = job.marked(writer.hash_in_store(job)[:8])
         writer.check_beside({asset.name: asset.read for asset in job.assets if not is_weights(asset.name)})
@@ -361,22 +369,19 @@ def _shard_limit(max_shard_size: str | int, single_file: bool) -> int | None:
 
 
 def _decide(
-    checkpoint: Checkpoint, base: Base | None, options: JobOptions, share: Share | None
+    checkpoint: Checkpoint, base: Base | None, options: JobOptions, writing: Writing, *, opens_all: bool
 ) -> ConsolidateJob:
-    """Build the job. Of several processes each opens the records that it reads; errors as `build_job`."""
-    dcp = checkpoint.dcp
+    """Build the job. Of several processes each opens the records that it reads; errors as `build_job`.
+
+    Raises:
+        Unforeseen: not with `opens_all`.
+    """
+    dcp, share = checkpoint.dcp, writing.share
     if share is None or dcp is None or checkpoint.select != dcp.select:
         return build_job(checkpoint, base, options)
-
-    def decided(select: Select) -> ConsolidateJob:
-        job = build_job(checkpoint, base, options, select=select)
-        job.open_records(_images_of(job, share))
-        return job
-
-    try:
-        return decided(dcp.foresee)
-    except Unforeseen:
-        return decided(partial(dcp.foresee, opens_all=True))
+    job = build_job(checkpoint, base, options, select=partial(dcp.foresee, opens_all=opens_all))
+    job.open_records(_images_of(job, share), as_read=not writing.dry_run)
+    return job
 
 
 def _check(job: ConsolidateJob, share: Share | None) -> tuple[str, ...]:

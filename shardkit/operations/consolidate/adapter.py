@@ -114,7 +114,7 @@ def choose_tensors(
         return _merged(checkpoint, names, settings)
     if peft.kind == "none":
         catalog = (select or checkpoint.select)(list(names))
-        are_closed = catalog.open_records is not None
+        are_closed = catalog.records is not None
         return Chosen(kind="model", catalog=catalog, names=dict(names), are_closed=are_closed)
     stored = {name: source for source, name in names.items()}
     chosen = {stored[name]: target for name, target in peft.adapter_names.items()}

@@ -69,6 +69,7 @@ from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.transfer.bound import bind
 from shardkit.transfer.computed.fold import folded_among
 from shardkit.transfer.plan import TransferPlan, build_plan
+from shardkit.transfer.sources import is_far
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
 _NO_TIES = Ties(dropped={}, diverged=(), untied=False)
@@ -141,15 +142,21 @@ class ConsolidateJob:
         """See `operations.write.Job`."""
         return {"description": self.describe()}
 
-    def open_records(self, images: Iterable[SafetensorsImage]) -> None:
+    def open_records(self, images: Iterable[SafetensorsImage], *, as_read: bool) -> None:
         """Open the records of what goes into some of the output's files, if they were foreseen so far.
 
+        Args:
+            images: these files.
+            as_read: each before it is read, where they lie in a store; else now.
+
         Raises:
-            Unforeseen, SourceError, IntegrityError, ResourceError: as `Catalog.open_records`.
+            Unforeseen, SourceError, IntegrityError, ResourceError: as `ForeseenRecords`.
         """
-        if self.catalog.open_records is not None:
+        records = self.catalog.records
+        if records is not None:
             sources = {tensor.fqn: tensor.source for tensor in self.tensors}
-            self.catalog.open_records([sources[tensor.fqn] for image in images for tensor in image.tensors])
+            names = [sources[tensor.fqn] for image in images for tensor in image.tensors]
+            (records.open_as_read if as_read and is_far(self.catalog) else records.open)(names)
 
     def marked(self, mark: str) -> ConsolidateJob:
         """Return the same job with a mark in the names of its weight files, as they lie in a store.
@@ -218,7 +225,7 @@ def build_job(
     chosen, selection, fit = named.chosen, named.selection, named.fit
     tensors, dtypes = _tensors(named, checkpoint, base, options)
     written = take_factors(tensors, chosen.catalog, checkpoint.folded, keep=options.keep_factors)
-    if chosen.are_closed and written.catalog.open_records is None:  # tensors are made of others
+    if chosen.are_closed and written.catalog.records is None:  # tensors are made of others
         return build_job(checkpoint, base, options)
     output = _images(written.tensors, base, options, chosen.kind)
     assets, changed = _assets(chosen, base, named.ties, written.tensors)

@@ -156,13 +156,13 @@ def test_places_are_foreseen_and_records_opened_before_they_are_read(
     assert [row[:2] for row in stretches(foreseen)] == [row[:2] for row in stretches(exact)]
     assert [crc for _, _, crc in stretches(foreseen)].count(UNSEEN) == len(exact.chunks) - num_kinds
     del read[:]
-    assert foreseen.open_records is not None
-    foreseen.open_records(["b"])
+    assert foreseen.records is not None
+    foreseen.records.open(["b"])
     assert len(read) == 4
     known = {row for row in stretches(foreseen) if row[2] != UNSEEN}
     assert known < set(stretches(exact))
     assert len(known) > num_kinds
-    foreseen.open_records(tuple(CUT))
+    foreseen.records.open(tuple(CUT))
     assert stretches(foreseen) == stretches(exact)
 
 
@@ -179,12 +179,12 @@ def test_a_record_that_is_not_as_foreseen(tmp_path: Path) -> None:
     directory = save_rank_local(make, 4, tmp_path / "c")
     assert_holds(open_dcp(directory).select(tuple(CUT)), CUT)
     foreseen = open_dcp(directory).foresee(tuple(CUT))
-    assert foreseen.open_records is not None
-    foreseen.open_records(["b", "c"])
+    assert foreseen.records is not None
+    foreseen.records.open(["b", "c"])
     with pytest.raises(Unforeseen):
-        foreseen.open_records(["a"])
+        foreseen.records.open(["a"])
     whole = open_dcp(directory).foresee(tuple(CUT), opens_all=True)
-    assert whole.open_records is None
+    assert whole.records is None
     assert whole.is_foreseen
     assert_holds(whole, CUT)
 
@@ -195,10 +195,10 @@ def test_damaged_records_are_refused_by_whoever_opens_them(cut: str) -> None:
     first, last = (catalog.chunks.start[catalog.tensors["b"].first_chunk + rank] for rank in (0, 3))
     spoil(cut, last - 80, "__3_0.distcp")
     foreseen = open_dcp(cut).foresee(tuple(CUT))
-    assert foreseen.open_records is not None
-    foreseen.open_records(["a", "bias", "c"])
+    assert foreseen.records is not None
+    foreseen.records.open(["a", "bias", "c"])
     with pytest.raises(SourceError, match="b: __3_0"):
-        foreseen.open_records(["b"])
+        foreseen.records.open(["b"])
     spoil(cut, first - 80)
     with pytest.raises(SourceError, match="b: __0_0"):
         open_dcp(cut).foresee(("b", "a"))
@@ -207,7 +207,7 @@ def test_damaged_records_are_refused_by_whoever_opens_them(cut: str) -> None:
 def test_what_cannot_be_foreseen_is_opened(directory: str) -> None:
     """One of these is not contiguous."""
     catalog = open_dcp(directory).foresee(tuple(STATE))
-    assert catalog.open_records is None
+    assert catalog.records is None
     assert_holds(catalog, STATE)
 
 

@@ -21,10 +21,11 @@ from torch.serialization import get_crc32_options, set_crc32_options
 import shardkit
 from shardkit.core.placements import Placement
 from shardkit.core.text import KIB
-from shardkit.errors import IncompleteError, IntegrityError
+from shardkit.errors import IncompleteError, IntegrityError, SourceError
 from shardkit.files import storage
 from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner
 from shardkit.layout.layout import Layout, TensorLayout
+from shardkit.operations.consolidate import job as consolidate_job
 from shardkit.operations.preshard import job as preshard_job
 from shardkit.transfer.sources import SourceFiles
 from tests.formats.dcp.samples import save_rank_local, shard
@@ -172,6 +173,13 @@ def test_a_tensor_that_has_to_be_decoded_is_read_whole(tmp_path: Path) -> None:
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
+@pytest.fixture(params=["opened before", "opened as read"])
+def opening(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records are opened as they are read where they lie in a store; here on a disk, too."""
+    if request.param == "opened as read":
+        monkeypatch.setattr(consolidate_job, "is_far", lambda _: True)
+
+
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
     """Twelve tensors of eight ranks, and two that may be tied."""
@@ -205,6 +213,7 @@ def opened_records() -> Iterator[list[int]]:
         yield found
 
 
+@pytest.mark.usefixtures("opening")
 def test_a_part_opens_the_records_of_its_own_files(sharded: Path, tmp_path: Path) -> None:
     """And one of each kind, which tells where the bytes of its like lie; and of tied tensors all."""
     options: dict[str, Any] = {"max_shard_size": 300, "ask_class": False, "manifest": True}
@@ -232,6 +241,7 @@ def damage(directory: Path, rank: int, local: torch.Tensor) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.usefixtures("opening")
 def test_a_record_that_another_part_reads_may_be_damaged(
     sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +290,7 @@ model = "layers.{i}.down"
 
 
 @pytest.mark.parametrize("names", [("both", "down"), ("down",)])
+@pytest.mark.usefixtures("opening")
 def test_parts_whose_tensors_are_made_of_others(tmp_path: Path, names: tuple[str, ...]) -> None:
     """Key rules rename them, or make them of several."""
     state = {f"layers.{n}.{name}": torch.randn(16, 8) for n in range(4) for name in names}
@@ -300,6 +311,7 @@ def test_parts_whose_tensors_are_made_of_others(tmp_path: Path, names: tuple[str
     assert not whole.unchecked
 
 
+@pytest.mark.usefixtures("opening")
 def test_a_part_that_finds_a_record_of_another_form_opens_all(tmp_path: Path) -> None:
     """One tensor of a rank was not contiguous. The other parts never look at it, and all agree."""
 
@@ -327,6 +339,27 @@ def test_a_part_that_finds_a_record_of_another_form_opens_all(tmp_path: Path) ->
     assert sum(count >= 36 for count in counts) == 2
 
 
+@pytest.mark.usefixtures("opening")
+def test_damaged_records_are_named_all_at_once(sharded: Path, tmp_path: Path) -> None:
+    """The end of a record does not say what it holds any more."""
+    for rank in (3, 6):
+        path = sharded / f"__{rank}_0.distcp"
+        data = bytearray(path.read_bytes())
+        at = [index for index in range(len(data)) if data.startswith(b"PK\x05\x06", index)]
+        for index in at[2:8]:
+            data[index] = 0
+        path.write_bytes(data)
+    found = set[str]()
+    for number in (1, 2):
+        with pytest.raises(SourceError) as caught:
+            shardkit.consolidate(
+                sharded, tmp_path / "out", part=f"{number}/2", max_shard_size=300, ask_class=False
+            )
+        found |= {problem.partition(":")[0] for problem in caught.value.problems}
+    assert len(found) == 6
+
+
+@pytest.mark.usefixtures("opening")
 def test_a_rank_that_recorded_no_checksums(tmp_path: Path) -> None:
     """What the parts read of it counts as unchecked, as in one process."""
 

@@ -1,0 +1,79 @@
+"""What a part of a consolidate fetches of records in a store: what describes a record comes with its data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import shardkit
+from tests.files.conftest import Served, client
+from tests.formats.dcp.samples import save_rank_local, shard
+
+RANKS, LAYERS, PARTS = 4, 12, 3
+DESCRIPTION = 64 << 10  # a request that is longer brings data
+OPTIONS: dict[str, Any] = {"max_shard_size": 2_000_000, "ask_class": False, "manifest": True}
+
+
+def put(directory: Path, prefix: str) -> None:
+    import obstore
+
+    for path in directory.iterdir():
+        obstore.put(client(), f"{prefix}/{path.name}", path.read_bytes())
+
+
+def layers(mesh: DeviceMesh) -> dict[str, Any]:
+    """Of each layer a rank has 200 KB."""
+    return {
+        f"layers.{n}.weight": shard(torch.full((400, 500), n / 8, dtype=torch.float32), mesh)
+        for n in range(LAYERS)
+    }
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_no_record_takes_a_request_of_its_own(served: Served, tmp_path: Path) -> None:
+    """But one of each kind. All bytes are compared with what the records say."""
+    save_rank_local(layers, RANKS, tmp_path / "dcp")
+    put(tmp_path / "dcp", "records")
+    whole = shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **OPTIONS)
+    for number in range(1, PARTS + 1):
+        served.proxy.seen.clear()
+        last = shardkit.consolidate(
+            "s3://bucket/records", tmp_path / "out", part=f"{number}/{PARTS}", **OPTIONS
+        )
+        small = [seen for seen in served.proxy.ranges("/records/__") if seen.nbytes <= DESCRIPTION]
+        assert len(small) <= 2 + RANKS  # the ranks' .metadata, and the ends of one record
+    manifest = "shardkit.json"
+    assert {**contents(tmp_path / "out"), manifest: b""} == {**contents(tmp_path / "whole"), manifest: b""}
+    assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
+    assert last.checked_bytes == last.read_bytes
+
+
+def test_a_record_of_another_form_is_found_as_it_is_read(served: Served, tmp_path: Path) -> None:
+    """One rank stored a layer by columns: its part begins anew, and opens all."""
+
+    def make(mesh: DeviceMesh) -> dict[str, Any]:
+        made = layers(mesh)
+        if mesh.get_local_rank() == 2:
+            local = torch.arange(50_000.0).reshape(500, 100).t()
+            made["layers.7.weight"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        return made
+
+    save_rank_local(make, RANKS, tmp_path / "dcp")
+    put(tmp_path / "dcp", "another")
+    shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **OPTIONS)
+    for number in range(1, PARTS + 1):
+        last = shardkit.consolidate(
+            "s3://bucket/another", tmp_path / "out", part=f"{number}/{PARTS}", **OPTIONS
+        )
+    assert last.part is not None
+    assert last.part.is_committed
+    weights = {name: data for name, data in contents(tmp_path / "out").items() if "safetensors" in name}
+    assert weights.items() <= contents(tmp_path / "whole").items()
+    assert len(weights) > PARTS
