@@ -28,7 +28,7 @@ from pathlib import Path
 
 from common import HERE, Report, common_options, run, spread, work_in
 
-SERVER, BUCKET, RANKS = "10.201.0.1", "bucket", 32
+SERVER, BUCKET, RANKS, FILES = "10.201.0.1", "bucket", 32, 64
 PORTS = {"s3": 28333, "master": 28334, "volume": 28335, "filer": 28336}
 NAME = f"shardkit{os.getpid()}"
 DOWNLOAD = """
@@ -198,6 +198,7 @@ def main() -> None:
     parser = common_options(__doc__, gigabytes=1.5, runs=3)
     parser.add_argument("--rate", type=float, default=40.0, help="MB/s of each link (40)")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=2048, help="size of the model's matrices (2048)")
     parser.add_argument(
         "--into-store", action="store_true", help="read from the local disk, write into the store"
     )
@@ -206,7 +207,8 @@ def main() -> None:
     work, url = work_in(args.directory), f"s3://{BUCKET}"
     model, sharded = work / "model", work / "sharded"
     source, output = (str(work), f"{url}/out") if args.into_store else (url, str(work / "out"))
-    run([sys.executable, str(HERE / "model.py"), str(model), "--gigabytes", str(args.gigabytes)])
+    shape = ["--gigabytes", str(args.gigabytes), "--hidden", str(args.hidden)]
+    run([sys.executable, str(HERE / "model.py"), str(model), *shape])
     split = ["--world-size", str(RANKS), "--layout", "declared"]
     done = run([sys.executable, "-m", "shardkit", "preshard", str(model), str(sharded), *split, "--json"])
     nbytes = json.loads(done)["read_bytes"]
@@ -226,7 +228,7 @@ def main() -> None:
             jobs = {
                 "preshard": ["preshard", f"{source}/model", *split],
                 "consolidate": [
-                    *("consolidate", f"{source}/sharded", "--max-shard-size", str(nbytes // RANKS)),
+                    *("consolidate", f"{source}/sharded", "--max-shard-size", str(nbytes // FILES)),
                     *("--ask-class", "off"),
                 ],
             }

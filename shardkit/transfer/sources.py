@@ -559,14 +559,15 @@ def same_bytes(catalog: Catalog, a: str, b: str) -> bool:
 
     Raises:
         IntegrityError, ResourceError: a file cannot be read as described.
+        Unforeseen, SourceError: as `ForeseenRecords`.
     """
     one, other = catalog.tensors[a], catalog.tensors[b]
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     if catalog.records is not None:
-        catalog.records.open((a, b))
+        catalog.records.open_as_read((a, b))
     ours, theirs = _chunks(catalog, one), _chunks(catalog, other)
-    with SourceFiles(catalog.files) as files, files.reader() as reader:
+    with SourceFiles(catalog.files, records=catalog.records) as files, files.reader() as reader:
         # Tied tensors are nearly always cut alike.
         if [region for region, _ in ours] == [region for region, _ in theirs]:
             pairs = zip(ours, theirs, strict=True)

@@ -215,7 +215,7 @@ def opened_records() -> Iterator[list[int]]:
 
 @pytest.mark.usefixtures("opening")
 def test_a_part_opens_the_records_of_its_own_files(sharded: Path, tmp_path: Path) -> None:
-    """And one of each kind, which tells where the bytes of its like lie; and of tied tensors all."""
+    """And one of each kind, which tells where the bytes of its like lie; and of tied tensors what is compared."""
     options: dict[str, Any] = {"max_shard_size": 300, "ask_class": False, "manifest": True}
     whole = shardkit.consolidate(sharded, tmp_path / "whole", **options)
     num_records = 8 * 14
