@@ -42,7 +42,7 @@ class Job(NamedTuple):
     verb: str
     num_read_files: int
     num_records: int
-    """Whose descriptions are read one by one, each by the worker that reads its data; safetensors have one for a file."""
+    """Whose descriptions one worker reads one by one; to a part they come with the data. Safetensors have one for a file."""
     num_written_files: int
     plan_s: float
     plan_bytes: float
@@ -66,7 +66,8 @@ def jobs(model: Model, of: Constants) -> tuple[Job, Job]:
 
 def reading(job: Job, model: Model, workers: int, of: Constants) -> tuple[float, float]:
     """Return the GETs of descriptions, by all workers together, and those of data."""
-    headers = job.num_read_files * of["requests_per_header"] * workers + job.num_records
+    headers = job.num_read_files * of["requests_per_header"] * workers
+    headers += job.num_records if workers == 1 else 0
     return headers, ceil(model["bytes"] / of["request_bytes"])
 
 
@@ -82,8 +83,7 @@ def seconds(job: Job, model: Model, workers: int, rate: float, of: Constants, *,
     share = model["bytes"] * ceil(files / workers) / files  # files are not divided
     plan = job.plan_s
     if is_store:
-        descriptions = job.num_read_files * of["requests_per_header"] + job.num_records / workers
-        plan += descriptions / of["small_requests_per_s"]
+        plan += reading(job, model, workers, of)[0] / workers / of["small_requests_per_s"]
     return plan + share / (rate * MB)
 
 
@@ -154,6 +154,8 @@ def place_table(of: Constants) -> str:
     memory = of["read_memory_bytes"]
     for places in (1, 32, 256, 1024):
         size = max(min(of["request_bytes"], memory // (places + 2)), of["least_request_bytes"])
+        if size >= 2 * MIB and 2 * places * size > memory:
+            size = size // MIB * MIB
         gets = ceil(1e12 / size)
         needed = of["request_bytes"] * (places + 2)
         rows.append(
