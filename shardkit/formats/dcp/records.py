@@ -20,14 +20,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit.core.catalog import (
     UNSEEN,
     Catalog,
     Checksums,
-    ChunkTable,
     OnRead,
     SourceFile,
     TensorEntry,
@@ -241,57 +240,83 @@ class _ForeseenRecords:
 
     def open_as_read(self, names: Collection[str]) -> None:
         """See `ForeseenRecords`."""
-        self._names, table = list(dict.fromkeys(names)), self._catalog.chunks
-        found = dict[int, dict[int, tuple[str, int, int]]]()
+        self._names, self._places = list(dict.fromkeys(names)), {}
+        found = dict[int, dict[int, _Place]]()
         for fqn in self._names:
             rows = self._catalog.tensors[fqn].chunk_ids, self._foreseen.tensors[fqn].chunk_ids
             for there, row in zip(*rows, strict=True):
-                found.setdefault(table.file[there], {})[table.start[there]] = fqn, there, row
-        self._places = {file: _Places(table, rows) for file, rows in found.items()}
+                place, stretch = self._place(fqn, there, row), _stretch(self._foreseen, row)
+                known = found.setdefault(self._catalog.chunks.file[there], {}).setdefault(place.start, place)
+                if (
+                    stretch is None or known.kind != place.kind
+                ):  # nothing of it is read, or two things are said of it
+                    self.open(self._names)
+                    return
+        self._places = {
+            file: _Places([places[start] for start in sorted(places)]) for file, places in found.items()
+        }
+        if any(each.overlap for each in self._places.values()):
+            self.open(self._names)
+            self._places = {}
+
+    def _place(self, fqn: str, there: int, row: int) -> _Place:
+        table, entry = self._catalog.chunks, self._catalog.tensors[fqn]
+        kind = entry.dtype, table.region(there).sizes, table.nbytes[there]
+        return _Place(table.start[there], table.start[there] + table.nbytes[there], kind, fqn, row)
 
     def extent(self, file: int, start: int, stop: int) -> tuple[int, int]:
         """See `ForeseenRecords`."""
         places, table = self._places.get(file), self._foreseen.chunks
         for at in () if places is None else places.between(start, stop):
             assert places is not None
-            row = places.ours[at]
-            if start <= table.start[row] < stop:
-                start = min(start, places.starts[at])
-            if start < table.start[row] + table.nbytes[row] <= stop:
-                stop = max(stop, places.stops[at])
+            place = places[at]
+            if start <= table.start[place.row] < stop:
+                start = min(start, place.start)
+            if start < table.start[place.row] + table.nbytes[place.row] <= stop:
+                stop = max(stop, place.stop)
         return start, stop
 
     def before_read(self, fd: int, file: int, start: int, stop: int) -> None:
-        """See `ForeseenRecords`."""
-        places = self._places.get(file)
-        if places is None:
-            return
-        for at in places.between(start, stop):
-            if not places.is_open[at]:
-                if not self._open_one(fd, file, places, at):
+        """See `ForeseenRecords`.
+
+        A record is opened as the last of its bytes are about to be read: what lies behind them comes with these. What lies
+        before them is kept until then.
+        """
+        places, source, table = self._places.get(file), self._foreseen.files[file], self._foreseen.chunks
+        for at in () if places is None else places.between(start, stop):
+            assert places is not None
+            if places.is_open[at]:
+                continue
+            place, stretch = places[at], _stretch(self._foreseen, places[at].row)
+            first, last = table.start[place.row], table.start[place.row] + table.nbytes[place.row]
+            assert stretch is not None
+            if start <= first and at not in places.heads:
+                places.heads[at] = read_exactly(fd, place.start, stretch[0] - place.start, source.name)
+            if stop >= last:
+                if not self._open_one(fd, source, place, stretch, places.heads.pop(at, b"")):
                     with self._lock:  # all problems of this process at once
                         self.open(self._names)
+                        self._places = {}
+                    return
                 places.is_open[at] = True
 
-    def _open_one(self, fd: int, file: int, places: _Places, at: int) -> bool:
-        """Open a record; False if it is damaged or not as foreseen."""
+    def _open_one(
+        self, fd: int, source: SourceFile, place: _Place, stretch: tuple[int, int, int], head: bytes
+    ) -> bool:
+        """Open a record whose first bytes are known; False if it is damaged or not as foreseen."""
         scanner = getattr(self._thread, "scanner", None)
         if scanner is None:
             scanner = self._thread.scanner = RecordScanner(0)
-        source, table, row = self._foreseen.files[file], self._foreseen.chunks, places.ours[at]
-        entry, sizes = self._foreseen.tensors[places.fqns[at]], table.region(row).sizes
-        start, nbytes = places.starts[at], places.stops[at] - places.starts[at]
-        scanner.open(fd)
+        table, row, (dtype, sizes, nbytes) = self._foreseen.chunks, place.row, place.kind
+        scanner.open(fd, place.start, head)
         try:
-            record = scanner.read((entry.dtype, sizes), start, nbytes, where=escape(source.name))
+            record = scanner.read((dtype, sizes), place.start, nbytes, where=escape(source.name))
         except ResourceError:
             raise
         except SourceError:
             return False
-        stretch = _stretch(self._foreseen, row)
         if (
-            stretch is None
-            or difference(entry, sizes, record)
+            difference(self._foreseen.tensors[place.fqn], sizes, record)
             or not record.is_contiguous
             or (record.start, record.nbytes) != (table.start[row], table.nbytes[row])
             or (record.data_start, record.data_nbytes) != stretch[:2]
@@ -303,23 +328,35 @@ class _ForeseenRecords:
         return True
 
 
-class _Places:
-    """The records of one file that are opened as they are read, in columns, by their first bytes."""
+class _Place(NamedTuple):
+    """A record that is opened as it is read."""
 
-    def __init__(self, table: ChunkTable, rows: Mapping[int, tuple[str, int, int]]) -> None:
-        self.starts = sorted(rows)
-        self.stops = [start + table.nbytes[rows[start][1]] for start in self.starts]
-        self.fqns = [rows[start][0] for start in self.starts]
-        self.ours = [rows[start][2] for start in self.starts]
-        """Rows of the foreseen catalog."""
-        self.is_open = bytearray(len(rows))
+    start: int
+    stop: int
+    kind: tuple[DType, Shape, int]
+    fqn: str
+    """A tensor that it belongs to."""
+    row: int
+    """Of the foreseen catalog."""
+
+
+class _Places(list[_Place]):
+    """Those of one file, by their first bytes."""
+
+    def __init__(self, places: Sequence[_Place]) -> None:
+        super().__init__(places)
+        self._starts = [place.start for place in places]
+        self.overlap = any(a.stop > b.start for a, b in pairwise(places))
+        self.is_open = bytearray(len(places))
+        self.heads: dict[int, bytes] = {}
+        """Of those that are being read, what lies before the data."""
 
     def between(self, start: int, stop: int) -> range:
         """Return which of them some bytes lie in."""
-        first = max(bisect_right(self.starts, start) - 1, 0)
-        if first < len(self.starts) and self.stops[first] <= start:
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        if first < len(self) and self[first].stop <= start:
             first += 1
-        return range(first, bisect_left(self.starts, stop))
+        return range(first, bisect_left(self._starts, stop))
 
 
 def _take_crc(foreseen: SourceFile, exact: SourceFile, stretch: tuple[int, int, int] | None) -> bool:

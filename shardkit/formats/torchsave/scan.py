@@ -81,9 +81,9 @@ class RecordScanner:
         self._known: dict[Hashable, Template] = {}
         self._fd, self._at, self._window = -1, 0, b""
 
-    def open(self, fd: int) -> None:
-        """Turn to another file."""
-        self._fd, self._at, self._window = fd, 0, b""
+    def open(self, fd: int, at: int = 0, window: bytes = b"") -> None:
+        """Turn to another file, of which some bytes from `at` on may be known."""
+        self._fd, self._at, self._window = fd, at, window
 
     def known(self, kind: Hashable, length: int) -> Template | None:
         """Return the template of a kind and length, None until one such record was read."""

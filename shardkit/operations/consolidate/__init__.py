@@ -222,6 +222,13 @@ def consolidate(
     recording = Recording(manifest=manifest, manifest_file=manifest_file, sha256=sha256)
     publishing = _Publishing(repo_id=push_to_hub, private=private, branch=branch)
 
+    told = set[str]()
+
+    def warn_once(text: str) -> None:
+        if on_warning is not None and text not in told:
+            on_warning(text)
+        told.add(text)
+
     def carry_out(request: _Request) -> ConsolidateResult:
         writer = Writer(
             "consolidate",
@@ -230,7 +237,7 @@ def consolidate(
             why_not=is_hub_model,
             marker=HUB_INDEX,
             progress=progress,
-            on_warning=on_warning,
+            on_warning=warn_once,
         )
         return _consolidate(request, options, recording, publishing, writer)
 

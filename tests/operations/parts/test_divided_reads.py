@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
@@ -357,6 +359,35 @@ def test_damaged_records_are_named_all_at_once(sharded: Path, tmp_path: Path) ->
             )
         found |= {problem.partition(":")[0] for problem in caught.value.problems}
     assert len(found) == 6
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.usefixtures("opening")
+def test_two_tensors_of_one_record(tmp_path: Path) -> None:
+    """The bytes are whole and the CRC-32 is theirs: what the record says of itself fits one of the two alone."""
+    shapes = {"l.0.weight": (4, 8), "l.1.weight": (8, 4), "l.2.weight": (8, 4), "l.3.weight": (4, 8)}
+    state = {fqn: torch.arange(32.0).reshape(shape) for fqn, shape in shapes.items()}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    path = tmp_path / "dcp/.metadata"
+    metadata = pickle.loads(path.read_bytes())
+    places = {index.fqn: index for index in metadata.storage_data}
+    metadata.storage_data[places["l.2.weight"]] = metadata.storage_data[places["l.3.weight"]]
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(IntegrityError, match=r"l.2.weight: .*shape \[4, 8\]"):
+        shardkit.consolidate(tmp_path / "dcp", tmp_path / "out", part="1/1", ask_class=False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.usefixtures("opening")
+def test_an_empty_tensor_among_others(tmp_path: Path) -> None:
+    state = {f"l.{n}.weight": torch.full((4, 8), float(n)) for n in range(6)} | {
+        "l.2.weight": torch.empty(0, 8)
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", ask_class=False)
+    shardkit.consolidate(tmp_path / "dcp", tmp_path / "out", part="1/1", ask_class=False)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("opening")
