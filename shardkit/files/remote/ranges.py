@@ -94,6 +94,7 @@ class _Memory:
         self.ahead = 0
         """Bytes of it that were fetched ahead and not used yet."""
         self.num_under_way = 0
+        self.copying = threading.Lock()
         self.pool: ThreadPoolExecutor | None = None
         self.pid = os.getpid()
 
@@ -410,13 +411,16 @@ class Ranges:
         """Fetch spans that follow one another and for which there is room, hold them, and return the bytes of the first."""
         memory, start, parts = self._memory, batch[0].start, list[memoryview | None]()
         try:
-            data = self._fetch(start, _nbytes_of(batch))
-            # Copied where there are several: a part would keep all of them in memory.
-            several = len(batch) > 1
-            parts += [
-                memoryview(bytes(data[each.start - start : each.stop - start])) if several else data
-                for each in batch
-            ]
+            data: memoryview | None = self._fetch(start, _nbytes_of(batch))
+            if len(batch) == 1:
+                parts.append(data)
+            else:  # each is copied: a part would keep all of them in memory. One at a time: both are there meanwhile
+                with memory.copying:
+                    assert data is not None
+                    parts += [
+                        memoryview(bytes(data[each.start - start : each.stop - start])) for each in batch
+                    ]
+                    data = None
             first = parts[0]
             assert first is not None
             return first
