@@ -1,6 +1,6 @@
 """What four workers behind four links are worth, each link of a fixed rate: as root, with `ip`, `tc` and SeaweedFS's `weed`.
 
-    python benchmarks/links.py DIRECTORY [--gigabytes 1.5] [--runs 3] [--rate 40] [--workers 4] [--into-store]
+    python benchmarks/links.py DIRECTORY [--gigabytes 1.5] [--runs 3] [--rate 40] [--workers 4] [--hidden 2048] [--into-store]
 
 Each worker runs in a network namespace of its own, whose only way leads over a pair of devices that `tc tbf` limits to --rate
 MB/s, both ways, to a SeaweedFS server on this machine. The source lies there, and outputs are on the local disk; with --into-store

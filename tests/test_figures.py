@@ -102,9 +102,7 @@ def test_time_and_requests_follow_from_the_constants(verb: int) -> None:
     one, many = (reckon.seconds(job, model, n, 500, of, is_store=False) - job.plan_s for n in (1, 100))
     assert one == pytest.approx(model["bytes"] / 500e6)
     assert one / 100 <= many <= one / 50
-    headers = (
-        job.num_read_files * of["requests_per_header"]
-    )  # by each worker; those of records come with the data
+    headers = job.num_read_files * of["requests_per_header"]  # by each worker; records bring their own
     assert reckon.reading(job, model, 16, of)[0] == 16 * headers
     assert reckon.reading(job, model, 1, of)[0] == headers + job.num_records
     assert reckon.reading(job, model, 16, of)[1] == reckon.reading(job, model, 1, of)[1]

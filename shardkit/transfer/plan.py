@@ -312,7 +312,7 @@ def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_orde
             if image is not None
             for task in _tasks(number, image, _SMALL_TASK_NBYTES)
         ]
-    ranges, num_places, records = Ranges(), 1, plan.catalog.records
+    ranges, num_places = Ranges(), 1
     # The tasks of a large tensor follow one another: where it lies in several files, these are read once for all of them.
     together, files_of = (
         dict[tuple[int, str], list[tuple[tuple[int, int], Task]]](),
@@ -322,8 +322,7 @@ def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_orde
         image = plan.images[task.image]
         read = sorted(_task_ranges(plan, image, task))
         for file, start, stop in read:
-            extent = (start, stop) if records is None else records.extent(file, start, stop)
-            ranges.setdefault(file, []).append(extent)
+            ranges.setdefault(file, []).append((start, stop))
         tensor = task.image, next(iter(image.pieces(task.start, task.stop))).fqn
         together.setdefault(tensor, []).append((read[0][:2] if read else (-1, 0), task))
         files = files_of.setdefault(tensor, set())
@@ -333,6 +332,10 @@ def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_orde
     dealt_out = [fqn for fqn, holes in plan.scattered.items() if any(number in kept for number, _ in holes)]
     for file, found in chunk_ranges(plan.catalog, dealt_out).items():
         ranges.setdefault(file, []).extend(found)
+    records = plan.catalog.records
+    if records is not None:
+        for file, found in ranges.items():
+            found[:] = (records.extent(file, start, stop) for start, stop in found)
     if in_source_order:
         tasks = [task for each in sorted(map(sorted, together.values())) for _, task in each]
     return Reading(tasks, ranges, num_places)

@@ -564,12 +564,13 @@ def same_bytes(catalog: Catalog, a: str, b: str) -> bool:
     one, other = catalog.tensors[a], catalog.tensors[b]
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    if catalog.records is not None:
-        catalog.records.open_as_read((a, b))
     ours, theirs = _chunks(catalog, one), _chunks(catalog, other)
+    # Tied tensors are nearly always cut alike.
+    are_cut_alike = [region for region, _ in ours] == [region for region, _ in theirs]
+    if catalog.records is not None:
+        (catalog.records.open_as_read if are_cut_alike else catalog.records.open)((a, b))
     with SourceFiles(catalog.files, records=catalog.records) as files, files.reader() as reader:
-        # Tied tensors are nearly always cut alike.
-        if [region for region, _ in ours] == [region for region, _ in theirs]:
+        if are_cut_alike:
             pairs = zip(ours, theirs, strict=True)
             return all(_same_chunks(reader, catalog, row, twin, one) for (_, row), (_, twin) in pairs)
         whole = full_region(one.shape)
@@ -592,6 +593,8 @@ def _same_chunks(reader: Reader, catalog: Catalog, a: int, b: int, entry: Tensor
         return True
     left, right = bytearray(_SAME_NBYTES), bytearray(_SAME_NBYTES)
     total = table.region(a).num_elements * entry.dtype.itemsize
+    for row in (a, b):  # a difference says nothing unless both are what was foreseen
+        reader.open_records(table.file[row], table.start[row], table.start[row] + total)
     for start in range(0, total, _SAME_NBYTES):
         size = min(_SAME_NBYTES, total - start)
         for row, buffer in ((a, left), (b, right)):

@@ -77,3 +77,22 @@ def test_a_record_of_another_form_is_found_as_it_is_read(served: Served, tmp_pat
     weights = {name: data for name, data in contents(tmp_path / "out").items() if "safetensors" in name}
     assert weights.items() <= contents(tmp_path / "whole").items()
     assert len(weights) > PARTS
+
+
+def test_large_records_are_fetched_once(served: Served, tmp_path: Path) -> None:
+    """Each is longer than a request. What describes it lies at both ends.
+
+    One thread reads: several that are out of step may drive out what another has not used yet.
+    """
+
+    def make(mesh: DeviceMesh) -> dict[str, Any]:
+        return {f"layers.{n}.weight": shard(torch.full((4096, 2048), n / 8), mesh) for n in range(3)}
+
+    save_rank_local(make, RANKS, tmp_path / "dcp")
+    put(tmp_path / "dcp", "long")
+    served.proxy.seen.clear()
+    options: dict[str, Any] = {"ask_class": False, "max_memory": 32 << 20, "jobs": 1}
+    done = shardkit.consolidate("s3://bucket/long", tmp_path / "out", part="1/1", **options)
+    assert done.checked_bytes == done.read_bytes
+    fetched = sum(seen.nbytes for seen in served.proxy.ranges("/long/__") if "distcp" in seen.path)
+    assert fetched <= 1.03 * sum(path.stat().st_size for path in (tmp_path / "dcp").glob("*.distcp"))

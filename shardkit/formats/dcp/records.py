@@ -241,23 +241,23 @@ class _ForeseenRecords:
     def open_as_read(self, names: Collection[str]) -> None:
         """See `ForeseenRecords`."""
         self._names, self._places = list(dict.fromkeys(names)), {}
-        found = dict[int, dict[int, _Place]]()
+        found, at_once = dict[int, dict[int, _Place]](), list[str]()
         for fqn in self._names:
             rows = self._catalog.tensors[fqn].chunk_ids, self._foreseen.tensors[fqn].chunk_ids
             for there, row in zip(*rows, strict=True):
-                place, stretch = self._place(fqn, there, row), _stretch(self._foreseen, row)
+                if _stretch(self._foreseen, row) is None:  # nothing of it will be read
+                    at_once.append(fqn)
+                    continue
+                place = self._place(fqn, there, row)
                 known = found.setdefault(self._catalog.chunks.file[there], {}).setdefault(place.start, place)
-                if (
-                    stretch is None or known.kind != place.kind
-                ):  # nothing of it is read, or two things are said of it
-                    self.open(self._names)
-                    return
+                if known.kind != place.kind:  # only one of the two can be what the record says
+                    at_once += (fqn, known.fqn)
         self._places = {
             file: _Places([places[start] for start in sorted(places)]) for file, places in found.items()
         }
         if any(each.overlap for each in self._places.values()):
-            self.open(self._names)
-            self._places = {}
+            at_once = self._names
+        self.open(at_once)
 
     def _place(self, fqn: str, there: int, row: int) -> _Place:
         table, entry = self._catalog.chunks, self._catalog.tensors[fqn]
@@ -280,7 +280,7 @@ class _ForeseenRecords:
         """See `ForeseenRecords`.
 
         A record is opened as the last of its bytes are about to be read: what lies behind them comes with these. What lies
-        before them is kept until then.
+        before them is kept until then. Whoever reads a tensor reads all of each record: chunks do not overlap.
         """
         places, source, table = self._places.get(file), self._foreseen.files[file], self._foreseen.chunks
         for at in () if places is None else places.between(start, stop):
