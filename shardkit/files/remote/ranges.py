@@ -13,6 +13,7 @@ held and what is under way stays below one limit, which is the process's (`set_l
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from bisect import bisect_right, insort
@@ -417,9 +418,7 @@ class Ranges:
             else:  # each is copied: a part would keep all of them in memory. One at a time: both are there meanwhile
                 with memory.copying:
                     assert data is not None
-                    parts += [
-                        memoryview(bytes(data[each.start - start : each.stop - start])) for each in batch
-                    ]
+                    parts += [_copied(data[each.start - start : each.stop - start]) for each in batch]
                     data = None
             first = parts[0]
             assert first is not None
@@ -455,6 +454,13 @@ class _Into:
             data, self._at = data[count:], self._at + count
             if self._at == len(view):
                 self._number, self._at = self._number + 1, 0
+
+
+def _copied(data: memoryview) -> memoryview:
+    """Return a copy in pages of its own, which the system gets back with it: `malloc` would keep them."""
+    view = memoryview(mmap.mmap(-1, len(data), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    view[:] = data
+    return view
 
 
 def _nbytes_of(batch: Sequence[_Span]) -> int:
