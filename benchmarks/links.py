@@ -28,7 +28,7 @@ from pathlib import Path
 
 from common import HERE, Report, common_options, run, spread, work_in
 
-SERVER, BUCKET, RANKS, FILES = "10.201.0.1", "bucket", 32, 64
+SERVER, BUCKET, RANKS, FILES = "10.201.0.1", "bucket", 32, 128
 PORTS = {"s3": 28333, "master": 28334, "volume": 28335, "filer": 28336}
 NAME = f"shardkit{os.getpid()}"
 DOWNLOAD = """
