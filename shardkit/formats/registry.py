@@ -277,14 +277,16 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     home = checkpoint.path
     if checkpoint.hub is not None or not storage.isdir(home):  # a Hub model names them itself
         return
-    said = {name for name, _ in checkpoint.skipped}
-    left = [name for name in list_weights(home) if name not in said and said.isdisjoint(name.split("/"))]
-    read = {storage.realpath(file.path) for file in checkpoint.catalog.files}
-    if left:
-        read |= {
-            storage.realpath(path) for folder in checkpoint.assets for path in list_assets(folder)[0].values()
-        }
-    left = [name for name in left if storage.realpath(os.path.join(home, name)) not in read]
+    said, read = {name for name, _ in checkpoint.skipped}, {file.path for file in checkpoint.catalog.files}
+    left = [
+        name
+        for name in list_weights(home)
+        if os.path.join(home, name) not in read and name not in said and said.isdisjoint(name.split("/"))
+    ]
+    if left:  # under another name, or by a link
+        assets = (path for folder in checkpoint.assets for path in list_assets(folder)[0].values())
+        read = {storage.realpath(path) for path in (*read, *assets)}
+        left = [name for name in left if storage.realpath(os.path.join(home, name)) not in read]
     yield from weights_beside(left, ())
 
 

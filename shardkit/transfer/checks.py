@@ -12,6 +12,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import sub
 from typing import Any, NamedTuple, TypeGuard
 
 from shardkit.core.catalog import UNSEEN, Catalog
@@ -48,6 +50,8 @@ _SHORT_NBYTES = 4096
 _MAX_KEPT = 1 << 18  # runs that wait for others
 _MAX_NAMED = 3
 _UNREAD, _EQUAL, _DIFFERENT, _UNRECORDED = range(4)
+_IS_COMPARED = bytes(state in (_EQUAL, _DIFFERENT) for state in range(256))
+_IS_UNRECORDED = bytes(state == _UNRECORDED for state in range(256))
 
 
 class Rest(NamedTuple):
@@ -338,19 +342,16 @@ class SourceCheck:
             looks_for_unread: whether bytes may have gone into the output without being read.
         """
         entries, counts, checked = self.entries, _Counts(), 0
-        for number, table in enumerate(entries.tables):
-            first = entries.firsts[number]
-            states = self._states[first : first + len(table)]
-            if not any(states):
-                continue
-            for row, state in enumerate(states):
-                entry, nbytes = first + row, table.stops[row] - table.starts[row]
-                if not state or entry in self._not_mine or entry in self._held or entry in self._dropped:
-                    continue
-                if state == _UNRECORDED:
-                    counts.add(NOT_RECORDED, nbytes)
-                else:
-                    checked += nbytes
+        states = bytearray(self._states)
+        for entry in (*self._not_mine, *self._held, *self._dropped):
+            states[entry] = _UNREAD
+        for first, table in zip(entries.firsts, entries.tables, strict=False):  # a million entries take 0.1 s
+            found = states[first : first + len(table)]
+            compared, unrecorded = found.translate(_IS_COMPARED), found.translate(_IS_UNRECORDED)
+            checked += sum(compress(map(sub, table.stops, table.starts), compared))
+            if number := sum(unrecorded):
+                nbytes = sum(compress(map(sub, table.stops, table.starts), unrecorded))
+                counts.add(NOT_RECORDED, nbytes, number)
         for entry in self._held.keys() | self._dropped.keys():
             checked += self._count_parts(entry, counts, looks_for_unread)
         has_others = min(entries.table_of, default=0) < 0 or any(f.is_proved for f in self._catalog.files)

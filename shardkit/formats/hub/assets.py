@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
+from functools import cache
 from typing import Any
 
 from shardkit.core.text import count, escape
@@ -108,9 +110,14 @@ def may_hold_weights(name: str) -> bool:
     return is_weights(name) or not (is_asset(name) or _matches(name, _NO_WEIGHTS))
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    own = os.path.basename(name).lower()
-    return any(fnmatchcase(own, pattern) for pattern in patterns)
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return _any_of(patterns).match(os.path.basename(name).lower()) is not None
+
+
+@cache
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """Return what matches names that one of the patterns does: a directory may hold thousands."""
+    return re.compile("|".join(map(translate, patterns)))
 
 
 def modules(directory: str) -> dict[str, str]:
