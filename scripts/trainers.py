@@ -43,10 +43,8 @@ class Row(NamedTuple):
     """Checkpoints that it wrote, which the column TO_HUB is about too."""
 
 
-_GUIDES, _PROFILES = (
-    "tests/guides/test_guides.py::test_a_guide_prints_what_it_says",
-    "tests/distributed/test_profiles.py",
-)
+_SCRIPTS, _PROFILES = "tests/guides/test_guides.py", "tests/distributed/test_profiles.py"
+_GUIDES = f"{_SCRIPTS}::test_a_guide_prints_what_it_says"
 _RESUME = "tests/distributed/test_trainer_resume.py"
 ROWS = {
     "torch FSDP1, FSDP2, `dcp.save`": Row(
@@ -91,17 +89,23 @@ ROWS = {
     ),
     "torchtitan": Row(
         ("torchtitan",),
-        {TO_HUB: ("tests/integration/test_torchtitan.py",), STARTS: (f"{_PROFILES}::test_torchtitan",)},
+        {
+            TO_HUB: ("tests/integration/test_torchtitan.py", f"{_SCRIPTS}::test_torchtitan_starts"),
+            STARTS: (f"{_PROFILES}::test_torchtitan", f"{_SCRIPTS}::test_torchtitan_starts"),
+        },
         ("torchtitan_llama3_w2",),
     ),
     "verl": Row(
         ("verl",),
-        {STARTS: ("tests/distributed/test_profiles_verl.py",)},
+        {
+            TO_HUB: (f"{_SCRIPTS}::test_verl_starts",),
+            STARTS: ("tests/distributed/test_profiles_verl.py", f"{_SCRIPTS}::test_verl_starts"),
+        },
         ("verl_fsdp1_w3", "verl_fsdp2_w2", "verl_fsdp2_lora_w2"),
     ),
     "DeepSpeed": Row(
         ("deepspeed",),
-        {TO_HUB: ("tests/guides/test_guides.py::test_what_deepspeed_saves",)},
+        {TO_HUB: (f"{_SCRIPTS}::test_what_deepspeed_saves",)},
         ("deepspeed_zero3_bf16_w2",),
     ),
     "NeMo Automodel": Row(("nemo-automodel",), {}, ("nemo_automodel_safetensors_w2",)),
