@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
     import numpy
 
+MIN_TOTAL = 16384
+"""Number of a catalog's chunks from which numpy pays: importing it takes as long as Python for so many."""
+MIN_COLUMNS = 64
+"""Number of a tensor's chunks from which columns are quicker than one chunk after the other."""
+
 # `Region(offsets, sizes)` from a pair, without a call of a Python function for each of 600,000 chunks.
 _new_region: Callable[[tuple[Shape, Shape]], Region] = partial(tuple.__new__, Region)
 

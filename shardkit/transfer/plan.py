@@ -24,14 +24,12 @@ from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
-from shardkit.core.catalog import Catalog, TensorEntry
+from shardkit.core.catalog import MIN_COLUMNS, MIN_TOTAL, Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_offset, intersect, is_contiguous
 from shardkit.transfer.convert import needs_torch
 from shardkit.transfer.images import Hole, Image, ImageSet, TensorHoles
 
-# Chunks of a tensor, and chunks of all tensors, from which on numpy is faster than Python.
-_MIN_COLUMNS, _MIN_TOTAL = 64, 4096
 # Windows pay for tensors of at least so many chunks, of at most so many bytes on average, where there are so
 # many such chunks in all.
 _MIN_CHUNKS, _MAX_CHUNK_BYTES, _MIN_WINDOWED = 16, 64 << 10, 16384
@@ -220,7 +218,7 @@ def _is_decoded(entry: TensorEntry, catalog: Catalog) -> bool:
 
 def flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
     """Return a tensor's chunks as ranges of it; None if one is not a range, or has to be decoded."""
-    if entry.num_chunks >= _MIN_COLUMNS and len(catalog.chunks) >= _MIN_TOTAL:
+    if entry.num_chunks >= MIN_COLUMNS and len(catalog.chunks) >= MIN_TOTAL:
         flat = _flat_rows(entry, catalog)
         if flat is not None:
             return flat

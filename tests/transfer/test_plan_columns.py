@@ -47,10 +47,10 @@ def catalogs(draw: st.DrawFn) -> Catalog:
 @given(catalogs())
 def test_flat_in_columns_as_one_by_one(catalog: Catalog) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(plan, "_MIN_COLUMNS", 1)
-        monkeypatch.setattr(plan, "_MIN_TOTAL", 1)
+        monkeypatch.setattr(plan, "MIN_COLUMNS", 1)
+        monkeypatch.setattr(plan, "MIN_TOTAL", 1)
         in_columns = flat_source(catalog.tensors["w"], catalog)
-        monkeypatch.setattr(plan, "_MIN_COLUMNS", 1 << 40)
+        monkeypatch.setattr(plan, "MIN_COLUMNS", 1 << 40)
         assert in_columns == flat_source(catalog.tensors["w"], catalog)
 
 

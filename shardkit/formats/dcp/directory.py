@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
+from shardkit.core.catalog import MIN_COLUMNS, MIN_TOTAL, Catalog, SourceFile, TensorEntry, subset
 from shardkit.core.regions import Shape, find_tiling_error
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
@@ -30,8 +30,6 @@ from shardkit.files.strict_json import FOLLOW, read_small, status_of
 from shardkit.formats.contract import Checkpoint, Place, asset_directories, listing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import (
-    MIN_COLUMNS,
-    MIN_TOTAL,
     DcpMetadata,
     parse_metadata,
     rank_files,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from shardkit.core.catalog import ChunkTable, TensorEntry
+from shardkit.core.catalog import MIN_COLUMNS, MIN_TOTAL, ChunkTable, TensorEntry
 from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
@@ -46,10 +46,6 @@ if TYPE_CHECKING:
 
 Path = tuple[str | int, ...]
 
-MIN_COLUMNS = 64
-"""Number of a tensor's chunks from which columns are quicker than one chunk after the other."""
-MIN_TOTAL = 4096
-"""Number of a checkpoint's chunks from which importing numpy pays."""
 _VERSIONS = (None, "1.0.0")  # torch 2.13: metadata.CURRENT_DCP_VERSION
 _MAX_INDEX = 1 << 24  # list index in a planner path: torch extends a list up to it
 _MAX_PATH = 64  # steps of a planner path

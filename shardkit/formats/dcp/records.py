@@ -24,6 +24,8 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit.core.catalog import (
+    MIN_COLUMNS,
+    MIN_TOTAL,
     UNSEEN,
     Catalog,
     Checksums,
@@ -51,9 +53,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-MIN_BULK = 4096
-"""Number of chunks from which numpy pays."""
-_MIN_COLUMNS = 64  # chunks of a tensor from which columns are quicker than one chunk after the other
 _MIN_ROWS = 16  # chunks of a file from which comparing many at once pays
 _MOST_AT_ONCE = 1024  # records: the bytes around their data take 2 MB
 
@@ -88,7 +87,7 @@ def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str])
     """
     scan = _Scan(catalog, transforms, names)
     chosen, num_unrecorded = scan.chosen, 0
-    pointer = _BulkPointer(chosen, scan.scanner) if len(chosen.chunks) >= MIN_BULK else None
+    pointer = _BulkPointer(chosen, scan.scanner) if len(chosen.chunks) >= MIN_TOTAL else None
     for number, fd, source, rows in scan.files():
         left, stored = rows, list[tuple[int, int, int]]()
         if pointer is not None:
@@ -523,7 +522,7 @@ class _Scan:
 def _in_order(catalog: Catalog) -> list[int]:
     """Return the chunks in the order of their bytes, file by file."""
     table = catalog.chunks
-    if len(table) >= MIN_BULK:
+    if len(table) >= MIN_TOTAL:
         import numpy as np
 
         columns = np.frombuffer(table.start, dtype=np.int64), np.frombuffer(table.file, dtype=np.int32)
@@ -568,7 +567,7 @@ class _BulkPointer:
         import numpy as np
 
         table, kinds = catalog.chunks, self._kinds
-        if len(rows) < _MIN_COLUMNS:
+        if len(rows) < MIN_COLUMNS:
             for row in rows:
                 kind = (dtype, table.region(row).sizes, table.nbytes[row])
                 self._kind_of[row] = kinds.setdefault(kind, len(kinds))

@@ -51,9 +51,9 @@ def checkpoint(path: Path, num: int = 30) -> str:
 @pytest.fixture
 def set_bulk(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     def set_bulk(on: bool) -> None:
-        monkeypatch.setattr(records, "MIN_BULK", 1 if on else NEVER)
+        monkeypatch.setattr(records, "MIN_TOTAL", 1 if on else NEVER)
         monkeypatch.setattr(records, "_MIN_ROWS", 1)
-        monkeypatch.setattr(records, "_MIN_COLUMNS", 3)
+        monkeypatch.setattr(records, "MIN_COLUMNS", 3)
 
     return set_bulk
 
