@@ -11,12 +11,13 @@
         replaced/                     where nothing can be exchanged: what was at the destination, or a note that nothing was
         committed.json                sizes and times of the files that became the destination
 
-It appears whole, with one rename, and nothing ever makes `data` again: where `data` is missing, it has become the
-destination, or a commit has taken it to exchange it. Files get their names in `data` by a rename, and whoever writes a file of that name writes the same bytes,
-so that a process may work on what another one was believed to have lost. No locks. Only a commit moves `data`, and only
-a commit or a person removes the rest: the name is not one that `staging.abandoned` takes for a dead run's. Where a part
-commits, `plan.json` and `committed.json` stay under a name that ends in `.done`, so that parts that come late see that all is
-done; a person, or the job that comes after, removes that with a commit of its own.
+It appears whole, with one rename, and nothing makes a second `data`: where it is missing, it has become the
+destination, or a commit has taken it to exchange it, and it comes back if that commit dies. Files get their names in
+`data` by a rename, and whoever writes a file of that name writes the same bytes, so that a process may work on what
+another one was believed to have lost. No locks. Only a commit moves `data`, and only a commit or a person removes the
+rest: the name is not one that `staging.abandoned` takes for a dead run's. Where a part commits, `plan.json` and
+`committed.json` stay under a name that ends in `.done`, so that parts that come late see that all is done; a person, or
+the job that comes after, removes that with a commit of its own.
 """
 
 from __future__ import annotations
