@@ -28,7 +28,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, UsageError
@@ -46,8 +47,13 @@ _MAX_BYTES, _MAX_TOLD_BYTES = 1 << 28, 1 << 16
 
 
 def note_name(number: int) -> str:
-    """Return the name of the note of a file."""
+    """Return the name of the note of a file, or of a weight."""
     return f"{number}.json"
+
+
+def numbers_in(names: Iterable[str]) -> set[int]:
+    """Return the numbers whose notes are among some names."""
+    return set(map(int, filter(str.isdecimal, (name.removesuffix(".json") for name in names))))
 
 
 class SharedStaging:
@@ -63,7 +69,7 @@ class SharedStaging:
         self.record = os.path.join(path, "plan.json")
         self.data = os.path.join(path, "data")
         self.done = os.path.join(path, "done")
-        self.factors = os.path.join(path, "factors")
+        self.factors = SharedRecords(os.path.join(path, "factors"))
         self.parts = os.path.join(path, "parts")
         self._work = os.path.join(path, "work")
         self._replaced = os.path.join(path, "replaced")
@@ -91,7 +97,7 @@ class SharedStaging:
             names = storage.listdir(self.done)
         except OSError:
             return set()
-        return set(map(int, filter(str.isdecimal, (name.removesuffix(".json") for name in names))))
+        return numbers_in(names)
 
     def has_note(self, number: int) -> bool:
         """True if a file has a note, whether it is listed yet or not."""
@@ -138,7 +144,7 @@ class SharedStaging:
         fresh = Staging.create(self.destination)
         here = SharedStaging(self.destination, fresh.path)
         try:
-            for directory in (here.done, here.factors, here.parts, here._work):
+            for directory in (here.done, here.factors.path, here.parts, here._work):
                 storage.mkdir(directory)
             for folder in sorted(folders):
                 storage.make_directories(os.path.join(here.data, folder))
@@ -215,24 +221,8 @@ class SharedStaging:
         storage.rename(path, target)
         storage.sync_directory(os.path.dirname(target))
 
-    def publish_record(self, path: str, name: str) -> None:
-        """Give a record, which is on the disk, its name in `factors`; one that has the name stays, as others may read it.
-
-        Args:
-            path: in a `workplace`.
-            name: it tells the bytes.
-
-        Raises:
-            OSError: the system refuses, or `factors` is gone.
-        """
-        try:
-            rename_noreplace(path, os.path.join(self.factors, name))
-        except FileExistsError:
-            storage.unlink(path)
-        storage.sync_directory(self.factors)
-
     def write_note(self, work: str, directory: str, name: str, content: bytes) -> None:
-        """Write a small file into `done`, `factors` or `parts`: whole, or not at all.
+        """Write a small file into `done` or `parts`: whole, or not at all.
 
         Raises:
             OSError: the system refuses, or the directory is gone.
@@ -317,7 +307,7 @@ class SharedStaging:
         Raises:
             ResourceError: the system refuses.
         """
-        for path in (self.done, self.factors, self.parts, self._work, self._replaced, *self._taken()):
+        for path in (self.done, self.factors.path, self.parts, self._work, self._replaced, *self._taken()):
             storage.remove_tree(path)
         mark = self.path + _DONE
         try:
@@ -447,6 +437,112 @@ class SharedStaging:
                 hint="keep what you want of the two, and remove that directory",
             ) from error
         self.remove()
+
+
+class Found(NamedTuple):
+    """What the place of a record says of it."""
+
+    size: int
+    crc32: int | None
+    """Of all its bytes; None if the place does not know."""
+
+
+class SharedRecords:
+    """Records of factors, and a note for each weight that has one, in a directory that all parts see.
+
+    Args:
+        path: of the directory.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def missing(self, count: int) -> list[int]:
+        """Return the numbers of the weights without a note, of so many. Network file systems may show one later."""
+        try:
+            names = set(storage.listdir(self.path))  # also lets network file systems look again
+        except OSError:
+            names = set()
+        return [
+            number
+            for number in range(count)
+            if note_name(number) not in names and not storage.lexists(self._note(number))
+        ]
+
+    def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Return the notes of those weights that have one which can be read."""
+        found = dict[int, bytes]()
+        for number in numbers:
+            with contextlib.suppress(OSError, ShardkitError):
+                found[number] = read_small(self._note(number), note_name(number), _MAX_BYTES, follow=False)
+        return found
+
+    def found(self, names: Sequence[str]) -> list[Found | None]:
+        """Return what is known of records; None of one that is not there."""
+        return [self._found(name) for name in names]
+
+    def _found(self, name: str) -> Found | None:
+        try:
+            return Found(storage.lstat(os.path.join(self.path, name)).st_size, None)
+        except OSError:
+            return None
+
+    def paths(self, names: Sequence[str]) -> list[str]:
+        """Return where records are read."""
+        return [os.path.join(self.path, name) for name in names]
+
+    def publish(self, path: str, name: str, crc: int) -> None:
+        """Give a record, which is on the disk, its name; one that has the name stays, as others may read it.
+
+        Args:
+            path: in a `workplace`.
+            name: it tells the bytes.
+            crc: CRC-32 of the bytes. They do not move, so nobody compares it here.
+
+        Raises:
+            OSError: the system refuses, or the directory is gone.
+        """
+        try:
+            rename_noreplace(path, os.path.join(self.path, name))
+        except FileExistsError:
+            storage.unlink(path)
+        storage.sync_directory(self.path)
+
+    def write_note(self, work: str, number: int, content: bytes) -> bool:
+        """Write the note of a weight, whole, unless there is one; return whether it was written.
+
+        Args:
+            work: a directory of this process in a `workplace`.
+            number: of the weight.
+            content: of the note.
+
+        Raises:
+            OSError: the system refuses, or the directory is gone.
+        """
+        fresh = os.path.join(work, note_name(number))
+        storage.write_file(fresh, content)
+        try:
+            rename_noreplace(fresh, self._note(number))
+        except FileExistsError:
+            storage.unlink(fresh)
+            return False
+        storage.sync_directory(self.path)
+        return True
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Remove the notes of weights, if they have some."""
+        for number in numbers:
+            with contextlib.suppress(OSError):
+                storage.unlink(self._note(number))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove records."""
+        for name in names:
+            with contextlib.suppress(OSError):
+                storage.unlink(os.path.join(self.path, name))
+
+    def _note(self, number: int) -> str:
+        return os.path.join(self.path, note_name(number))
 
 
 def _can_exchange(work: str) -> bool:

@@ -3,6 +3,7 @@
     OUT/.shardkit-parts-<hash>/    the same for all who carry out one plan
         plan.json                  what they agree on; whoever is first writes it
         done/                      a note for each finished file, by its number in the plan
+        factors/                   a record and a note for each weight whose factors are computed, for preshard --osft
         parts/                     who began and who ended, for people
 
 The files themselves lie where those of one process would. No reader looks into this folder. Nothing is locked: an object
@@ -15,17 +16,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shardkit.core.text import escape
 from shardkit.core.threads import at_once
-from shardkit.errors import SourceError
+from shardkit.errors import IntegrityError, SourceError
+from shardkit.files import storage, stores
 from shardkit.files.digest import crc32
 from shardkit.files.remote.writers import writer_of
-from shardkit.files.shared import note_name
+from shardkit.files.shared import Found, note_name, numbers_in
+from shardkit.files.uploads import NUM_SENDERS, PART_NBYTES, Session
 
 _HASH_DIGITS = 16
 _PREFIX = ".shardkit-parts-"
+_sending = threading.Lock()
+MAX_SENT_NBYTES = (NUM_SENDERS + 2) * PART_NBYTES
+"""Memory that a record takes on its way: parts that are sent, the one that is filled, and what is read for it."""
 _NAME = re.compile(re.escape(_PREFIX) + rf"[0-9a-f]{{{_HASH_DIGITS}}}", re.ASCII)
 
 
@@ -47,6 +54,7 @@ class StoredStaging:
         self._store = writer_of(destination)
         self.record = os.path.join(path, "plan.json")
         self._done, self._parts = os.path.join(path, "done"), os.path.join(path, "parts")
+        self.factors = StoredRecords(os.path.join(path, "factors"), self._check_open)
 
     @classmethod
     def of_plan(cls, destination: str, plan_hash: str) -> StoredStaging:
@@ -80,8 +88,7 @@ class StoredStaging:
 
     def noted(self) -> set[int]:
         """Return the numbers of the files that have a note."""
-        names = (os.path.basename(path).removesuffix(".json") for path, _ in self._store.objects(self._done))
-        return set(map(int, filter(str.isdecimal, names)))
+        return numbers_in(os.path.basename(path) for path, _ in self._store.objects(self._done))
 
     def has_note(self, number: int) -> bool:
         """Return False: unlike on network file systems, what is there is listed."""
@@ -120,8 +127,17 @@ class StoredStaging:
 
     def _write(self, path: str, content: bytes) -> None:
         self._store.put(path, content, int(crc32(content)))
-        if not self.is_open:  # whoever removed the rest may not have seen this
-            self._store.delete(path)
+        self._check_open(path)
+
+    def _check_open(self, path: str | None = None) -> None:
+        """Take back what was just written, if all is over: whoever removed the rest may not have seen it.
+
+        Raises:
+            FileNotFoundError: all is over.
+        """
+        if not self.is_open:
+            if path is not None:
+                self._store.delete(path)
             raise FileNotFoundError(f"{self.record} is gone")
 
     def check_owner(self) -> None:
@@ -136,13 +152,113 @@ class StoredStaging:
         self._store.delete(self.record)
 
     def remove(self) -> None:
-        """Remove all of it."""
+        """Remove all of it, and end uploads of records."""
         self.close()
+        at_once(lambda each: self._store.abort(each.path, each.upload), self._store.uploads(self.path))
         at_once(self._store.delete, [path for path, _ in self._store.objects(self.path)])
 
     def give_up(self) -> None:
         """Remove all of it."""
         self.remove()
+
+
+class StoredRecords:
+    """Records of factors, and a note for each weight that has one, as objects; what `SharedRecords` are on a disk.
+
+    Args:
+        path: of the folder.
+        check_open: raises if all is over, and takes back the object that it is given.
+    """
+
+    def __init__(self, path: str, check_open: Callable[[str | None], object]) -> None:
+        self.path, self._check_open, self._store = path, check_open, writer_of(path)
+        self.here: dict[str, str] = {}
+        """Local paths of records that this process has sent, by name; whoever removes such a file takes it out of here."""
+
+    def missing(self, count: int) -> list[int]:
+        """Return the numbers of the weights without a note, of so many."""
+        noted = numbers_in(os.path.basename(path) for path, _ in self._store.objects(self.path))
+        return [number for number in range(count) if number not in noted]
+
+    def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Return the notes of those weights that have one; several are asked for at a time."""
+        found = at_once(self._store.get, map(self._note, numbers))
+        return {number: note[0] for number, note in zip(numbers, found, strict=True) if note is not None}
+
+    def found(self, names: Sequence[str]) -> list[Found | None]:
+        """Return what the store says of records; None of one that is not there."""
+        there = at_once(self._store.head, [os.path.join(self.path, name) for name in names])
+        return [None if each is None else Found(each.size, each.crc32) for each in there]
+
+    def paths(self, names: Sequence[str]) -> list[str]:
+        """Return where records are read: on this machine those that it has, the others in the store."""
+        stores.list_anew(self.path)  # one request, and not some for each record
+        return [self.here.get(name, os.path.join(self.path, name)) for name in names]
+
+    def publish(self, path: str, name: str, crc: int) -> None:
+        """Send a record; an object that has the name and these bytes stays, as others may read it.
+
+        Args:
+            path: of the record on this machine, where it stays.
+            name: it tells the bytes.
+            crc: CRC-32 of the bytes.
+
+        Raises:
+            FileNotFoundError: all is over.
+            IntegrityError: the disk of this machine gives other bytes.
+            ResourceError: the store fails.
+        """
+        target = os.path.join(self.path, name)
+        there = self._store.head(target)
+        if there is None or there.size != storage.getsize(path) or there.crc32 not in (None, crc):
+            self._send(path, target, crc)
+        self.here[name] = path
+
+    def _send(self, path: str, target: str, crc: int) -> None:
+        with _sending:  # one at a time is what memory is reckoned with
+            session = Session(self.path, before_object=lambda: self._check_open(None))
+            try:
+                with session:
+                    storage.send(path, target)
+            except BaseException:
+                session.abort()
+                raise
+        if session.stored[target].crc32 != crc:
+            self._store.delete(target)
+            raise IntegrityError(
+                f"{escape(path)}: other bytes were sent than were written: a disk fails",
+                hint="run it again with another disk for shardkit's cache",
+            )
+        self._check_open(target)
+
+    def write_note(self, work: str, number: int, content: bytes) -> bool:
+        """Write the note of a weight, unless there is one; return whether it was written.
+
+        Args:
+            work: not needed: an object appears whole.
+            number: of the weight.
+            content: of the note.
+
+        Raises:
+            FileNotFoundError: all is over.
+        """
+        is_first = self._store.put_if(self._note(number), content, int(crc32(content)), None)
+        self._check_open(self._note(number) if is_first else None)
+        return is_first
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Remove the notes of weights, if they have some."""
+        at_once(self._store.delete, map(self._note, numbers))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove records from the store, and do not read them on this machine any more."""
+        removed = list(names)
+        for name in removed:
+            self.here.pop(name, None)
+        at_once(self._store.delete, [os.path.join(self.path, name) for name in removed])
+
+    def _note(self, number: int) -> str:
+        return os.path.join(self.path, note_name(number))
 
 
 def shared_in_store(destination: str) -> list[StoredStaging]:

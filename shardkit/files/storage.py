@@ -315,6 +315,28 @@ def write_file(path: str, data: bytes) -> None:
         stream.write(data)
 
 
+def send(file: str, path: str) -> None:
+    """Send a local file into a store, in parts.
+
+    Raises:
+        OSError: the system refuses, or no session is about the path.
+        ShardkitError: the store refuses.
+    """
+    source = open_fd(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = fstat(source).st_size
+        target = open_fd(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        ftruncate(target, size)
+        for start in range(0, size, _BUFFER_BYTES):
+            data = pread(source, _BUFFER_BYTES, start)
+            pwrite(target, data, start)
+            settle(target, 0, start + len(data))
+        fsync(target)
+        close_fd(target)
+    finally:
+        close_fd(source)
+
+
 def append(fd: int, data: bytes) -> None:
     """Write all of `data` where the file's end is (the descriptor has O_APPEND), and bring it to the disk.
 

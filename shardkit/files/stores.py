@@ -150,6 +150,14 @@ def learn_object(path: str, size: int, etag: str) -> None:
             _listings[above].objects[name] = Object(size, etag, 0)
 
 
+def list_anew(path: str) -> None:
+    """List a directory in which others have written meanwhile; what lies there is then known without a request for each."""
+    path = plain(path)
+    with _lock:
+        _listings.pop(path, None)
+    _listing(path)
+
+
 def _kind(path: str) -> _Kind:
     return _KINDS[path[: path.index("://") + 3]]
 

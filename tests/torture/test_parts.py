@@ -126,8 +126,8 @@ def test_factors_of_a_killed_part_are_not_computed_again(
 ) -> None:
     here = Place(found["preshard factors"], place)
     first, last = parts(here.scenario, here.out, 2)
-    # The first to get its name tells that the part has begun; then each weight has a note.
-    killed = server.together([{**first, "fault": {"of": ["rename"], "at": 4, "do": "kill"}}])[0]
+    # The first to get its name is what all parts share; then each weight has a record, and a note of it.
+    killed = server.together([{**first, "fault": {"of": ["renameat2"], "at": 6, "do": "kill"}}])[0]
     assert killed.code == -9
     (left,) = here.staging()
     made = {path.name: path.stat().st_ino for path in (left / "factors").iterdir()}

@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import storage
+from shardkit.files.shared import Found
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.part import Part, divide, parse_part
 
@@ -79,6 +80,38 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+class Records(Protocol):
+    """Records of factors that parts share, and a note for each weight that has one."""
+
+    @property
+    def path(self) -> str:
+        """Where they lie."""
+
+    def missing(self, count: int) -> list[int]:
+        """Return the numbers of the weights without a note, of so many, as far as this machine sees them."""
+
+    def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Return the notes of those weights that have one."""
+
+    def found(self, names: Sequence[str]) -> list[Found | None]:
+        """Return what is known of records; None of one that is not there."""
+
+    def paths(self, names: Sequence[str]) -> list[str]:
+        """Return where records are read, as far as they are there."""
+
+    def publish(self, path: str, name: str, crc: int) -> None:
+        """Put a record that lies on this machine, and has this CRC-32, where all parts find it."""
+
+    def write_note(self, work: str, number: int, content: bytes) -> bool:
+        """Write the note of a weight, unless there is one; return whether it was written."""
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Remove the notes of weights, if they have some."""
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove records."""
+
+
 class Staging(Protocol):
     """What the parts of one plan share until there is an output."""
 
@@ -93,6 +126,10 @@ class Staging(Protocol):
     @property
     def record(self) -> str:
         """Path of `plan.json`."""
+
+    @property
+    def factors(self) -> Records:
+        """Factors that parts have computed."""
 
     @property
     def exists(self) -> bool:

@@ -245,6 +245,15 @@ class Divided(ABC):
         content = {"host": socket.gethostname(), "pid": os.getpid(), "found": part.found, "is_done": is_done}
         self._say(f"{part.number}-of-{part.count}.json", json.dumps(content).encode())
 
+    @property
+    def _computed(self) -> str | None:
+        """Stands for what was computed for the files; None if nothing was, or not all of it is known."""
+        return None
+
+    def _counts(self, note: Note) -> bool:
+        """True if a file that is there may be one of the output."""
+        return (self.check is None or note.source is not None) and note.factors == self._computed
+
     def _carry_out(self, part: Part, directory: str) -> int:
         """Do what a part has to do; return how many of its files were finished before."""
         return self._move(self.files_of(part), directory, f"part {part}")
@@ -265,6 +274,7 @@ class Divided(ABC):
                 digest=digest,
                 source=None if self.check is None else self.check.dump(runs),
                 scattered=[(tensor, execution.pieces[fqn]) for tensor, fqn in scattered.get(number, ())],
+                factors=self._computed,
             )
             self._publish(directory, number, note)
 
@@ -320,6 +330,7 @@ class Divided(ABC):
         """
         try:
             with self._writing() as directory:
+                self._write_rest(directory)
                 return self._make(directory)
         except (OSError, ShardkitError) as error:
             if self._has_another_committed():
@@ -327,6 +338,14 @@ class Divided(ABC):
             if isinstance(error, OSError):
                 raise self._cannot_write(error) from error
             raise
+
+    def _write_rest(self, directory: str) -> int:
+        """Write the files that no part has written, where parts leave some to whoever commits; return how many.
+
+        Raises:
+            IncompleteError: a part lacks something without which they cannot be written.
+        """
+        return 0
 
     def _given_up(self) -> IncompleteError:
         return IncompleteError(

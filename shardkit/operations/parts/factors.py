@@ -1,10 +1,11 @@
 """The factors of a divided job: each part computes those of its weights, before any file is written.
 
-    a part:                its weights, the costliest first -> a record in a place of its own -> a name in `factors` -> a note
+    a part:                its weights, the costliest first -> a record on this machine -> where all parts have theirs -> a note
     who sees all notes:    files, for which records are a source like any other
 
-A record is named after its weight and its bytes, and the note says which one counts: machines of another kind give other
-last bits, and files must not be made of both.
+A record is named after its weight and its bytes, and the note says which one counts, the first that was written: machines
+of another kind give other last bits, and files must not be made of both. Where the records of all parts lie is what
+`Records` says, a directory (`files/shared`) or a store (`files/shared_store`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -22,10 +25,10 @@ from shardkit.core.threads import Progress
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
-from shardkit.files.shared import SharedStaging, note_name
-from shardkit.files.strict_json import parse_object, read_small
-from shardkit.operations.parts.agreement import Agreement, Staging, read_parts
-from shardkit.operations.parts.divided import Describer, PartResult, incomplete
+from shardkit.files.shared import Found, SharedStaging
+from shardkit.files.strict_json import parse_object
+from shardkit.operations.parts.agreement import Agreement, Records, Staging, read_parts
+from shardkit.operations.parts.divided import Describer, Divided, PartResult, incomplete
 from shardkit.operations.parts.notes import Note
 from shardkit.operations.parts.on_disk import DividedOnDisk
 from shardkit.operations.parts.part import Part, share_of
@@ -34,10 +37,11 @@ from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, FileDigest
 from shardkit.transfer.factors.catalog import FactoredWeight, plan_records
 from shardkit.transfer.factors.fill import Factoring, FactorRun, Filling, Measured, measured_of
+from shardkit.transfer.fill import image_crc
+from shardkit.transfer.images import Hole
 from shardkit.transfer.plan import TransferPlan, build_plan
 from shardkit.transfer.stream import read_back
 
-_MAX_BYTES = 1 << 28
 _CHECK_BUFFER = 1 << 20
 
 
@@ -63,22 +67,7 @@ def weights_of(job: FactoredJob) -> list[tuple[str, int]]:
 
 def without_factors(staging: Staging, agreement: Agreement) -> list[int]:
     """Return the numbers of the weights of a divided job that have no factors yet, as far as this machine sees them."""
-    if not (agreement.weights and isinstance(staging, SharedStaging)):  # they are computed on a disk alone
-        return []
-    return _without_note(staging, len(agreement.weights))
-
-
-def _without_note(staging: SharedStaging, count: int) -> list[int]:
-    try:
-        names = set(storage.listdir(staging.factors))  # also lets network file systems look again
-    except OSError:
-        names = set()
-    return [
-        number
-        for number in range(count)
-        if note_name(number) not in names
-        and not storage.lexists(os.path.join(staging.factors, note_name(number)))
-    ]
+    return staging.factors.missing(len(agreement.weights)) if agreement.weights else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +114,7 @@ class SharedFactors:
     """Weights whose factors several processes compute.
 
     Args:
-        staging: what the processes share.
+        place: where all of them have their records.
         job: what is to be computed.
         plan: of the files, whose holes for factors somebody else fills.
         compares: what is read is compared with what the source records.
@@ -134,17 +123,19 @@ class SharedFactors:
 
     def __init__(
         self,
-        staging: SharedStaging,
+        place: Records,
         job: FactoredJob,
         plan: TransferPlan,
         *,
         compares: bool,
         computed_by: str,
     ) -> None:
-        self._staging, self._job, self._compares, self._by = staging, job, compares, computed_by
+        self._place, self._job, self._compares, self._by = place, job, compares, computed_by
         self._weights = job.factoring.weights
         self._numbers = {weight.target.path: number for number, weight in enumerate(self._weights)}
         self._records = plan_records(plan.catalog, self._weights)
+        # Names come with `take`. Before it, what is read of a store, and what memory that takes, is told by the folder.
+        self._records.lie_at([os.path.join(place.path, image.name) for image in self._records.images])
         self._notes = dict[int, FactorNote]()
         self.plan = build_plan(plan.images, self._records.catalog)
         """Of the files; factors are read from records, once `take` has found them."""
@@ -161,29 +152,51 @@ class SharedFactors:
 
     def missing(self) -> list[int]:
         """Return the numbers of the weights without a note, as far as this machine sees them."""
-        return _without_note(self._staging, len(self._weights))
+        return self._place.missing(len(self._weights))
 
     def bytes_left(self, numbers: Sequence[int]) -> int:
         """Return the size of the records of weights that are still to be computed."""
-        return sum(self._records.images[number].size for number in numbers if self.note(number) is None)
+        there = self._read(numbers)
+        return sum(self._records.images[number].size for number in numbers if number not in there)
 
-    def note(self, number: int) -> FactorNote | None:
-        """Return the note of a weight whose record is there with its size."""
-        path = os.path.join(self._staging.factors, note_name(number))
+    def _read(self, numbers: Sequence[int]) -> dict[int, FactorNote]:
+        """Return the notes of those weights whose record is there as it was computed, as far as its place knows."""
+        notes = {
+            number: note
+            for number, data in self._place.notes(numbers).items()
+            if (note := self._parsed(number, data)) is not None
+        }
+        found = self._place.found([note.record(number) for number, note in notes.items()])
+        return {
+            number: note
+            for (number, note), there in zip(notes.items(), found, strict=True)
+            if there is not None and self._is_record(number, note, there)
+        }
+
+    def _parsed(self, number: int, data: bytes) -> FactorNote | None:
         try:
-            content = parse_object(
-                read_small(path, note_name(number), _MAX_BYTES, follow=False), note_name(number)
-            )
-            note = _parsed(content, self._weights[number].target.path)
-            if note is None or (self._compares and note.source is None):
-                return None
-            size = storage.lstat(self._path_of(number, note)).st_size
-        except (OSError, ShardkitError):
+            note = _parsed(parse_object(data, str(number)), self._weights[number].target.path)
+        except ShardkitError:
             return None
-        return note if size == self._records.images[number].size else None
+        return None if note is None or (self._compares and note.source is None) else note
 
-    def _path_of(self, number: int, note: FactorNote) -> str:
-        return os.path.join(self._staging.factors, note.record(number))
+    def _is_record(self, number: int, note: FactorNote, there: Found) -> bool:
+        """True if a record has the size and the CRC-32 of what was computed."""
+        is_whole = there.size == self._records.images[number].size
+        return is_whole and (there.crc32 is None or there.crc32 == self._crc_of(number, note))
+
+    def _crc_of(self, number: int, note: FactorNote) -> int:
+        """Return the CRC-32 of a record: of its factors, and of zeros between them."""
+        segments = [
+            (hole.start, hole.nbytes, note.target["whole"][short]) for hole, short in self._holes(number)
+        ]
+        return image_crc(self._records.images[number].size, segments)
+
+    def _holes(self, number: int) -> Iterator[tuple[Hole, str]]:
+        """Yield the place of each factor in a record, with the factor's short name."""
+        for name, short in self._weights[number].factors.items():
+            ((_, hole),) = self._records.filled[name]
+            yield hole, short
 
     # A part
 
@@ -194,14 +207,14 @@ class SharedFactors:
 
         Args:
             numbers: of the weights.
-            work: a `workplace`.
+            work: an empty directory on this machine, for records.
             check: compares what is read with what the source records.
             progress: told of the bytes of factors.
             label: what the progress is called.
 
         Raises:
             IntegrityError, SourceError, IncompleteError, ResourceError: as `FactorRun.run`.
-            OSError: the shared directory is gone, or cannot be written.
+            OSError: what all parts share is gone, or cannot be written.
         """
         found = self._loaded(numbers, check)
         for number, note in found.items():
@@ -210,11 +223,9 @@ class SharedFactors:
         progress.start(sum(self._nbytes(number) for number in numbers), label)
         progress.advance(sum(map(self._nbytes, found)))
         if left:
-            directory = os.path.join(work, "factors")
-            storage.mkdir(directory)
             filling = Filling(
                 plan=self._records,
-                directory=directory,
+                directory=work,
                 journal=_Publishing(self, work),
                 earlier={},
                 finished={self._records.images[n].name for n in range(len(self._weights))}
@@ -227,7 +238,7 @@ class SharedFactors:
             try:
                 self._job.measured.update(FactorRun(factoring, filling).run())
             except IntegrityError:
-                self._forget(numbers)  # they vouch for what was read
+                self._place.forget(numbers)  # they vouch for what was read
                 raise
         progress.finish()
         return len(found)
@@ -237,11 +248,11 @@ class SharedFactors:
 
     def _loaded(self, numbers: Sequence[int], check: SourceCheck | None) -> dict[int, FactorNote]:
         """Return the notes that there are, and take what was read for them. Those that cannot be compared are removed."""
-        notes = {number: note for number in numbers if (note := self.note(number)) is not None}
+        notes = self._read(numbers)
         useless = {
             number for number, note in notes.items() if check is not None and not check.load(note.source)
         }
-        self._forget(useless)
+        self._place.forget(useless)
         return {number: note for number, note in notes.items() if number not in useless}
 
     def _measure(self, number: int, note: FactorNote, *, is_resumed: bool) -> None:
@@ -249,28 +260,32 @@ class SharedFactors:
         self._job.measured[weight.target.path] = measured_of(weight, note.target, is_resumed=is_resumed)
 
     def _elsewhere(self, weight: FactoredWeight) -> Measured | None:
-        note = self.note(self._numbers[weight.target.path])
+        number = self._numbers[weight.target.path]
+        note = self._read([number]).get(number)
         return None if note is None else measured_of(weight, note.target, is_resumed=False)
 
     def publish(self, work: str, target: Mapping[str, Any], source: Mapping[str, Any] | None) -> None:
         """Let everybody see the factors of a weight, unless another process was faster: its factors count then.
 
         Args:
-            work: a `workplace`, in which the record is on the disk.
+            work: has the record, on the disk.
             target, source: as in a note.
 
         Raises:
-            OSError: the system refuses, or the shared directory is gone.
+            IntegrityError, ResourceError: the place of records, or the disk, fails.
+            OSError: the system refuses, or what all parts share is gone.
         """
         number = self._numbers[target["path"]]
-        path = os.path.join(work, "factors", self._records.images[number].name)
-        if self.note(number) is not None:
+        path = os.path.join(work, self._records.images[number].name)
+        if self._read([number]):
             storage.unlink(path)
             return
         note = FactorNote(target=target, source=source, computed_by=self._by)
-        self._staging.publish_record(path, note.record(number))
+        self._place.publish(path, note.record(number), self._crc_of(number, note))
         content = json.dumps(asdict(note)).encode()
-        self._staging.write_note(work, self._staging.factors, note_name(number), content)
+        if not self._place.write_note(work, number, content) and not self._read([number]):
+            self._place.forget([number])  # it is damaged, or its record is lost
+            self._place.write_note(work, number, content)
 
     # All parts
 
@@ -280,18 +295,22 @@ class SharedFactors:
         Args:
             check: gets what was read of all weights.
         """
+        missing = self.missing()
+        if missing:
+            return missing
         self._notes = self._loaded(range(len(self._weights)), check)
         missing = [number for number in range(len(self._weights)) if number not in self._notes]
         if not missing:
-            self._records.lie_at(
-                [self._path_of(number, self._notes[number]) for number in sorted(self._notes)]
-            )
+            self._records.lie_at(self._place.paths(self._names(sorted(self._notes))))
             for number, note in self._notes.items():
                 before = self._job.measured.get(self._weights[number].target.path)
                 self._measure(number, note, is_resumed=before is not None and before.is_resumed)
             crcs = [self._notes[number].crcs for number in sorted(self._notes)]
             self.digest = hashlib.sha256(json.dumps(crcs).encode()).hexdigest()
         return missing
+
+    def _names(self, numbers: Sequence[int]) -> list[str]:
+        return [self._notes[number].record(number) for number in numbers]
 
     def warnings(self) -> Iterator[str]:
         """Yield what a person should know of all factors."""
@@ -304,34 +323,32 @@ class SharedFactors:
 
     def forget_damaged(self, check: SourceCheck | None) -> None:
         """Let factors be computed again that were made of bytes that differ, or whose record is damaged."""
+        numbers = sorted(self._notes)
         damaged = [
             number
-            for number, note in self._notes.items()
-            if (check is not None and note.source is not None and check.has_doubts(note.source))
-            or not self._is_intact(number, note)
+            for number, path in zip(numbers, self._place.paths(self._names(numbers)), strict=True)
+            if (
+                check is not None
+                and (source := self._notes[number].source) is not None
+                and check.has_doubts(source)
+            )
+            or not self._is_intact(number, path)
         ]
-        self._forget(damaged)
-        for number in damaged:
-            with contextlib.suppress(OSError):
-                storage.unlink(self._path_of(number, self._notes[number]))
+        self._place.forget(damaged)
+        self._place.remove(self._names(damaged))
 
-    def _forget(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            with contextlib.suppress(OSError):
-                storage.unlink(os.path.join(self._staging.factors, note_name(number)))
-
-    def _is_intact(self, number: int, note: FactorNote) -> bool:
-        weight, buffer = self._weights[number], bytearray(_CHECK_BUFFER)
+    def _is_intact(self, number: int, path: str) -> bool:
+        """True if a record has the factors that its note tells of."""
+        whole, buffer = self._notes[number].target["whole"], bytearray(_CHECK_BUFFER)
         try:
-            fd = storage.open_fd(self._path_of(number, note), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = storage.open_fd(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             return False
         try:
-            for name, short in weight.factors.items():
-                ((_, hole),) = self._records.filled[name]
-                if read_back(fd, hole.start, hole.nbytes, buffer) != note.target["whole"][short]:
-                    return False
-            return True
+            return all(
+                read_back(fd, hole.start, hole.nbytes, buffer) == whole[short]
+                for hole, short in self._holes(number)
+            )
         except ResourceError:
             return False
         finally:
@@ -350,46 +367,27 @@ class _Publishing:
         self.factors.publish(self.work, target, source)
 
 
-class DividedWithFactors(DividedOnDisk):
+class WithFactors(Divided):
     """A job whose parts compute factors first. Files are written by the parts that see those of all weights: at the latest
     by the last one, or by whoever commits.
 
-    Args:
-        destination, agreement, plan, data_nbytes, options, progress: as for `Divided`.
-        factors: what is to be computed.
-        computed_by: stands for the kind of this machine.
-        more: as for `DividedOnDisk`.
+    It stands before the class that says where the files go.
     """
 
-    def __init__(
-        self,
-        destination: str,
-        agreement: Agreement,
-        plan: TransferPlan,
-        data_nbytes: Sequence[int],
-        options: ExecuteOptions,
-        progress: Progress,
-        *,
-        factors: FactoredJob,
-        computed_by: str,
-        **more: Any,
-    ) -> None:
-        staging = SharedStaging.of_plan(destination, agreement.plan)
-        self._factors = SharedFactors(
-            staging, factors, plan, compares=options.check_source, computed_by=computed_by
-        )
-        plan = self._factors.plan
-        super().__init__(destination, agreement, plan, data_nbytes, options, progress, **more)
-        self._resumed_weights = 0
+    _factors: SharedFactors
+    _resumed_weights = 0
+
+    @abstractmethod
+    def _room_for_records(self) -> AbstractContextManager[str]:
+        """Give an empty directory on this machine, where records are until all parts have them, and perhaps longer."""
 
     def weights_of(self, part: Part) -> list[int]:
         """Return the numbers of the weights whose factors a part computes, by what they take."""
         return share_of([operations for _, operations in self._agreement.weights], part)
 
-    def bytes_left(self, part: Part) -> int:
-        """Return the size of the files that a part still has to write, and of the records of its factors."""
-        self._factors.take(None)
-        return super().bytes_left(part) + self._factors.bytes_left(self.weights_of(part))
+    def record_bytes_left(self, part: Part) -> int:
+        """Return the size of the records that a part still has to compute."""
+        return self._factors.bytes_left(self.weights_of(part))
 
     def result(self, part: Part, *, resumed_files: int = 0, is_committed: bool = False) -> PartResult:
         """Return what became of a part, as far as it can be seen now."""
@@ -407,38 +405,39 @@ class DividedWithFactors(DividedOnDisk):
         )
 
     def warnings(self) -> tuple[str, ...]:
-        """Return what a person should know of all factors."""
-        return tuple(self._factors.warnings())
+        """Return what a person should know of what all parts did, and of all factors."""
+        return (*super().warnings(), *self._factors.warnings())
+
+    @property
+    def _computed(self) -> str | None:
+        return self._factors.digest
+
+    def _counts(self, note: Note) -> bool:
+        # What was made of other factors is no file of this output; before all are known, none is.
+        return self._computed is not None and super()._counts(note)
 
     def _carry_out(self, part: Part, directory: str) -> int:
         mine, label = self.files_of(part), f"part {part}"
-        self._resumed_weights = self._factors.compute(
-            self.weights_of(part), self._work, self.check, self._progress, f"{label}, factors"
-        )
-        if self._factors.take(self.check):  # others lack some
-            return 0
-        resumed = sum(1 for _ in self._notes(mine))
-        rest = [number for number in range(len(self._images)) if number not in mine]
-        if self._is_another_at_work(part):  # it writes its own
-            self._move(mine, directory, label)
-            self._progress.finish()
-            self._move(rest, directory, f"{label}, of others")
-        else:
-            self._move(mine + rest, directory, label)
+        with self._room_for_records() as work:
+            self._resumed_weights = self._factors.compute(
+                self.weights_of(part), work, self.check, self._progress, f"{label}, factors"
+            )
+            if self._factors.take(self.check):  # others lack some
+                return 0
+            resumed = sum(1 for _ in self._notes(mine))
+            rest = [number for number in range(len(self._images)) if number not in mine]
+            if self._is_another_at_work(part):  # it writes its own
+                self._move(mine, directory, label)
+                self._progress.finish()
+                self._move(rest, directory, f"{label}, of others")
+            else:
+                self._move(mine + rest, directory, label)
         return resumed
 
     def _is_another_at_work(self, part: Part) -> bool:
         """True if another part has begun and has not said that it ended; it may have died."""
         own = (part.number, part.count)
-        return any(place != own and not content.get("is_done") for place, content in read_parts(self.staging))
-
-    def _note(self, number: int) -> Note | None:
-        note = super()._note(number)
-        # What was made of other factors is no file of this output; before all are known, none is.
-        return note if note and note.factors == self._factors.digest is not None else None
-
-    def _publish(self, directory: str, number: int, note: Note) -> None:
-        super()._publish(directory, number, replace(note, factors=self._factors.digest))
+        return any(place != own and not content.get("is_done") for place, content in read_parts(self._shared))
 
     def _move(self, mine: Sequence[int], directory: str, label: str) -> int:
         try:
@@ -447,19 +446,16 @@ class DividedWithFactors(DividedOnDisk):
             self._factors.forget_damaged(self.check)
             raise
 
-    def _make(self, directory: str) -> bool:
+    def _write_rest(self, directory: str) -> int:
         missing = self._factors.take(self.check)
         if missing:
             raise incomplete(self._destination, self._agreement, [], missing)
         done = {number for number, _ in self._notes(range(len(self._images)))}
         rest = [number for number in range(len(self._images)) if number not in done]
         if rest:  # their parts have ended while others lacked factors
-            apart = os.path.join(self._work, "rest")
-            for folder in sorted({os.path.dirname(image.name) for image in self._images}):
-                storage.make_directories(os.path.join(apart, folder))
-            self._move(rest, apart, "files")
+            self._move(rest, directory, "files")
             self._progress.finish()
-        return super()._make(directory)
+        return len(rest)
 
     def _finish(
         self,
@@ -485,3 +481,45 @@ class DividedWithFactors(DividedOnDisk):
             hint="run all parts again: what is damaged is made anew",
         )
         return {**scattered, **computed}
+
+
+class DividedWithFactors(WithFactors, DividedOnDisk):
+    """Parts that compute factors, and share a file system.
+
+    Args:
+        destination, agreement, plan, data_nbytes, options, progress: as for `Divided`.
+        factors: what is to be computed.
+        computed_by: stands for the kind of this machine.
+        more: as for `DividedOnDisk`.
+    """
+
+    def __init__(
+        self,
+        destination: str,
+        agreement: Agreement,
+        plan: TransferPlan,
+        data_nbytes: Sequence[int],
+        options: ExecuteOptions,
+        progress: Progress,
+        *,
+        factors: FactoredJob,
+        computed_by: str,
+        **more: Any,
+    ) -> None:
+        place = SharedStaging.of_plan(destination, agreement.plan).factors
+        self._factors = SharedFactors(
+            place, factors, plan, compares=options.check_source, computed_by=computed_by
+        )
+        plan = self._factors.plan
+        super().__init__(destination, agreement, plan, data_nbytes, options, progress, **more)
+
+    def bytes_left(self, part: Part) -> int:
+        """Return the size of the files that a part still has to write, and of the records of its factors."""
+        self._factors.take(None)
+        return super().bytes_left(part) + self.record_bytes_left(part)
+
+    @contextlib.contextmanager
+    def _room_for_records(self) -> Iterator[str]:
+        directory = os.path.join(self._work, "factors")
+        storage.mkdir(directory)
+        yield directory

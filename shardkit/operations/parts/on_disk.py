@@ -155,9 +155,7 @@ class DividedOnDisk(Divided):
     def _note(self, number: int) -> Note | None:
         image = self._images[number]
         note = read_note(self.staging, number, image.name, image.size)
-        if note is None or (self.check is not None and note.source is None):
-            return None
-        return note
+        return note if note is not None and self._counts(note) else None
 
     def _notes(self, numbers: Sequence[int]) -> Iterator[tuple[int, Note]]:
         return ((number, note) for number in numbers if (note := self._note(number)) is not None)
@@ -166,10 +164,12 @@ class DividedOnDisk(Divided):
         remove_notes(self.staging, numbers)
 
     def _publish(self, directory: str, number: int, note: Note) -> None:
-        if self._note(number) is not None:  # a twin was faster: its file may be in the output already
-            return
         name = note.digest.name
-        self.staging.publish(os.path.join(directory, name), name)
+        path = os.path.join(directory, name)
+        if self._note(number) is not None:  # a twin was faster: its file may be in the output already
+            storage.unlink(path)
+            return
+        self.staging.publish(path, name)
         self.staging.write_note(self._work, self.staging.done, note_name(number), note.dump())
 
     def _make(self, directory: str) -> bool:

@@ -208,7 +208,7 @@ class DividedInStore(Divided):
         note = load_note(entry, image.name, image.size) if isinstance(entry, dict) else None
         if note is None or not isinstance(etag, str) or type(crc) is not int:
             return None
-        if self.check is not None and note.source is None:
+        if not self._counts(note):
             return None
         return note, Stored(image.size, etag, crc)
 

@@ -34,8 +34,6 @@ from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.plan import TransferPlan
 
-_COPY_NBYTES = 1 << 20
-
 
 class Describe(Protocol):
     """Returns what writes the rest of the files into a directory."""
@@ -195,7 +193,7 @@ class StoredFiles:
         """
         self.beside.append(path)
         if storage.getsize(file) > PART_NBYTES:
-            _copy(file, path)
+            storage.send(file, path)
             return
         data = _read(file)
         crc = int(crc32(data))
@@ -365,23 +363,6 @@ def check_conditions(path: str) -> None:
             "same time both would think that theirs is the output",
             hint="--allow-unsafe-store writes all the same, if you are sure that nobody else does",
         )
-
-
-def _copy(file: str, path: str) -> None:
-    """Send a large file in parts."""
-    source = storage.open_fd(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size = storage.fstat(source).st_size
-        target = storage.open_fd(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        storage.ftruncate(target, size)
-        for start in range(0, size, _COPY_NBYTES):
-            data = storage.pread(source, _COPY_NBYTES, start)
-            storage.pwrite(target, data, start)
-            storage.settle(target, 0, start + len(data))
-        storage.fsync(target)
-        storage.close_fd(target)
-    finally:
-        storage.close_fd(source)
 
 
 def _read(path: str) -> bytes:
