@@ -88,13 +88,18 @@ def answer_facts(part: PartAnswer | None) -> Iterator[tuple[str, str]]:
         yield "missing", f"parts {listed(part.missing)}; the last to finish makes the report"
 
 
-def part_lines(result: WriteResult) -> list[str]:
-    """Return what became of a part as lines for people."""
+def part_lines(result: WriteResult, *more: tuple[str, str]) -> list[str]:
+    """Return what became of a part as lines for people.
+
+    Args:
+        result: the verb's.
+        more: what a dry run says of the part beside.
+    """
     part = result.part
     assert part is not None
     head = f"{'dry run: ' if result.dry_run else ''}part {part.part} of {escape(result.output)}"
     would = "to write" if result.dry_run else "wrote"
-    pairs = []
+    pairs: list[tuple[str, str]] = []
     if part.all_weights:
         did = "to compute" if result.dry_run else "computed"
         pairs.append((did, f"factors of {count(part.num_weights, 'weight')}"))
@@ -110,7 +115,9 @@ def part_lines(result: WriteResult) -> list[str]:
             pairs.append(("resumed", f"{count(part.resumed_files, 'file')} had been finished before"))
         all_files = count(result.num_files, "file")
         pairs.append(("all parts", f"{part.finished_files} of {all_files} are finished"))
-    if not result.dry_run and part.missing:
+    if result.dry_run:
+        pairs += [*more, *ending(result)]
+    elif part.missing:
         pairs.append(("missing", f"parts {listed(part.missing)}; the last to finish makes the output"))
         pairs.append(("time", f"{result.elapsed_s:.2f} s"))
     return [head, *facts(pairs)]

@@ -191,7 +191,7 @@ def _is_on_the_hub(source: str) -> bool:
 def render(result: PreshardResult) -> list[str]:
     """Return a result as lines for people."""
     if is_unfinished(result):
-        return part_lines(result)
+        return part_lines(result, *([] if result.osft is None else _local_disk(result.osft, is_part=True)))
     lines = [headline(result.output, dry_run=result.dry_run), *facts(_facts(result))]
     return lines if result.dry_run else [*lines, "", *_how_to_load(result)]
 
@@ -257,8 +257,13 @@ def _factors(osft: OsftResult, *, dry_run: bool) -> Iterator[tuple[str, str]]:
         f"{count(osft.num_workers, 'process', 'processes')}, {format_size(osft.memory_bytes)} of memory, about "
         f"{_duration(osft.expected_s)} at {osft.operations_per_s / 1e9:.0f}e9 operations/s for each core",
     )
+    yield from _local_disk(osft, is_part=False)
+
+
+def _local_disk(osft: OsftResult, *, is_part: bool) -> Iterator[tuple[str, str]]:
     if osft.record_bytes:
-        yield "local disk", f"{format_size(osft.record_bytes)} of factors, until the output is in its store"
+        until = "this part ends" if is_part else "the output is in its store"
+        yield "local disk", f"{format_size(osft.record_bytes)} of factors, until {until}"
 
 
 def _duration(seconds: float) -> str:

@@ -26,6 +26,7 @@ from shardkit.core.threads import NoProgress, Progress, choose_jobs
 from shardkit.errors import IncompleteError, Interrupted, ResourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.shared import has_commits
+from shardkit.files.shared_store import MAX_SENT_NBYTES
 from shardkit.files.staging import Staging, abandoned, identity_of, journal_of, named, remove_abandoned
 from shardkit.files.stores import is_remote
 from shardkit.formats.dcp import METADATA
@@ -44,7 +45,12 @@ from shardkit.operations.parts.divided import Describer, Divided, PartResult
 from shardkit.operations.parts.factors import DividedWithFactors, FactoredJob, weights_of
 from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
 from shardkit.operations.parts.part import Part
-from shardkit.operations.uploading.factors import ELSEWHERE, FactoredUpload
+from shardkit.operations.uploading.factors import (
+    ELSEWHERE,
+    FactoredInStore,
+    FactoredUpload,
+    place_of_records,
+)
 from shardkit.operations.uploading.in_store import DividedInStore
 from shardkit.operations.uploading.place import Target, check_target
 from shardkit.operations.uploading.run import Describe, Upload, check_beside
@@ -301,6 +307,18 @@ def shared_stamp(file: ReadFile) -> list[int | str] | None:
     return [stamp.size, stamp.modified_ns // 1000]  # some file systems keep no more
 
 
+def _shared_ingredients(job: Job) -> dict[str, object]:
+    """Return what a job is made of as all machines see it: each weight has factors of one, and there may be several kinds."""
+    made_of = ingredients(job, shared_stamp)
+    made_of.pop(_OF_ONE_MACHINE, None)
+    return made_of
+
+
+def _machine_of(job: Job) -> str:
+    """Return what stands for the kind of this machine, as far as factors depend on it."""
+    return hash_of(job.decided.get(_OF_ONE_MACHINE))[:16]
+
+
 class Writer:
     """One run of a verb that writes a directory. Its methods are called in the order in which they stand here.
 
@@ -374,6 +392,11 @@ class Writer:
         if is_first:
             self._before = identity_of(self.path) if overwrite else None
         return self.path
+
+    @property
+    def sending_bytes(self) -> int:
+        """Memory that factors take on their way into a store, while others are computed."""
+        return MAX_SENT_NBYTES if self._target is not None and self.writing.share is not None else 0
 
     def warn(self, warnings: Iterable[str]) -> None:
         """Tell warnings."""
@@ -496,7 +519,7 @@ class Writer:
 
         It is taken once: the names of a job's files may have it in them later.
         """
-        self._hash = self._hash or hash_of(ingredients(job, shared_stamp))
+        self._hash = self._hash or hash_of(_shared_ingredients(job))
         return self._hash
 
     def check_beside(self, files: Mapping[str, Callable[[], bytes]]) -> None:
@@ -513,12 +536,6 @@ class Writer:
 
     def _into_store(self, job: Job, describe: Describe, target: Target, factors: FactoredJob | None) -> None:
         """Write a job's output into a store; errors as `Upload.run`."""
-        if factors is not None and self.writing.share is not None:
-            raise UsageError(
-                f"{escape(target.path)}: parts share factors on a disk, and cannot compute them for a store so far",
-                hint="leave --part out; or write into a local directory that all parts see, and copy that with the store's "
-                "own tool",
-            )
         plan = job.plan.in_order()
         self.options = self.options.into_store(max((image.size for image in plan.images), default=0))
         upload: Upload | FactoredUpload
@@ -535,13 +552,13 @@ class Writer:
             overwrites=self.writing.overwrite,
             is_unsafe=self.writing.allow_unsafe_store,
         )
-        if factors is not None:
-            upload = FactoredUpload(plain, factors)
-            check_space(upload.place, upload.record_bytes, hint=ELSEWHERE)
-            self._moved, self.record_bytes = upload.plan, upload.record_bytes
         part, source, finished = None, CheckedSource(), 0
+        if factors is not None and self.writing.share is None:
+            upload = FactoredUpload(plain, factors, computed_by=_machine_of(job))
+            self._check_room_for_records(upload.record_bytes)
+            self._moved = upload.plan
         if self.writing.share is not None:
-            part, source = self._share_in_store(job, plain, self.writing.share)
+            part, source = self._share_in_store(job, plain, self.writing.share, factors)
             finished = 0 if part is None else part.resumed_files
         elif not self.writing.dry_run:
             check = SourceCheck(upload.plan.catalog) if self.options.check_source else None
@@ -550,16 +567,28 @@ class Writer:
             self.has_committed = True
         self._note(plan, source, finished=finished, free=None, part=part)
 
+    def _check_room_for_records(self, needed_bytes: int) -> None:
+        """Refuse to compute factors that have no room on this machine while they wait, and keep what they take."""
+        self.record_bytes = needed_bytes
+        check_space(place_of_records(self.path), needed_bytes, hint=ELSEWHERE)
+
     def _share_in_store(
-        self, job: Job, upload: Upload, share: Share
+        self, job: Job, upload: Upload, share: Share, factors: FactoredJob | None
     ) -> tuple[PartResult | None, CheckedSource]:
         """Carry out a part, or what comes after all parts; errors as `Divided.run` and `Divided.commit`."""
-        divided = DividedInStore(
-            upload,
-            replace(self._agreement(job, share), replaces=upload.target.etag),
-            replaces_any=isinstance(share, Committing) and share.overwrite,
-        )
+        agreement = replace(self._agreement(job, share, factors), replaces=upload.target.etag)
+        replaces_any = isinstance(share, Committing) and share.overwrite
+        divided: DividedInStore
+        if factors is None:
+            divided = DividedInStore(upload, agreement, replaces_any=replaces_any)
+        else:
+            divided = FactoredInStore(
+                upload, agreement, factors=factors, computed_by=_machine_of(job), replaces_any=replaces_any
+            )
+        self._moved = divided.plan
         divided.check_absent()
+        if isinstance(divided, FactoredInStore) and isinstance(share, Part) and not divided.is_committed:
+            self._check_room_for_records(divided.record_bytes_left(share))
         if self.writing.dry_run:
             return divided.result(share) if isinstance(share, Part) else None, CheckedSource()
         return self._carry_out(divided, share, upload.plan)
@@ -653,19 +682,15 @@ class Writer:
         if factors is None:
             return DividedOnDisk(self.path, self._agreement(job, share), *moving, **given)
         agreement = self._agreement(job, share, factors)
-        machine = hash_of(job.decided.get(_OF_ONE_MACHINE))[:16]
         return DividedWithFactors(
-            self.path, agreement, *moving, **given, factors=factors, computed_by=machine
+            self.path, agreement, *moving, **given, factors=factors, computed_by=_machine_of(job)
         )
 
     def _agreement(self, job: Job, share: Share, factors: FactoredJob | None = None) -> Agreement:
         """Return what parts agree on: the plan, and what the descriptions say."""
         command = self.writing.command
         assert command is not None
-        made_of = {**ingredients(job, shared_stamp), "settings": command.settings(), "notes": _NOTES}
-        made_of.pop(
-            _OF_ONE_MACHINE, None
-        )  # each weight has the bits of one machine, and there may be several kinds
+        made_of = {**_shared_ingredients(job), "settings": command.settings(), "notes": _NOTES}
         agreement = Agreement(
             plan=hash_of(made_of),
             version=__version__,

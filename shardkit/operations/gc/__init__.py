@@ -28,7 +28,7 @@ from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import parse_metadata
 from shardkit.formats.hub.directory import read_index
 from shardkit.operations.uploading.place import HUB_INDEX, MARKED_WEIGHTS
-from shardkit.operations.uploading.status import data_name
+from shardkit.operations.uploading.status import upload_name
 
 _AGE = re.compile(r"(\d{1,9})\s*([smhd])?", re.ASCII)
 _UNITS = {None: 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -158,7 +158,7 @@ def _under_way(path: str) -> dict[str, list[Underway]]:
     if path.startswith(WRITABLE):
         path = stores.plain(path)
         for each in writer_of(path).uploads(path):
-            name = data_name(each.path.removeprefix(path + "/"))
+            name = upload_name(each.path.removeprefix(path + "/"))
             if name:
                 found.setdefault(name, []).append(each)
     return found

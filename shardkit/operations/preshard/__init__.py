@@ -286,7 +286,13 @@ def preshard(
     with contextlib.closing(writer):
         job = build_job(plain, parsed, options, on_trace, writer.expected)
         room = _room(job, path)
-        run = OsftRun.of(plan, job.factored, jobs=writer.options.jobs, max_memory=max_memory)
+        run = OsftRun.of(
+            plan,
+            job.factored,
+            jobs=writer.options.jobs,
+            max_memory=max_memory,
+            sending_bytes=writer.sending_bytes,
+        )
         writer.warn(job.warnings)
         writer.write(
             job,

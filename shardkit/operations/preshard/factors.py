@@ -79,7 +79,8 @@ class OsftResult:
     operations_per_s: float
     """What that is reckoned with."""
     record_bytes: int
-    """Of factors on the local disk, in shardkit's cache directory, until the output is in its store; 0 without a store."""
+    """Of factors on the local disk, in shardkit's cache directory, until the output is in its store; of a part, those that it
+    has to compute, until it ends. 0 without a store."""
     num_resumed: int
     """Weights that an interrupted run had computed."""
     max_error: float | None
@@ -152,8 +153,16 @@ class OsftRun:
         *,
         jobs: int,
         max_memory: str | int | None,
+        sending_bytes: int,
     ) -> OsftRun | None:
         """Return the run for some weights; None if there are none.
+
+        Args:
+            plan: what was asked for.
+            weights: all that become factors.
+            jobs: most processes.
+            max_memory: for all of them; None where a person did not say.
+            sending_bytes: what of it factors take on their way into a store.
 
         Raises:
             UsageError: the memory is too little for one of them.
@@ -161,7 +170,7 @@ class OsftRun:
         if plan is None:
             return None
         targets = [weight.target for weight in weights]
-        workers = choose_num_workers(targets, jobs, choose_memory(max_memory))
+        workers = choose_num_workers(targets, jobs, choose_memory(max_memory), sending_bytes)
         return cls(factoring=Factoring(weights=weights, svd=plan.svd, num_workers=workers))
 
     def fill(self, filling: Filling) -> dict[str, int]:

@@ -4,7 +4,8 @@
                                                data/    a record of each weight
 
 What is sent is written front to back, and a weight has parts in all files: so factors need a place where they wait. A run
-that was killed leaves it to the next one of the same plan on this machine.
+that was killed leaves it to the next one of the same plan on this machine. A part sends each record to where all parts
+have theirs, and keeps it here for as long as it writes files.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from dataclasses import replace
 from shardkit.core.text import escape
 from shardkit.errors import IncompleteError, Interrupted, ResourceError
 from shardkit.files import cache, storage
+from shardkit.files.shared_store import StoredStaging
 from shardkit.files.staging import Staging, remove_abandoned
-from shardkit.operations.parts.factors import FactoredJob
-from shardkit.operations.uploading.run import Upload, check_conditions, interrupted
+from shardkit.operations.parts.agreement import Agreement
+from shardkit.operations.parts.factors import FactoredJob, SharedFactors, WithFactors
+from shardkit.operations.uploading.in_store import DividedInStore
+from shardkit.operations.uploading.run import StoredFiles, Upload, check_conditions, interrupted
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.factors.catalog import plan_records
 from shardkit.transfer.factors.fill import Filling
@@ -42,20 +46,17 @@ class FactoredUpload:
     Args:
         upload: what would be written if somebody had filled the holes for factors.
         job: what is to be computed.
+        computed_by: stands for the kind of this machine.
     """
 
-    def __init__(self, upload: Upload, job: FactoredJob) -> None:
+    def __init__(self, upload: Upload, job: FactoredJob, *, computed_by: str) -> None:
+        self._by = f"{upload.plan_hash} {computed_by}"  # another kind has other last bits
         self._job, self._records = job, plan_records(upload.plan.catalog, job.factoring.weights)
         self.plan = build_plan(upload.plan.images, self._records.catalog).in_order()
         """Of the files; factors are read from records."""
         self.record_bytes = sum(image.size for image in self._records.images)
         """Size of all records."""
         self._upload = replace(upload, plan=self.plan)
-
-    @property
-    def place(self) -> str:
-        """The path beside which the records will lie; it and its directory need not exist."""
-        return os.path.join(_directory() or tempfile.gettempdir(), _name(self._upload.target.path))
 
     def run(self, check: SourceCheck | None) -> int:
         """Compute what has no record yet, and write everything; as `Upload.run`.
@@ -64,19 +65,23 @@ class FactoredUpload:
             SourceError, IntegrityError, IncompleteError: as `FactorRun.run`; and whatever `Upload.run` raises.
             ResourceError: the local disk fails.
         """
-        if not self._upload.is_unsafe:
-            check_conditions(self._upload.target.path)  # before hours of computing
+        upload = self._upload
+        if not upload.is_unsafe:
+            check_conditions(upload.target.path)  # before hours of computing
+        if StoredFiles(upload).is_named:
+            # Whoever reads the output that is there must not get the factors of two machines.
+            upload = replace(upload, plan_hash=hashlib.sha256(self._by.encode()).hexdigest())
         with self._staging() as staging:
             computed = self._compute(staging, check)
-            return replace(self._upload, computed=computed).run(check)
+            return replace(upload, computed=computed).run(check)
 
     @contextlib.contextmanager
     def _staging(self) -> Iterator[Staging]:
         """Give the directory of the records; it stays for the next run where what was sent does."""
-        output, plan_hash = self._upload.target.path, self._upload.plan_hash
+        output = self._upload.target.path
         with _made_directory() as directory:
             place = os.path.join(directory, _name(output))
-            staging = (adopted(place, plan_hash) if self._upload.resume else None) or Staging.create(place)
+            staging = (adopted(place, self._by) if self._upload.resume else None) or Staging.create(place)
             try:
                 remove_abandoned(place)  # of other plans, or to begin anew
                 yield staging
@@ -99,9 +104,7 @@ class FactoredUpload:
                 sum(weight.target.factors_nbytes for weight in self._job.factoring.weights),
                 f"{self._upload.verb}, factors",
             )
-            with contextlib.closing(
-                Journal(staging.journal, self._upload.plan_hash, staging.data)
-            ) as journal:
+            with contextlib.closing(Journal(staging.journal, self._by, staging.data)) as journal:
                 filling = Filling(
                     plan=records,
                     directory=staging.data,
@@ -118,6 +121,61 @@ class FactoredUpload:
             progress.finish()
         records.lie_at([os.path.join(staging.data, image.name) for image in records.images])
         return hashlib.sha256(json.dumps(sorted(crcs.items())).encode()).hexdigest()
+
+
+class FactoredInStore(WithFactors, DividedInStore):
+    """Parts that compute factors, and share nothing but a store.
+
+    Args:
+        upload: what each of them would write alone, if somebody had filled the holes for factors.
+        agreement: what they have to agree on.
+        factors: what is to be computed.
+        computed_by: stands for the kind of this machine.
+        replaces_any: as for `DividedInStore`.
+    """
+
+    def __init__(
+        self,
+        upload: Upload,
+        agreement: Agreement,
+        *,
+        factors: FactoredJob,
+        computed_by: str,
+        replaces_any: bool = False,
+    ) -> None:
+        self._place = StoredStaging.of_plan(upload.target.path, agreement.plan).factors
+        self._factors = SharedFactors(
+            self._place,
+            factors,
+            upload.plan,
+            compares=upload.options.check_source,
+            computed_by=computed_by,
+        )
+        upload = replace(upload, plan=self._factors.plan.in_order())
+        super().__init__(upload, agreement, replaces_any=replaces_any)
+
+    def clean_up(self, *, keeps_mark: bool) -> None:
+        """Remove what is left after the commit, and what dead parts have on this machine."""
+        super().clean_up(keeps_mark=keeps_mark)
+        remove_records(self._destination)
+
+    @contextlib.contextmanager
+    def _room_for_records(self) -> Iterator[str]:
+        """Give a directory that goes afterwards, with those of dead runs: the store has the records."""
+        with _made_directory() as directory:
+            beside = os.path.join(directory, _name(self._destination))
+            remove_abandoned(beside)
+            staging = Staging.create(beside)
+            try:
+                yield staging.data
+            finally:
+                self._place.here.clear()
+                staging.discard()
+
+
+def place_of_records(output: str) -> str:
+    """Return the path beside which this machine has the records for an output; it and its directory need not exist."""
+    return os.path.join(_directory() or tempfile.gettempdir(), _name(output))
 
 
 def remove_records(output: str) -> None:

@@ -10,6 +10,7 @@ from shardkit.core.threads import at_once
 from shardkit.files.home import is_data_folder
 from shardkit.files.remote.contract import Underway
 from shardkit.files.remote.writers import writer_of
+from shardkit.files.shared_store import is_shared_folder
 from shardkit.formats.dcp import METADATA
 from shardkit.operations.uploading.place import HUB_INDEX, MARKED_WEIGHTS, PROBE
 
@@ -74,7 +75,7 @@ def _look(path: str) -> _Found:
         for each, size in store.objects(path)
         if (top := data_name(each.removeprefix(path + "/"))) and top.encode() not in named
     ]
-    under_way = [each for each in store.uploads(path) if data_name(each.path.removeprefix(path + "/"))]
+    under_way = [each for each in store.uploads(path) if upload_name(each.path.removeprefix(path + "/"))]
     return _Found(files, under_way)
 
 
@@ -87,3 +88,13 @@ def data_name(name: str) -> str:
     top, _, below = name.partition("/")
     is_ours = is_data_folder(top) if below else MARKED_WEIGHTS.fullmatch(top) or top.startswith(PROBE)
     return top if is_ours else ""
+
+
+def upload_name(name: str) -> str:
+    """Return the name at the top of what a run or a part sends in parts before it commits; "" for anything else.
+
+    Args:
+        name: relative to the output.
+    """
+    top = name.partition("/")[0]
+    return top if is_shared_folder(top) else data_name(name)

@@ -80,27 +80,31 @@ class Factoring:
     num_workers: int
 
 
-def choose_num_workers(targets: Collection[Target], jobs: int, memory_bytes: int | None) -> int:
+def choose_num_workers(
+    targets: Collection[Target], jobs: int, memory_bytes: int | None, sending_bytes: int = 0
+) -> int:
     """Return how many processes compute at a time.
 
     Args:
         targets: all of them.
         jobs: most processes.
         memory_bytes: for all of them together; None for as much as the machine has left.
+        sending_bytes: what of it is taken by factors on their way into a store.
 
     Raises:
         UsageError: the memory is too little for one.
     """
     largest = max(targets, key=lambda target: target.svd_nbytes)
     if memory_bytes is None:
-        return max(min(jobs, len(targets), _available_bytes() // largest.svd_nbytes), 1)
-    if largest.svd_nbytes > memory_bytes:
+        return max(min(jobs, len(targets), (_available_bytes() - sending_bytes) // largest.svd_nbytes), 1)
+    if largest.svd_nbytes + sending_bytes > memory_bytes:
         raise UsageError(
             f"--max-memory {format_size(memory_bytes)} is too little for the factors of {escape(largest.path)}: they "
-            f"take {format_size(largest.svd_nbytes)}",
+            f"take {format_size(largest.svd_nbytes)}"
+            + (f", and {format_size(sending_bytes)} on their way into a store" if sending_bytes else ""),
             hint="give more, or leave such weights dense: --osft-targets 'auto,!GLOB'",
         )
-    return min(jobs, len(targets), memory_bytes // largest.svd_nbytes)
+    return min(jobs, len(targets), (memory_bytes - sending_bytes) // largest.svd_nbytes)
 
 
 def _available_bytes() -> int:

@@ -356,10 +356,13 @@ def test_the_memory_bounds_the_processes(tmp_path: Path) -> None:
     targets = [Target(path=str(size), rows=size, columns=size, rank=8) for size in (256, 512)]
     largest = targets[1].svd_nbytes
     assert fill.choose_num_workers(targets * 9, 8, 3 * largest + 1) == 3
+    assert fill.choose_num_workers(targets * 9, 8, 3 * largest + 1, largest) == 2
     assert fill.choose_num_workers(targets, 8, 9 * largest) == 2  # there are no more targets
     assert 1 <= fill.choose_num_workers(targets * 9, 8, None) <= 8
     with pytest.raises(UsageError, match=r"too little for the factors of 512: they take"):
         fill.choose_num_workers(targets, 8, largest - 1)
+    with pytest.raises(UsageError, match=r"and 4\.0 MiB on their way into a store"):
+        fill.choose_num_workers(targets, 8, largest, 4 << 20)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -15,10 +17,14 @@ import shardkit
 from shardkit.files import stores
 from shardkit.files.remote import s3
 from shardkit.files.remote.writers import writer_of
+from shardkit.transfer.factors import fill
 from tests.worlds import stores as servers
+from tests.worlds.factors import WorkerHere
 
 MIB = 1 << 20
 ROWS, NUM_LAYERS = 1280, 6
+NUM_WEIGHTS = 5
+"""Of `source`, that become factors."""
 
 
 class Model(nn.Module):
@@ -105,3 +111,45 @@ def fetch(out: str, directory: Path) -> Path:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(data)
     return directory
+
+
+class Counting(WorkerHere):
+    asked: ClassVar[list[str]] = []
+
+    def ask(self, request: dict[str, Any], stop: threading.Event) -> dict[str, Any]:
+        self.asked.append(request["path"])
+        return super().ask(request, stop)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    Counting.asked = []
+    monkeypatch.setattr(fill, "Worker", Counting)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose weights become factors."""
+    draw, home = torch.Generator().manual_seed(7), tmp_path_factory.mktemp("model")
+    weights = {
+        f"model.layers.{number}.self_attn.q_proj.weight": torch.randn(8 + number, 36, generator=draw)
+        for number in range(NUM_WEIGHTS)
+    }
+    weights["model.norm.weight"] = torch.randn(13, generator=draw)
+    save_file(weights, home / "model.safetensors", {"format": "pt"})
+    (home / "config.json").write_text("{}")
+    return home
+
+
+def check_bytes(out: str, directory: Path) -> None:
+    """See that an output in a store has the bytes of a local one."""
+    found, want = objects(out), local(directory)
+    (folder,) = {name.partition("/")[0] for name in found if "/" in name}
+    assert found.keys() == {".metadata", *(f"{folder}/{name}" for name in want if name != ".metadata")}
+    for name in want.keys() - {".metadata", "shardkit.json"}:
+        assert found[f"{folder}/{name}"] == want[name], name
+    theirs, ours = (json.loads(each) for each in (want["shardkit.json"], found[f"{folder}/shardkit.json"]))
+    for said in (ours, theirs):  # `.metadata` names the folder
+        said.pop("metadata")
+        said.pop("crc32", None)
+    assert ours == theirs

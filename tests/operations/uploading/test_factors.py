@@ -10,10 +10,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import torch
 
 import shardkit
 from shardkit.cli import preshard as preshard_command
@@ -21,12 +20,11 @@ from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.osft.plan import OsftPlan
 from shardkit.transfer.factors import fill
-from tests.operations.uploading.conftest import Served, local, objects
+from tests.operations.uploading.conftest import NUM_WEIGHTS, Counting, Served, check_bytes, objects
 from tests.worlds import stores as servers
 from tests.worlds.factors import WorkerHere
 from tests.worlds.processes import fork_server
 
-NUM_WEIGHTS = 5
 _KILLED = """
 import json, os, signal, sys
 import shardkit
@@ -50,46 +48,8 @@ shardkit.preshard(source, out, world_size=3, osft=0.3, jobs=1)
 pytestmark = pytest.mark.usefixtures("counted")
 
 
-class Counting(WorkerHere):
-    asked: ClassVar[list[str]] = []
-
-    def ask(self, request: dict[str, Any], stop: threading.Event) -> dict[str, Any]:
-        self.asked.append(request["path"])
-        return super().ask(request, stop)
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    Counting.asked = []
-    monkeypatch.setattr(fill, "Worker", Counting)
-
-
-@pytest.fixture
-def source(make_hub: Callable[..., Path]) -> Path:
-    draw = torch.Generator().manual_seed(7)
-    weights = {
-        f"model.layers.{number}.self_attn.q_proj.weight": torch.randn(8 + number, 36, generator=draw)
-        for number in range(NUM_WEIGHTS)
-    }
-    return make_hub({**weights, "model.norm.weight": torch.randn(13, generator=draw)})
-
-
 def preshard(source: Path | str, out: Path | str, **options: Any) -> shardkit.PreshardResult:
     return shardkit.preshard(source, out, **{"world_size": 3, "osft": 0.3, "jobs": 1, **options})
-
-
-def check_bytes(out: str, directory: Path) -> None:
-    """See that an output in a store has the bytes of a local one."""
-    found, want = objects(out), local(directory)
-    (folder,) = {name.partition("/")[0] for name in found if "/" in name}
-    assert found.keys() == {".metadata", *(f"{folder}/{name}" for name in want if name != ".metadata")}
-    for name in want.keys() - {".metadata", "shardkit.json"}:
-        assert found[f"{folder}/{name}"] == want[name], name
-    theirs, ours = (json.loads(each) for each in (want["shardkit.json"], found[f"{folder}/shardkit.json"]))
-    for said in (ours, theirs):  # `.metadata` names the folder
-        said.pop("metadata")
-        said.pop("crc32", None)
-    assert ours == theirs
 
 
 def records(tmp_path: Path) -> list[Path]:
@@ -270,14 +230,6 @@ def test_a_cache_that_cannot_be_written_is_told(
     with pytest.raises(ResourceError, match=r"cannot write .*file/factors") as caught:
         preshard(source, out)
     assert "SHARDKIT_CACHE=DIRECTORY" in (caught.value.hint or "")
-
-
-@pytest.mark.usefixtures("served")
-def test_parts_are_refused(source: Path, out: str) -> None:
-    with pytest.raises(UsageError, match="parts share factors on a disk") as caught:
-        preshard(source, out, part="1/2")
-    assert "a local directory that all parts see" in (caught.value.hint or "")
-    assert not objects(out)
 
 
 @pytest.mark.usefixtures("served")
