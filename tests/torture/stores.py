@@ -30,6 +30,8 @@ from tests.worlds import stores as servers
 
 ROOT = Path(__file__).parents[2]
 VERBS = ("preshard", "consolidate", "reshard")
+FACTORS = "preshard factors"
+"""What parts do besides."""
 MARKERS = {"consolidate": "model.safetensors.index.json"}
 _CHILD = """
 import json, os, signal, sys
@@ -37,6 +39,11 @@ from shardkit.cli import main
 import boto3, obstore, click
 from shardkit.files import uploads
 import shardkit.operations.commit
+import torch
+from shardkit.transfer.factors import fill
+from tests.worlds.factors import WorkerHere
+torch.set_num_threads(1)
+fill.Worker = WorkerHere  # so that a part is one process
 for verb in ("preshard", "consolidate", "reshard"):
     main.get_command(click.Context(main), verb)
 uploads.PART_NBYTES = 5 << 20  # the least that stores take, so that small files have several
@@ -119,8 +126,14 @@ class Store:
             "preshard": [f"{home}/hub", out, "--world-size", "2", "--wrap", "none", "--layout", "declared"],
             "consolidate": [f"{home}/dcp", out, "--manifest", "--max-shard-size", "7MB"],
             "reshard": [f"{home}/dcp", out, "--world-size", "3"],
+            FACTORS: [f"{home}/osft", out, "--world-size", "3", "--osft", "0.3", "--layout", "declared"],
         }
-        return [verb, *options[verb], "--no-progress", *(["--overwrite"] if overwrite else [])]
+        return [
+            verb.partition(" ")[0],
+            *options[verb],
+            "--no-progress",
+            *(["--overwrite"] if overwrite else []),
+        ]
 
 
 @contextlib.contextmanager
@@ -139,10 +152,10 @@ def serving(kind: str, home: Path) -> Iterator[Store | None]:
         runs = Runs(proxy, home)
         try:
             store = Store(home, runs, {}, {}, {})
-            for verb in VERBS:
+            for verb in (*VERBS, FACTORS):
                 for found, other in ((store.expected, False), (store.others, True)):
                     proxy.reset()
-                    out = f"s3://{servers.BUCKET}/whole/{verb}-{other}"
+                    out = f"s3://{servers.BUCKET}/whole/{verb.replace(' ', '-')}-{other}"
                     runs.begin([store.command(verb, out, other=other)])
                     assert runs.end() == [0], verb
                     found[verb] = objects(out)
@@ -155,12 +168,15 @@ def serving(kind: str, home: Path) -> Iterator[Store | None]:
 
 
 def make(home: Path, seed: int) -> None:
-    """Make a Hub model of 13 MiB, and the same for two ranks."""
+    """Make a Hub model of 13 MiB, the same for two ranks, and a small one whose weights become factors."""
     torch.manual_seed(seed)
     (home / "hub").mkdir(parents=True)
     weights = {f"layers.{number}.weight": torch.randn(512, 512) for number in range(13)}
     save_file(weights, home / "hub/model.safetensors", {"format": "pt"})
     shardkit.preshard(home / "hub", home / "dcp", world_size=2, wrap="none", layout="declared")
+    (home / "osft").mkdir()
+    weights = {f"model.layers.{n}.self_attn.q_proj.weight": torch.randn(8 + n, 36) for n in range(5)}
+    save_file(weights, home / "osft/model.safetensors", {"format": "pt"})
 
 
 def objects(out: str) -> dict[str, bytes]:
@@ -207,7 +223,7 @@ def attempt_parts(store: Store, number: int, seed: int = 0) -> str:
         What was visible: "none", "old" or "new".
     """
     choose, runs = random.Random(f"parts {seed} {number}"), store.runs
-    verb, replaces = choose.choice(VERBS), choose.random() < 0.5
+    verb, replaces = choose.choice((*VERBS, FACTORS)), choose.random() < 0.5
     out, marker = f"s3://{servers.BUCKET}/parts-{seed}/{number}", MARKERS.get(verb, ".metadata")
     runs.proxy.reset()
     if replaces:
@@ -225,7 +241,10 @@ def attempt_parts(store: Store, number: int, seed: int = 0) -> str:
         commands += [["commit", out]] * (turn * choose.randint(0, 2))
         for victim in choose.sample(range(len(commands)), choose.randint(1, min(2, len(commands)))):
             kill_at(
-                runs, choose.randrange(25 * len(commands)), is_before=choose.random() < 0.5, victim=victim
+                runs,
+                choose.randrange((60 if verb == FACTORS else 25) * len(commands)),
+                is_before=choose.random() < 0.5,
+                victim=victim,
             )
         runs.begin(commands)
         codes = runs.end()
