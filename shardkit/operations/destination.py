@@ -12,6 +12,7 @@ from shardkit.core.text import escape, format_size, listed
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.links import is_snapshot
+from shardkit.files.remote.writers import WRITABLE
 from shardkit.files.staging import (
     Staging,
     identity_of,
@@ -139,15 +140,20 @@ def _check_parent(path: str) -> None:
 
 
 def refuse_remote(output: str) -> None:
-    """Refuse to write to an object store.
+    """Refuse to write to an object store, or to any other address.
 
     Raises:
-        UsageError: the path is one of a store.
+        UsageError: the path is no local one.
     """
     if is_remote(output):
         raise UsageError(
             f"{escape(output)}: object stores are read only so far",
             hint="choose a local destination, and copy it with the store's own tool",
+        )
+    if "://" in output:
+        raise UsageError(
+            f"{escape(output)}: shardkit writes to no such address",
+            hint=f"choose a local directory, or an address that begins with {', '.join(WRITABLE)}",
         )
 
 

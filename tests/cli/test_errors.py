@@ -156,3 +156,21 @@ with signals_raised():
     process = start("-c", code)
     assert process.communicate() == ("", "")
     assert process.returncode == 130
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("inspect", "https://example.org/model"),
+        ("consolidate", "http://example.org/run", "out"),
+        ("diff", "tiny", "ftp://example.org/model"),
+        ("preshard", "tiny", "https://example.org/out", "--world-size", "2"),
+        ("consolidate", "tiny", "out", "--manifest-file", "https://example.org/m.json"),
+    ],
+)
+def test_an_address_that_is_no_store_is_no_path(words, run, tiny):
+    """It was taken for a directory, with the hint to make it."""
+    result = run(*words)
+    assert result.exit_code in (2, 3), result.output
+    assert "no such address" in result.stderr
+    assert "begins with s3://" in result.stderr or "begin with s3://" in result.stderr

@@ -21,6 +21,7 @@ from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.home import names_in
 from shardkit.files.links import read_inside
+from shardkit.files.stores import SCHEMES, is_remote
 from shardkit.osft.plan import Target
 
 if TYPE_CHECKING:
@@ -195,6 +196,11 @@ def listing(path: str) -> frozenset[str]:
 
 def absent(path: str, *, hint: str = "check the path") -> SourceError:
     """Return the error for a path at which there is nothing, with the nearest name beside it."""
+    if "://" in path and not is_remote(path):
+        return SourceError(
+            f"{escape(path)}: shardkit reads no such address",
+            hint=f"addresses begin with {', '.join(SCHEMES)}; download anything else first",
+        )
     return SourceError(
         f"{escape(path) or 'an empty path'}: no such file or directory{_closest(path)}", hint=hint
     )

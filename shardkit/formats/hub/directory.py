@@ -17,7 +17,7 @@ from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.links import is_below, link_notes, locate, locate_weights, read_inside
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
-from shardkit.formats.contract import Checkpoint, HubModel, Opener, asset_directories, listing
+from shardkit.formats.contract import Checkpoint, HubModel, Opener, absent, asset_directories, listing
 from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
 from shardkit.formats.hub.files import Kind, Weights, select_file, select_weights
 from shardkit.formats.hub.safetensors import SafetensorsHeader, read_header
@@ -71,9 +71,7 @@ def open_model(directory: str, *, variant: str | None = None) -> HubModel:
     try:
         names = storage.listdir(directory)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
-        raise SourceError(
-            f"{escape(directory)}: no such file or directory", hint="check the path of the model"
-        ) from None
+        raise absent(directory, hint="check the path of the model") from None
     except OSError as error:
         raise ResourceError(f"{escape(directory)}: {error.strerror}") from None
     model = open_weights(directory, select_weights(names, _label(directory), variant=variant))
