@@ -492,7 +492,7 @@ class SharedRecords:
         return [os.path.join(self.path, name) for name in names]
 
     def publish(self, path: str, name: str, crc: int) -> None:
-        """Give a record, which is on the disk, its name; one that has the name stays, as others may read it.
+        """Give a record, which is on the disk, its name; one that has the name and this size stays, as others may read it.
 
         Args:
             path: in a `workplace`.
@@ -502,10 +502,14 @@ class SharedRecords:
         Raises:
             OSError: the system refuses, or the directory is gone.
         """
+        target = os.path.join(self.path, name)
         try:
-            rename_noreplace(path, os.path.join(self.path, name))
+            rename_noreplace(path, target)
         except FileExistsError:
-            storage.unlink(path)
+            if storage.lstat(target).st_size == storage.lstat(path).st_size:
+                storage.unlink(path)
+            else:  # it counts for nobody
+                storage.rename(path, target)
         storage.sync_directory(self.path)
 
     def write_note(self, work: str, number: int, content: bytes) -> bool:

@@ -272,6 +272,21 @@ def test_a_damaged_record_is_found_and_computed_again(
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
+def test_a_record_of_another_size_is_computed_again(source: Path, tmp_path: Path, asked: list[str]) -> None:
+    """The new one has the name of the one that is there."""
+    preshard(source, tmp_path / "out", "1/4")
+    (record,) = (path for path in (staging(tmp_path) / "factors").iterdir() if path.suffix != ".json")
+    os.truncate(record, 100)
+    asked.clear()
+    for part in ("1/4", "1/4", "2/2", "1/2"):
+        told = preshard(source, tmp_path / "out", part)
+    assert told.part is not None
+    assert told.part.is_committed
+    assert len(asked) == 5
+    preshard(source, tmp_path / "whole")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
 @pytest.mark.usefixtures("fast_factors")
 def test_what_is_read_is_compared_and_nothing_vouches_for_damage(tmp_path: Path) -> None:
     model = tmp_path / "model"
