@@ -101,7 +101,7 @@ def _parsed(content: Mapping[str, Any], path: str) -> FactorNote | None:
         isinstance(whole, dict) and set(whole) == set(FACTORS) and isinstance(target.get("algorithm"), str)
     ):
         return None
-    if not all(type(crc) is int for crc in whole.values()) or not all(
+    if not all(type(crc) is int and 0 <= crc < 1 << 32 for crc in whole.values()) or not all(
         type(each) is float for each in numbers
     ):
         return None

@@ -21,7 +21,7 @@ import shardkit
 from shardkit.errors import IncompleteError, IntegrityError, UsageError
 from shardkit.files import storage
 from shardkit.operations.parts import divided
-from shardkit.osft.plan import OsftPlan
+from shardkit.osft.plan import FACTORS, OsftPlan
 from shardkit.transfer.factors import fill
 from shardkit.transfer.factors.workers import Worker
 from tests.worlds.factors import WorkerHere
@@ -285,6 +285,24 @@ def test_a_record_of_another_size_is_computed_again(source: Path, tmp_path: Path
     assert len(asked) == 5
     preshard(source, tmp_path / "whole")
     assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_a_note_with_numbers_that_are_no_crcs_does_not_count(
+    source: Path, tmp_path: Path, asked: list[str]
+) -> None:
+    """CRC-32s of 33 bits combine as if they had 32, and a record may have any name."""
+    preshard(source, tmp_path / "out", "1/4")
+    (record,) = (path for path in (staging(tmp_path) / "factors").iterdir() if path.suffix != ".json")
+    (note,) = (staging(tmp_path) / "factors").glob("*.json")
+    for more in (1 << 32, -(1 << 32)):
+        content = json.loads(note.read_bytes())
+        content["target"]["whole"] = {name: crc + more for name, crc in content["target"]["whole"].items()}
+        number, text = note.stem, json.dumps([content["target"]["whole"][name] for name in FACTORS])
+        os.link(record, record.with_name(f"{number}-{crc32(text.encode()):08x}"))
+        note.write_text(json.dumps(content))
+        asked.clear()
+        assert preshard(source, tmp_path / "out", "1/4").osft.num_resumed == 0  # type: ignore[union-attr]
+        assert len(asked) == 1
 
 
 @pytest.mark.usefixtures("fast_factors")
