@@ -159,6 +159,12 @@ class FactoredInStore(WithFactors, DividedInStore):
         super().clean_up(keeps_mark=keeps_mark)
         remove_records(self._destination)
 
+    def _agreement_is_there(self) -> None:
+        """Refuse, too, once one process has made the output of these names: its factors may have other bits."""
+        super()._agreement_is_there()
+        if self._is_over():
+            raise self._given_up()
+
     @contextlib.contextmanager
     def _room_for_records(self) -> Iterator[str]:
         """Give a directory that goes afterwards, with those of dead runs: the store has the records."""

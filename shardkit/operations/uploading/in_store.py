@@ -233,6 +233,8 @@ class DividedInStore(Divided):
             with self._upload.describe(beside, shards=directory) as descriptions:
                 self._finish(directory, descriptions, digests, scattered)
             self._files.check_all()
+            if self._is_over():  # one process was faster: what lies beside its files stays
+                return False
             if not self._replaces_any:
                 self._check_replaced(self._agreed())
             replaced = self._upload.target.etag if self._replaces_any else agreement.replaces

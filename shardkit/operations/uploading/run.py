@@ -183,7 +183,13 @@ class StoredFiles:
             return
         if replaced is not None:
             raise UsageError(f"{shown} changed while another was being written: it was not replaced")
-        raise UsageError(f"{shown} appeared while it was being written: another run was faster")
+        raise self.was_slower()
+
+    def was_slower(self) -> UsageError:
+        """Return the error of a run that finds an output where none was when it began."""
+        return UsageError(
+            f"{escape(self._target.path)} appeared while it was being written: another run was faster"
+        )
 
     def _send(self, file: str, path: str) -> None:
         """Send a file that lies beside the data.
@@ -224,8 +230,20 @@ class _Run:
         self._files = StoredFiles(upload)
         self._notes = Notes(upload.target.path, upload.plan_hash + upload.computed, resume=upload.resume)
         self._session = Session(
-            self._files.directory, known=self._notes.begun, on_begin=self._notes.add_upload
+            self._files.directory,
+            known=self._notes.begun,
+            on_begin=self._notes.add_upload,
+            before_object=self._check_not_read,
         )
+
+    def _check_not_read(self) -> None:
+        """Refuse to replace a file of an output that has appeared: what was computed may have other bits in it.
+
+        Raises:
+            UsageError: another run of this job was faster.
+        """
+        if self._upload.computed and self._files.is_named:
+            raise self._files.was_slower()
 
     def run(self) -> int:
         upload, files = self._upload, self._files
@@ -235,6 +253,7 @@ class _Run:
             with self._session, tempfile.TemporaryDirectory(prefix="shardkit-") as directory:
                 self._move(directory, finished)
                 files.check_all()
+                self._check_not_read()
                 files.commit(directory, upload.target.etag)
         except KeyboardInterrupt as interrupt:
             if files.marker is not None and writer_of(files.marker_path).has(files.marker_path, files.marker):

@@ -20,6 +20,7 @@ from shardkit.files import storage, uploads
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared_store import StoredRecords
 from shardkit.operations.parts import divided
+from shardkit.operations.uploading import run as uploading
 from shardkit.osft.plan import OsftPlan
 from shardkit.transfer.factors import fill
 from tests.operations.uploading.conftest import NUM_WEIGHTS, Counting, Served, check_bytes, objects
@@ -73,9 +74,9 @@ def preshard(source: Path | str, out: Path | str, part: str | None = None, **opt
 
 
 def parts(
-    source: Path, out: str, *some: str, dies: tuple[str, int] | None = None, **options: Any
+    source: Path, out: str, *some: str | None, dies: tuple[str, int] | None = None, **options: Any
 ) -> list[int]:
-    """Run parts, each in a process of its own; return their exit codes."""
+    """Run parts, each in a process of its own; return their exit codes. None is all of the job."""
     told = [str(source), out, {"world_size": 3, "osft": 0.3, **options}, some, dies]
     done = fork_server().run({"code": _PARTS, "argument": json.dumps(told)})
     said = done.stdout.decode(errors="replace")
@@ -482,6 +483,62 @@ def test_a_run_of_another_kind_of_machine_replaces_no_file_that_is_read(
     }
     assert after[".metadata"] != before[".metadata"]
     assert shardkit.verify(out, full=True).ok
+
+
+def once(inner: Callable[..., Any], first: Callable[[], object]) -> Callable[..., Any]:
+    """Return a call before whose first one something else happens."""
+    turns = [first]
+
+    def called(*given: Any, **options: Any) -> Any:
+        if turns:
+            turns.pop()()
+        return inner(*given, **options)
+
+    return called
+
+
+@ONE_SERVER
+@pytest.mark.parametrize("call", ["_move", "check_all"])
+def test_one_process_leaves_an_output_that_appears_while_it_computes(
+    source: Path, out: str, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Parts on machines of another kind are faster: their files have the same names, and somebody reads them."""
+
+    def others() -> None:
+        assert parts(source, out, "1/2") == [0]
+        assert parts(source, out, "2/2") == [0]
+
+    with monkeypatch.context() as patch:
+        of_another_kind(patch)
+        if call == "_move":
+            patch.setattr(uploading._Run, call, once(uploading._Run._move, others))
+        else:
+            patch.setattr(uploading.StoredFiles, call, lambda _: others())
+        with pytest.raises(UsageError, match="appeared while it was being written: another run was faster"):
+            preshard(source, out)
+    check_done(whole, out, tmp_path)
+
+
+@ONE_SERVER
+@pytest.mark.parametrize("call", ["_move", "check_all"])
+def test_parts_leave_an_output_that_one_process_has_made_meanwhile(
+    source: Path, out: str, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It is on a machine of another kind. Nothing of it is replaced, and the part says that it is there."""
+    preshard(source, out, "1/2")
+    with monkeypatch.context() as patch:
+        of_another_kind(patch)
+
+        def alone() -> None:
+            assert parts(source, out, None) == [0]
+
+        if call == "_move":
+            patch.setattr(divided.Divided, call, once(divided.Divided._move, alone))
+        else:
+            patch.setattr(uploading.StoredFiles, call, lambda _: alone())
+        told = preshard(source, out, "2/2")
+    assert (told.part.is_committed, told.part.by_another) == (True, True)
+    check_done(whole, out, tmp_path)
 
 
 @ONE_SERVER
