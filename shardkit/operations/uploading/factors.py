@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardkit.core.text import escape
-from shardkit.errors import IncompleteError, Interrupted, ResourceError
+from shardkit.errors import IncompleteError, Interrupted, ResourceError, UsageError
 from shardkit.files import cache, storage
 from shardkit.files.shared_store import StoredStaging
 from shardkit.files.staging import Staging, remove_abandoned
@@ -159,11 +159,24 @@ class FactoredInStore(WithFactors, DividedInStore):
         super().clean_up(keeps_mark=keeps_mark)
         remove_records(self._destination)
 
+    def check_absent(self) -> None:
+        """Refuse, too, an output of these names that is not whole; errors as `DividedInStore.check_absent`."""
+        super().check_absent()
+        if self._files.is_named and not self.is_committed:
+            raise self._not_whole()
+
     def _agreement_is_there(self) -> None:
         """Refuse, too, once one process has made the output of these names: its factors may have other bits."""
         super()._agreement_is_there()
-        if self._is_over():
-            raise self._given_up()
+        if self._files.is_named:
+            raise self._given_up() if self._is_over() else self._not_whole()
+
+    def _not_whole(self) -> UsageError:
+        return UsageError(
+            f"{escape(self._destination)} has lost some of its files: parts do not replace the others, whose factors may "
+            "have other bits",
+            hint="write all of them into another folder: --overwrite, without --part",
+        )
 
     @contextlib.contextmanager
     def _room_for_records(self) -> Iterator[str]:

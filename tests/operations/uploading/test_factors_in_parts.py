@@ -418,6 +418,24 @@ def test_parts_replace_an_output(source: Path, out: str, whole: dict[str, bytes]
     assert not Counting.asked
 
 
+@ONE_SERVER
+def test_parts_do_not_mend_an_output(source: Path, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of another kind would put other factors beside those that are left."""
+    preshard(source, out)
+    lost = next(path for path, _ in writer_of(out).objects(out) if path.endswith("__1_0.distcp"))
+    writer_of(out).delete(lost)
+    left = objects(out)
+    of_another_kind(monkeypatch)
+    for is_dry in (True, False):
+        with pytest.raises(UsageError, match="has lost some of its files") as caught:
+            preshard(source, out, "1/1", overwrite=True, dry_run=is_dry)
+        assert "--overwrite, without --part" in (caught.value.hint or "")
+    assert objects(out) == left
+    assert len(Counting.asked) == NUM_WEIGHTS, "those of the first run"
+    preshard(source, out, overwrite=True)
+    assert shardkit.verify(out, full=True).ok
+
+
 def of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this be a machine that finds factors with other bits."""
     ask = Counting.ask
@@ -500,7 +518,12 @@ def once(inner: Callable[..., Any], first: Callable[[], object]) -> Callable[...
 @ONE_SERVER
 @pytest.mark.parametrize("call", ["_move", "check_all"])
 def test_one_process_leaves_an_output_that_appears_while_it_computes(
-    source: Path, out: str, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    source: Path,
+    out: str,
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
 ) -> None:
     """Parts on machines of another kind are faster: their files have the same names, and somebody reads them."""
 
@@ -522,7 +545,12 @@ def test_one_process_leaves_an_output_that_appears_while_it_computes(
 @ONE_SERVER
 @pytest.mark.parametrize("call", ["_move", "check_all"])
 def test_parts_leave_an_output_that_one_process_has_made_meanwhile(
-    source: Path, out: str, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    source: Path,
+    out: str,
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
 ) -> None:
     """It is on a machine of another kind. Nothing of it is replaced, and the part says that it is there."""
     preshard(source, out, "1/2")
