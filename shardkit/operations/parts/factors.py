@@ -14,10 +14,11 @@ import contextlib
 import hashlib
 import json
 import os
+import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from shardkit.core.text import count, escape
@@ -223,10 +224,11 @@ class SharedFactors:
         progress.start(sum(self._nbytes(number) for number in numbers), label)
         progress.advance(sum(map(self._nbytes, found)))
         if left:
+            publishing = _Publishing(self, work)
             filling = Filling(
                 plan=self._records,
                 directory=work,
-                journal=_Publishing(self, work),
+                journal=publishing,
                 earlier={},
                 finished={self._records.images[n].name for n in range(len(self._weights))}
                 - {self._records.images[n].name for n in left},
@@ -238,7 +240,8 @@ class SharedFactors:
             try:
                 self._job.measured.update(FactorRun(factoring, filling).run())
             except IntegrityError:
-                self._place.forget(numbers)  # they vouch for what was read
+                if not publishing.has_failed.is_set():
+                    self._place.forget(numbers)  # they vouch for what was read
                 raise
         progress.finish()
         return len(found)
@@ -361,10 +364,16 @@ class _Publishing:
 
     factors: SharedFactors
     work: str
+    has_failed: threading.Event = field(default_factory=threading.Event)
+    """Set if a record is not what was computed: that says nothing of the source, nor of records that have a note."""
 
     def add_target(self, target: Mapping[str, Any], source: Mapping[str, Any] | None, /) -> None:
         """See `TargetJournal`."""
-        self.factors.publish(self.work, target, source)
+        try:
+            self.factors.publish(self.work, target, source)
+        except IntegrityError:
+            self.has_failed.set()
+            raise
 
 
 class WithFactors(Divided):
