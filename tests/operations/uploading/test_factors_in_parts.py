@@ -17,6 +17,7 @@ import shardkit
 from shardkit.cli import preshard as preshard_command
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, UsageError
 from shardkit.files import storage, uploads
+from shardkit.files.digest import crc32
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared_store import StoredRecords
 from shardkit.operations.parts import divided
@@ -319,7 +320,7 @@ def damage(path: str, at: int) -> None:
     assert found is not None
     data = bytearray(found[0])
     data[at] ^= 1
-    writer_of(path).put(path, bytes(data), uploads.crc32(data))
+    writer_of(path).put(path, bytes(data), crc32(data))
 
 
 def records(out: str) -> list[str]:
