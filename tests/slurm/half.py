@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardkit.cli import main
 from shardkit.files.shared import SharedStaging
-from shardkit.operations.parts import divided
+from shardkit.operations.parts import on_disk
 
 
 class Stopping(SharedStaging):
@@ -29,5 +29,5 @@ class Stopping(SharedStaging):
                 signal.pause()
 
 
-divided.SharedStaging = Stopping  # type: ignore[misc]
+on_disk.SharedStaging = Stopping  # type: ignore[misc]
 main.main(args=[*sys.argv[1:], "--jobs", "1"], prog_name="shardkit")
