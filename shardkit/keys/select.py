@@ -313,7 +313,7 @@ def _refuse_nothing(source: Source, located: Located, weights: str) -> None:
 
 
 def _refuse_flat_parameters(located: Located) -> None:
-    flat = [stored for stored, path in located.names.items() if is_flat_parameter(path[-1])]
+    flat = [stored for stored, path in located.names.items() if path and is_flat_parameter(path[-1])]
     if flat:
         raise SourceError(
             f"{len(flat)} tensors are flat parameters of FSDP1 (LOCAL_STATE_DICT): only the wrapped model knows the "

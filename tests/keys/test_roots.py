@@ -3,7 +3,7 @@
 from itertools import islice
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import ShardkitError, SourceError, UsageError
@@ -304,6 +304,7 @@ NAMES = st.lists(
     st.none() | st.sets(NAMES.map(".".join), max_size=6),
     st.sampled_from([None, 1, 9]),
 )
+@example({"", "module.", "module"}, set(), "model", {""}, None)  # a tensor whose name is the prefix alone
 @settings(max_examples=300, deadline=None)
 def test_every_entry_is_taken_once_or_said_to_be_skipped(
     names: set[str], objects: set[str], weights: str, base: set[str] | None, num_steps: int | None
