@@ -110,10 +110,14 @@ def check_destination(
         why_not: tells an output of the same kind from anything else.
 
     Raises:
-        UsageError: it exists, or is the source, lies in it or around it.
+        UsageError: it exists, or is the source, lies in it or around it; or it is an address that is no store's.
         ResourceError: its parent directory is missing or cannot be written.
     """
-    refuse_remote(output)
+    if "://" in output:
+        raise UsageError(
+            f"{escape(output)}: shardkit writes to no such address",
+            hint=f"choose a local directory, or an address that begins with {', '.join(WRITABLE)}",
+        )
     path = os.path.join(
         storage.realpath(os.path.dirname(os.path.abspath(output))), os.path.basename(os.path.abspath(output))
     )
@@ -140,20 +144,15 @@ def _check_parent(path: str) -> None:
 
 
 def refuse_remote(output: str) -> None:
-    """Refuse to write to an object store, or to any other address.
+    """Refuse an object store, or any other address, for what is written to local paths alone.
 
     Raises:
         UsageError: the path is no local one.
     """
-    if is_remote(output):
-        raise UsageError(
-            f"{escape(output)}: object stores are read only so far",
-            hint="choose a local destination, and copy it with the store's own tool",
-        )
     if "://" in output:
         raise UsageError(
-            f"{escape(output)}: shardkit writes to no such address",
-            hint=f"choose a local directory, or an address that begins with {', '.join(WRITABLE)}",
+            f"{escape(output)}: this is written to local paths alone",
+            hint="choose a local path, and copy it with the store's own tool",
         )
 
 

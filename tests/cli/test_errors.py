@@ -165,7 +165,6 @@ with signals_raised():
         ("consolidate", "http://example.org/run", "out"),
         ("diff", "tiny", "ftp://example.org/model"),
         ("preshard", "tiny", "https://example.org/out", "--world-size", "2"),
-        ("consolidate", "tiny", "out", "--manifest-file", "https://example.org/m.json"),
     ],
 )
 def test_an_address_that_is_no_store_is_no_path(words, run, tiny):
@@ -174,3 +173,11 @@ def test_an_address_that_is_no_store_is_no_path(words, run, tiny):
     assert result.exit_code in (2, 3), result.output
     assert "no such address" in result.stderr
     assert "begins with s3://" in result.stderr or "begin with s3://" in result.stderr
+
+
+@pytest.mark.parametrize("address", ["https://example.org/m.json", "s3://bucket/m.json"])
+def test_what_lies_beside_an_output_is_local(address, run, tiny):
+    result = run("consolidate", "tiny", "out", "--manifest-file", address)
+    assert result.exit_code == 2, result.output
+    assert f"{address}: this is written to local paths alone" in result.stderr
+    assert "choose a local path" in result.stderr

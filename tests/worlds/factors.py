@@ -6,7 +6,7 @@ import contextlib
 import json
 import mmap
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 from shardkit.transfer.factors.child import serve
 from shardkit.transfer.factors.workers import Worker, _memory
@@ -23,3 +23,14 @@ class WorkerHere(Worker):
         """Compute at once."""
         answer: dict[str, Any] = json.loads(json.dumps(serve(json.loads(json.dumps(request)), self._fd)))
         return answer
+
+
+class Counting(WorkerHere):
+    """Keeps what it was asked for. Empty `asked` before it is used."""
+
+    asked: ClassVar[list[str]] = []
+
+    def ask(self, request: dict[str, Any], stop: threading.Event) -> dict[str, Any]:
+        """Compute at once, and keep the weight's path."""
+        self.asked.append(request["path"])
+        return super().ask(request, stop)

@@ -24,7 +24,7 @@ from shardkit.operations.parts import divided
 from shardkit.osft.plan import FACTORS, OsftPlan
 from shardkit.transfer.factors import fill
 from shardkit.transfer.factors.workers import Worker
-from tests.worlds.factors import WorkerHere
+from tests.worlds.factors import Counting, WorkerHere
 
 MakeHub = Callable[..., Path]
 NAMES = ("0.self_attn.q", "0.self_attn.k", "0.self_attn.v", "0.self_attn.o", "1.self_attn.q")
@@ -58,14 +58,6 @@ def files(directory: Path) -> dict[str, bytes]:
 def staging(directory: Path) -> Path:
     (left,) = directory.glob(".out.shardkit-parts-*")
     return left
-
-
-class Counting(WorkerHere):
-    asked: ClassVar[list[str]] = []
-
-    def ask(self, request: dict[str, Any], stop: threading.Event) -> dict[str, Any]:
-        self.asked.append(request["path"])
-        return super().ask(request, stop)
 
 
 @pytest.fixture

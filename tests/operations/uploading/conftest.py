@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from shardkit.files.remote import s3
 from shardkit.files.remote.writers import writer_of
 from shardkit.transfer.factors import fill
 from tests.worlds import stores as servers
-from tests.worlds.factors import WorkerHere
+from tests.worlds.factors import Counting
 
 MIB = 1 << 20
 ROWS, NUM_LAYERS = 1280, 6
@@ -111,14 +110,6 @@ def fetch(out: str, directory: Path) -> Path:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(data)
     return directory
-
-
-class Counting(WorkerHere):
-    asked: ClassVar[list[str]] = []
-
-    def ask(self, request: dict[str, Any], stop: threading.Event) -> dict[str, Any]:
-        self.asked.append(request["path"])
-        return super().ask(request, stop)
 
 
 @pytest.fixture

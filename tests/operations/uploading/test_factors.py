@@ -20,9 +20,9 @@ from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.osft.plan import OsftPlan
 from shardkit.transfer.factors import fill
-from tests.operations.uploading.conftest import NUM_WEIGHTS, Counting, Served, check_bytes, objects
+from tests.operations.uploading.conftest import NUM_WEIGHTS, Served, check_bytes, objects
 from tests.worlds import stores as servers
-from tests.worlds.factors import WorkerHere
+from tests.worlds.factors import Counting, WorkerHere
 from tests.worlds.processes import fork_server
 
 _KILLED = """

@@ -24,9 +24,9 @@ from shardkit.operations.parts import divided
 from shardkit.operations.uploading import run as uploading
 from shardkit.osft.plan import OsftPlan
 from shardkit.transfer.factors import fill
-from tests.operations.uploading.conftest import NUM_WEIGHTS, Counting, Served, check_bytes, objects
+from tests.operations.uploading.conftest import NUM_WEIGHTS, Served, check_bytes, objects
 from tests.worlds import stores as servers
-from tests.worlds.factors import WorkerHere
+from tests.worlds.factors import Counting, WorkerHere
 from tests.worlds.processes import fork_server
 
 _PARTS = """
@@ -299,19 +299,27 @@ def test_a_part_that_is_late_leaves_no_record(
     call: str,
 ) -> None:
     """Twins of it have done all, and committed, when it has computed its first weight."""
-    inner, turns = getattr(StoredRecords, call), [1]
 
-    def late(records: StoredRecords, *given: Any) -> Any:
-        if turns:
-            turns.clear()
-            assert parts(source, out, "1/2") == [0]
-            assert parts(source, out, "2/2") == [0]
-        return inner(records, *given)
+    def twins() -> None:
+        assert parts(source, out, "1/2") == [0]
+        assert parts(source, out, "2/2") == [0]
 
-    monkeypatch.setattr(StoredRecords, call, late)
+    monkeypatch.setattr(StoredRecords, call, once(getattr(StoredRecords, call), twins))
     told = preshard(source, out, "1/2")
     assert (told.part.is_committed, told.part.by_another) == (True, True)
     check_done(whole, out, tmp_path)
+
+
+def once(inner: Callable[..., Any], first: Callable[[], object]) -> Callable[..., Any]:
+    """Return a call before whose first one something else happens."""
+    turns = [first]
+
+    def called(*given: Any, **options: Any) -> Any:
+        if turns:
+            turns.pop()()
+        return inner(*given, **options)
+
+    return called
 
 
 def damage(path: str, at: int) -> None:
@@ -474,17 +482,13 @@ def test_of_twins_with_other_bits_the_faster_counts(
     source: Path, out: str, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slow one is of another kind, and has sent its record when it sees the other's note."""
-    inner, turns = StoredRecords.write_note, [1]
 
-    def slow(records: StoredRecords, *given: Any) -> bool:
-        if turns:
-            turns.clear()
-            assert parts(source, out, "1/2") == [0]
-        return inner(records, *given)
+    def twin() -> None:
+        assert parts(source, out, "1/2") == [0]
 
     with monkeypatch.context() as patch:
         of_another_kind(patch)
-        patch.setattr(StoredRecords, "write_note", slow)
+        patch.setattr(StoredRecords, "write_note", once(StoredRecords.write_note, twin))
         preshard(source, out, "1/2")
     preshard(source, out, "2/2")
     check_done(whole, out, tmp_path)
@@ -505,18 +509,6 @@ def test_a_run_of_another_kind_of_machine_replaces_no_file_that_is_read(
     }
     assert after[".metadata"] != before[".metadata"]
     assert shardkit.verify(out, full=True).ok
-
-
-def once(inner: Callable[..., Any], first: Callable[[], object]) -> Callable[..., Any]:
-    """Return a call before whose first one something else happens."""
-    turns = [first]
-
-    def called(*given: Any, **options: Any) -> Any:
-        if turns:
-            turns.pop()()
-        return inner(*given, **options)
-
-    return called
 
 
 @ONE_SERVER
