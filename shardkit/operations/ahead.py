@@ -12,7 +12,7 @@ from __future__ import annotations
 import _thread
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -22,12 +22,12 @@ from shardkit.errors import ShardkitError
 from shardkit.files import storage
 from shardkit.files.staging import Staging
 from shardkit.operations.destination import check_space, free_bytes
-from shardkit.transfer.chains import Run
+from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.plan import TransferPlan
 
-OnFinished = Callable[[FileDigest, Sequence[Run]], None]
+OnFinished = Callable[[FileDigest, Evidence], None]
 
 
 class Planned(Protocol):
@@ -82,7 +82,7 @@ class Ahead(Generic[J]):
         self._path, self._verb, self._progress, self._expect = path, verb, progress, expect
         self._lock = threading.Lock()
         self._has_begun = self._is_given_up = self._is_kept = self._is_discarded = False
-        self._waiting: list[tuple[FileDigest, Sequence[Run]]] = []
+        self._waiting: list[tuple[FileDigest, Evidence]] = []
         self._on_finished: OnFinished | None = None
         self._found, self._begun = Outcome[Expected[J] | None](), Outcome[Underway | None]()
         self._moved = Outcome[tuple[dict[str, FileDigest], dict[str, int]]]()
@@ -189,10 +189,10 @@ class Ahead(Generic[J]):
         self._progress.start(plan.hole_bytes, self._verb)
         return underway.execution.run()
 
-    def _keep(self, digest: FileDigest, runs: Sequence[Run]) -> None:
+    def _keep(self, digest: FileDigest, read: Evidence) -> None:
         """Hand a finished file on, or keep it for whoever takes all this."""
         with self._lock:
             if self._on_finished is None:
-                self._waiting.append((digest, runs))
+                self._waiting.append((digest, read))
                 return
-        self._on_finished(digest, runs)
+        self._on_finished(digest, read)

@@ -54,7 +54,7 @@ from shardkit.operations.uploading.factors import (
 from shardkit.operations.uploading.in_store import DividedInStore
 from shardkit.operations.uploading.place import Target, check_target
 from shardkit.operations.uploading.run import Describe, Upload, check_beside
-from shardkit.transfer.chains import Run
+from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.factors.fill import Filling
@@ -790,8 +790,8 @@ class Writer:
             )
             crcs |= factors.fill(here)
 
-        def on_finished(digest: FileDigest, runs: Sequence[Run]) -> None:
-            journal.add(digest, None if check is None else check.dump(runs))
+        def on_finished(digest: FileDigest, read: Evidence) -> None:
+            journal.add(digest, None if check is None else check.dump(read))
             descriptions.add_file(digest)
 
         if underway is not None:

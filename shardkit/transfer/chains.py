@@ -16,11 +16,16 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby, pairwise
 from operator import itemgetter, lt
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit.core.catalog import UNSEEN, Catalog, Checksums
 from shardkit.core.text import escape
 from shardkit.files.digest import crc32, crc32_combine
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 Span = tuple[int, int]
 """(first byte, end) in the file."""
@@ -48,6 +53,24 @@ class Run(NamedTuple):
     """The tensor that some of it was read for."""
 
 
+class Evidence(NamedTuple):
+    """What was read of entries."""
+
+    right: array[int]
+    """Numbers of the entries that were read whole, in one run that is as recorded; in any order, some several times."""
+    runs: list[Run]
+    """All else."""
+
+    @classmethod
+    def of_all(cls, parts: Iterable[Evidence]) -> Evidence:
+        """Return what several readers found."""
+        found = cls(array("q"), [])
+        for part in parts:
+            found.right.extend(part.right)
+            found.runs.extend(part.runs)
+        return found
+
+
 _ENTRY_OF = itemgetter(0)
 
 
@@ -69,6 +92,18 @@ class Verdict(NamedTuple):
     loose: list[Span]
     """Runs that are on no chain, in order."""
     wrong: Difference | None
+
+
+class _Columns(NamedTuple):
+    """All entries, to look up very many at a time."""
+
+    table_of: Ints
+    """The number of each file's table."""
+    keys: Ints
+    """Of each entry the number of its table, shifted to the left, with its first byte; in ascending order."""
+    nbytes: Ints
+    crcs: Ints
+    shift: int
 
 
 class Entries:
@@ -105,6 +140,7 @@ class Entries:
             if not catalog.files[index].decode:
                 self._plain_files.setdefault(at, index)
         self._digest: int | None = None
+        self._columns: _Columns | None = None
 
     def __len__(self) -> int:
         return self.firsts[-1]
@@ -162,6 +198,68 @@ class Entries:
             if stop > limit:
                 return None
         return entry, limit, table.crcs[row] != 0
+
+    def find_whole(self, files: Ints, starts: Ints, nbytes: Ints) -> Ints:
+        """Return the entry that is the same bytes as a range, for very many ranges of files.
+
+        Returns:
+            The entries' numbers; -1 where the range is not all of one, or no CRC-32 is recorded of it, or where it is
+            read in parts.
+        """
+        import numpy as np
+
+        table_of, keys, lengths, crcs, shift = self._in_columns()
+        tables = table_of[files]
+        wanted = (tables << shift) + starts
+        entries = np.searchsorted(keys, wanted)
+        entries[entries == len(keys)] = 0
+        if not len(keys):
+            return entries - 1
+        found = (
+            (tables >= 0) & (keys[entries] == wanted) & (lengths[entries] == nbytes) & (crcs[entries] != 0)
+        )
+        if self.marks:
+            found &= ~np.isin(entries, np.array(list(self.marks), dtype=np.int64))
+        entries[~found] = -1
+        return entries
+
+    def of_whole(self, entries: Ints) -> tuple[Ints, Ints]:
+        """Return the bytes of entries that `find_whole` found, and the recorded CRC-32s."""
+        columns = self._in_columns()
+        return columns.nbytes[entries], columns.crcs[entries]
+
+    def _in_columns(self) -> _Columns:
+        with self._lock:
+            if self._columns is None:
+                self._columns = self._make_columns()
+            return self._columns
+
+    def _make_columns(self) -> _Columns:
+        import numpy as np
+
+        tables = list(self.tables)
+        last = max((table.stops[-1] for table in tables if len(table)), default=0)
+        # What is recorded of foreseen records is seen while they are read.
+        if self._catalog.is_foreseen or len(tables) << last.bit_length() >= 1 << 63:
+            tables = []
+        starts, stops, crcs = (
+            np.concatenate(
+                [np.zeros(0, dtype=np.int64), *(np.frombuffer(each, dtype=np.int64) for each in columns)]
+            )
+            for columns in (
+                [table.starts for table in tables if len(table)],
+                [table.stops for table in tables if len(table)],
+                [table.crcs for table in tables if len(table)],
+            )
+        )
+        numbers = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+        return _Columns(
+            table_of=np.array(self.table_of, dtype=np.int64),
+            keys=(numbers << last.bit_length()) + starts,
+            nbytes=stops - starts,
+            crcs=crcs,
+            shift=last.bit_length(),
+        )
 
     def find_all(self, number: int, start: int, stop: int) -> Iterator[Span]:
         """Yield each part of a range of a file that one run can hold."""

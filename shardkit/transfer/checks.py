@@ -10,11 +10,12 @@ it is little. Otherwise the bytes of the run count as unchecked, with the reason
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import sub
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from shardkit.core.catalog import UNSEEN, Catalog
 from shardkit.core.text import count, escape
@@ -23,6 +24,7 @@ from shardkit.files.digest import crc32, crc32_combine
 from shardkit.transfer.chains import (
     Difference,
     Entries,
+    Evidence,
     Run,
     Span,
     Verdict,
@@ -31,6 +33,9 @@ from shardkit.transfer.chains import (
     joined,
     judge,
 )
+
+if TYPE_CHECKING:
+    from shardkit.transfer.chains import Ints
 
 NOT_RECORDED = "no CRC-32 is recorded"
 IN_PART = "only a part was needed"
@@ -130,14 +135,32 @@ class SourceCheck:
 
     # What was read
 
-    def add(self, runs: Iterable[Run]) -> None:
-        """Take what was read. May be called from any thread."""
+    def add(self, runs: Iterable[Run]) -> Evidence:
+        """Take what was read, and return it. May be called from any thread."""
+        right, others = array("q"), list[Run]()
         with self._lock:
             for run, start, stop, recorded in self.entries.of_runs(runs):
-                if run.start == start and run.stop == stop:
-                    self._compare(run, recorded)
-                else:
+                if run.start != start or run.stop != stop:
                     self._keep(run)
+                    others.append(run)
+                    continue
+                self._compare(run, recorded)
+                if run.crc == recorded and recorded:
+                    right.append(run.entry)
+                else:
+                    others.append(run)
+        return Evidence(right, others)
+
+    def add_right(self, entries: array[int]) -> None:
+        """Take very many entries that were read whole and are as recorded. May be called from any thread."""
+        import numpy as np
+
+        numbers = np.unique(np.frombuffer(entries, dtype=np.int64))
+        with self._lock:
+            states = np.frombuffer(self._states, dtype=np.uint8)
+            before = states[numbers]
+            self._seen_bytes += int(self.entries.of_whole(numbers[before == _UNREAD])[0].sum())
+            states[numbers[before != _DIFFERENT]] = _EQUAL
 
     def _compare(self, run: Run, recorded: int) -> None:
         """Take a run that is a whole entry."""
@@ -412,8 +435,8 @@ class SourceCheck:
 
     # What an interrupted run read
 
-    def dump(self, runs: Iterable[Run]) -> dict[str, Any]:
-        """Return runs as plain data.
+    def dump(self, evidence: Evidence) -> dict[str, Any]:
+        """Return what was read as plain data.
 
         Returns:
             tables: a number for the entries that the others are about.
@@ -422,16 +445,18 @@ class SourceCheck:
             recorded: for processes that have not looked at the same records, two numbers for each entry that is not simply
                 right: entry, recorded CRC-32.
         """
-        whole, parts, recorded_of, last = list[int](), list[int](), dict[int, int](), 0
-        for (entry, start, stop, crc, _), begin, end, recorded in self.entries.of_runs(self.joined(runs)):
+        whole, parts, recorded_of = set(evidence.right), list[int](), dict[int, int]()
+        for run, begin, end, recorded in self.entries.of_runs(self.joined(evidence.runs)):
+            entry, start, stop, crc, _ = run
             if (begin, end) == (start, stop) and (crc == recorded or not recorded):
-                whole.append(entry - last)  # a million of them are small numbers
-                last = entry
+                whole.add(entry)
             else:
                 parts += (entry, start - begin, stop - start, crc)
             if not recorded or (begin, end, crc) != (start, stop, recorded):
                 recorded_of[entry] = recorded
-        told = {"tables": self.entries.digest(), "whole": whole, "parts": parts}
+        ordered = sorted(whole)
+        steps = [*ordered[:1], *map(sub, ordered[1:], ordered)]  # a million of them are small numbers
+        told = {"tables": self.entries.digest(), "whole": steps, "parts": parts}
         if self._catalog.is_foreseen:
             told["recorded"] = [number for pair in recorded_of.items() for number in pair]
         return told
@@ -514,6 +539,7 @@ class Runs:
         self._table, self._entry, self._start, self._stop, self._limit = -1, -1, 0, 0, 0
         self._crc, self._fqn, self._has_crc = 0, "", False
         self._ended: list[Run] = []
+        self._right = array("q")
 
     def add(self, file: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
         """Report bytes that were read; return their CRC-32, None if nothing is recorded."""
@@ -534,6 +560,24 @@ class Runs:
         if table != self._table or start != self._stop or stop > self._limit:
             self._begin(table, start, stop, fqn)
         self._join(crc, stop)
+
+    def find_whole(self, files: Ints, starts: Ints, nbytes: Ints) -> Ints:
+        """Return the entry that each range is all of, as `Entries.find_whole`: the reader takes its CRC-32."""
+        return self._entries.find_whole(files, starts, nbytes)
+
+    def add_whole(self, entries: Ints, crcs: Ints, fqn_of: Callable[[int], str]) -> None:
+        """Report very many ranges for which `find_whole` found an entry.
+
+        Args:
+            entries: their numbers.
+            crcs: of the bytes that were read.
+            fqn_of: names the tensor that a range was read for, by its place in these columns.
+        """
+        is_right = self._entries.of_whole(entries)[1] == crcs
+        self._right.frombytes(entries[is_right].tobytes())
+        for at in (~is_right).nonzero()[0].tolist():
+            start, stop, _ = self._entries[int(entries[at])]
+            self._ended.append(Run(int(entries[at]), start, stop, int(crcs[at]), fqn_of(at)))
 
     def take_over(self, runs: Iterable[Run]) -> None:
         """Report runs that another thread read and this one uses too."""
@@ -584,13 +628,15 @@ class Runs:
         runs, self._ended = self._ended, []
         return runs
 
-    def take(self) -> list[Run]:
+    def take(self) -> Evidence:
         """Hand over what was read since the last call, and return it."""
-        if not (ended := self.collect()):
-            return []
-        runs = self._check.joined(ended)
-        self._check.add(runs)
-        return runs
+        ended = self.collect()
+        evidence = self._check.add(self._check.joined(ended)) if ended else Evidence(array("q"), [])
+        if self._right:
+            self._check.add_right(self._right)
+            evidence.right.extend(self._right)
+            self._right = array("q")
+        return evidence
 
 
 def _length(extent: Sequence[int]) -> int:

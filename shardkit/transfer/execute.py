@@ -23,7 +23,7 @@ from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.stores import is_remote
 from shardkit.files.uploads import NUM_SENDERS, part_nbytes
-from shardkit.transfer.chains import Run
+from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.fill import CrcPiece, Filler, Scatter, Stretch, crc_of, image_crc
@@ -187,7 +187,7 @@ class Execution:
         left: Collection[str] = (),
         scattered: Mapping[str, int | None] = MappingProxyType({}),
         read_for: Mapping[str, str] = MappingProxyType({}),
-        on_finished: Callable[[FileDigest, Sequence[Run]], None],
+        on_finished: Callable[[FileDigest, Evidence], None],
         progress: Progress,
         check: SourceCheck | None = None,
     ) -> None:
@@ -204,7 +204,7 @@ class Execution:
         """CRC-32 of every scattered tensor that is known so far, None for one that has none."""
         self.pieces: dict[str, list[CrcPiece] | None] = {}
         """What was read of each scattered tensor; None where its chunks are not runs of it."""
-        self._scattered_runs: dict[str, list[list[Run]]] = {}
+        self._scattered_runs: dict[str, list[Evidence]] = {}
         self._sync_pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-sync")
         self._syncs: list[Future[None]] = []
 
@@ -384,9 +384,8 @@ class Execution:
         )
         if self._is_over.is_set():  # nobody waits for it any more
             raise CancelledError
-        runs = [run for stretch in stretches for run in stretch.runs]
-        runs += (run for each in self._scattered_runs.get(image.name, ()) for run in each)
-        self._on_finished(digest, runs)
+        read = [*(stretch.read for stretch in stretches), *self._scattered_runs.get(image.name, ())]
+        self._on_finished(digest, Evidence.of_all(read))
         with self._lock:
             self._digests[image.name] = digest
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from shardkit.core.text import KIB
 from shardkit.files import storage
 from shardkit.files.digest import combine, crc32, crc32_combine, zeros
 from shardkit.files.storage import BLOCK, shared_part
-from shardkit.transfer.chains import Run
+from shardkit.transfer.chains import Evidence
 from shardkit.transfer.convert import Converter, make_converter
 from shardkit.transfer.images import Hole, Image, Piece
 from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
@@ -46,7 +47,7 @@ class Stretch:
     """Everything but the gaps, in file order."""
     data_crcs: list[int] = field(default_factory=list)
     """CRC-32 of each hole's bytes, in file order."""
-    runs: list[Run] = field(default_factory=list)
+    read: Evidence = field(default_factory=partial(Evidence.of_all, ()))
     """What was read for it, to be compared with the source's checksums."""
 
 
@@ -109,7 +110,7 @@ class Filler:
                 self._end_window(window, stretch)
             stream.flush()
             self._share(image.name)
-            stretch.runs = self._reader.take_runs()
+            stretch.read = self._reader.take_runs()
         return stretch
 
     def _new_window(self, image: Image, task: Task) -> Window:
@@ -333,7 +334,7 @@ class Scatter:
 
     def run(
         self, fqn: str, target: DType, holes: Sequence[tuple[int, Hole]], *, reads_all: bool
-    ) -> tuple[list[CrcPiece] | None, list[Run]]:
+    ) -> tuple[list[CrcPiece] | None, Evidence]:
         """Fill the given holes of a tensor.
 
         Where no hole is left to fill (a resumed run), the tensor is only read, for the digest and to compare
@@ -353,7 +354,7 @@ class Scatter:
         """
         entry, table, pieces = self._catalog.tensors[fqn], self._catalog.chunks, list[CrcPiece]()
         if not (holes or self._controls.digests or self._sources.check):
-            return [CrcPiece(0, entry.num_elements * target.itemsize, 0)], []
+            return [CrcPiece(0, entry.num_elements * target.itemsize, 0)], Evidence.of_all(())
         itemsize = entry.dtype.itemsize
         regions = table.regions(entry.chunk_ids)
         are_runs = all(is_contiguous(region, entry.shape) for region in regions)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import dropwhile, islice
 from typing import TYPE_CHECKING
@@ -30,11 +30,13 @@ from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.storage import BLOCK
 from shardkit.files.stores import is_remote
-from shardkit.transfer.chains import Run
+from shardkit.transfer.chains import Evidence, Run
 from shardkit.transfer.checks import Rest, Runs, SourceCheck
 
 if TYPE_CHECKING:
     import numpy
+
+    from shardkit.transfer.chains import Ints
 
 MAX_BORROWED = 64
 """Most descriptors that one reader borrows."""
@@ -319,10 +321,10 @@ class Reader:
         self.release()
         self.take_runs()
 
-    def take_runs(self) -> list[Run]:
+    def take_runs(self) -> Evidence:
         """Hand over what was read, so that it can be compared, and return it."""
         self._decoded_runs = None
-        return [] if self._runs is None else self._runs.take()
+        return Evidence.of_all([]) if self._runs is None else self._runs.take()
 
     def tell(self, file: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
         """Report that bytes of a file on disk were read for a tensor.
@@ -333,6 +335,20 @@ class Reader:
         if self._sources.on_read is not None:
             self._sources.on_read(self._sources.path(file), start, memoryview(data))
         return None if self._runs is None else self._runs.add(file, start, data, fqn)
+
+    def find_whole(self, files: Ints, starts: Ints, nbytes: Ints) -> Ints:
+        """Return the entry that each of very many ranges of files on disk is all of; -1 where it has to be told by itself.
+
+        The ranges with an entry are told together, with `tell_whole`.
+        """
+        if self._runs is None or self._sources.on_read is not None:
+            return files * 0 - 1
+        return self._runs.find_whole(files, starts, nbytes)
+
+    def tell_whole(self, entries: Ints, crcs: Ints, fqn_of: Callable[[int], str]) -> None:
+        """Report that the bytes of entries were read, as `Runs.add_whole`."""
+        if self._runs is not None:
+            self._runs.add_whole(entries, crcs, fqn_of)
 
     def mark(self, file: int, places: Iterable[int]) -> None:
         """Mark bytes of a file where others begin or end their reading: no run goes on there."""

@@ -7,6 +7,7 @@ and out again. So a rank's file is written sequentially, whatever it is made of.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,11 +17,32 @@ from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.transfer.images import Frame
 
+_SHORT_SECONDS = 100e-6  # for a call and what belongs to it; a tenth of that is usual out of the page cache
 WRITTEN_GAP = 4096
 """Gaps between pieces of at most so many bytes are written as zeros: cheaper than another system call."""
 
 Segment = tuple[int, int, int]
 """(first byte, bytes, CRC-32) of a part of a file."""
+
+
+class Turns:
+    """Lets one thread at a time make very many short calls: two would wait for the interpreter after each call.
+
+    The others write meanwhile. Calls that wait for a disk or a server are made by all threads at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._are_short = threading.Lock(), True
+
+    def make(self, calls: Callable[[], int]) -> None:
+        """Make calls, in turn where they are short; `calls` returns how many they were."""
+        if not self._are_short:
+            calls()
+            return
+        with self._lock:
+            began = time.perf_counter()
+            count = calls()
+            self._are_short = time.perf_counter() - began < count * _SHORT_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +57,8 @@ class Controls:
     """Told the bytes that filled holes."""
     cloning: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that clones. A clone locks its source: threads that clone at once wait for each other."""
+    turns: Turns = field(default_factory=Turns)
+    """Taken by threads that read very many small parts."""
 
 
 class Stream:

@@ -20,9 +20,7 @@ from shardkit.transfer.sources import Reader
 from shardkit.transfer.stream import WRITTEN_GAP, Controls, Segment, segments_of, write_all
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Ints = np.ndarray[Any, np.dtype[np.int64]]
+    from shardkit.transfer.chains import Ints
 
 _MAX_GAP = 16 << 10  # bytes that are read and dropped; as expensive as another call
 # Parts that one call reads. With the gaps between them they are twice as many buffers, and Linux takes 1,024.
@@ -101,7 +99,7 @@ class Window:
     def flush(self) -> None:
         """Read the missing parts of the window, and write it."""
         if self._parts:
-            self._read()
+            self._controls.turns.make(self._read)
         for part in self._parts:
             data = self._view[part.at : part.at + part.nbytes]
             if self._controls.digests:
@@ -137,8 +135,10 @@ class Window:
             self.data_crcs.append(crc)
         self._crc = 0
 
-    def _read(self) -> None:
-        """Fill all parts, file by file and front to back."""
+    def _read(self) -> int:
+        """Fill all parts, file by file and front to back; return the number of calls."""
+        import numpy as np
+
         file, place, nbytes, at, owner = self._places()
         stop = place + nbytes
         gap = place[1:] - stop[:-1]
@@ -148,6 +148,13 @@ class Window:
         owners = owner.tolist()
         view, junk = self._view, self._junk
         parts = [view[a:b] for a, b in zip(at.tolist(), (at + nbytes).tolist(), strict=True)]
+        entries = self._reader.find_whole(file, place, nbytes)
+        entry, crcs, num_calls = entries.tolist(), [0] * len(file), 0
+
+        def fqn_of(index: int) -> str:
+            fqn: str = self._parts[owners[index]].piece.fqn
+            return fqn
+
         for first, last in pairwise(firsts):
             for begin in range(first, last, _MOST_AT_ONCE):
                 self._controls.check()
@@ -160,11 +167,20 @@ class Window:
                 wanted = ends[end - 1] - places[begin]
                 is_read = self._read_at_once(files[begin], buffers, places[begin], wanted)
                 for index in range(begin, end):
-                    fqn = self._parts[owners[index]].piece.fqn
-                    if is_read:
-                        self._reader.tell(files[index], places[index], parts[index], fqn)
-                    else:
-                        self._reader.read_into(files[index], parts[index], places[index], fqn)
+                    if not is_read:
+                        entry[index] = -1
+                        self._reader.read_into(files[index], parts[index], places[index], fqn_of(index))
+                    elif entry[index] < 0:
+                        self._reader.tell(files[index], places[index], parts[index], fqn_of(index))
+                    else:  # while it is in the processor's cache
+                        crcs[index] = crc32(parts[index])
+                num_calls += 1
+        told = np.flatnonzero(np.array(entry, dtype=np.int64) >= 0)
+        if len(told):
+            self._reader.tell_whole(
+                entries[told], np.array(crcs, dtype=np.int64)[told], lambda at: fqn_of(int(told[at]))
+            )
+        return num_calls
 
     def _read_at_once(self, file: int, buffers: list[memoryview], start: int, wanted: int) -> bool:
         """Fill buffers from one stretch of a file; False if that fails or reads too little."""

@@ -19,6 +19,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError
 from shardkit.transfer import checks, sources
+from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import (
     IN_PART,
     NOT_READ,
@@ -333,7 +334,7 @@ def test_what_a_run_without_checks_left_is_not_taken(tmp_path: Path, told: objec
     catalog, _ = source(tmp_path, [100])
     check = SourceCheck(catalog)
     if isinstance(told, dict):
-        told = {"tables": check.dump([])["tables"], **told}
+        told = {"tables": check.dump(Evidence.of_all([]))["tables"], **told}
     assert not check.load(told)
 
 

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
 import pytest
 import torch
 
-from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.catalog import Catalog, Checksums, SourceFile
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Region, Shape
+from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.transfer import plan as plans
+from shardkit.transfer.chains import Entries
+from shardkit.transfer.checks import CheckedSource, Runs, SourceCheck
+from shardkit.transfer.execute import ExecuteOptions, Execution
+from shardkit.transfer.plan import TransferPlan
 from shardkit.transfer.sources import Reader
 from tests.transfer.test_execute import Tensors, cut, planned, run, stored
+
+if TYPE_CHECKING:
+    from shardkit.transfer.chains import Ints
 
 BF16, F32 = BY_NAME["bfloat16"], BY_NAME["float32"]
 SOURCES: dict[str, tuple[DType, Shape]] = {
@@ -215,3 +228,109 @@ def test_reads_that_fall_short_are_finished(tmp_path: Path, monkeypatch: pytest.
     for name in ("embed", "up", "norm"):
         ((region, found),) = stored(images, tmp_path, name)
         assert found == cut(data[name], BF16, SOURCES[name][1], region)
+
+
+def recorded(catalog: Catalog, directory: Path, *, how: str, damaged: frozenset[int] = frozenset()) -> None:
+    """Record CRC-32s: of each chunk, of pairs of neighbours, or of some chunks; then damage chunks."""
+    table, rng = catalog.chunks, random.Random(3)
+    rows_of = dict[int, list[int]]()
+    for row in range(len(table)):
+        if table.nbytes[row] and not catalog.files[table.file[row]].decode:
+            rows_of.setdefault(table.file[row], []).append(row)
+    for file, rows in rows_of.items():
+        path = directory / f"s{file}"
+        content, stretches = bytearray(path.read_bytes()), list[tuple[int, int, int | None]]()
+        rows.sort(key=lambda row: table.start[row])
+        step = 2 if how == "pairs" else 1
+        for at in range(0, len(rows), step):
+            first, last = rows[at], rows[min(at + step, len(rows)) - 1]
+            start, stop = table.start[first], table.start[last] + table.nbytes[last]
+            is_left_out = how == "some" and rng.random() < 0.2
+            stretches.append((start, stop - start, None if is_left_out else crc32(content[start:stop])))
+        for row in damaged.intersection(rows):
+            content[table.start[row]] ^= 1
+        path.write_bytes(content)
+        catalog.files[file] = replace(catalog.files[file], checksums=Checksums.of(stretches))
+
+
+def compared(
+    catalog: Catalog, plan: TransferPlan, directory: Path, how: str
+) -> tuple[CheckedSource, list[str], list[object]]:
+    """Run a plan; return how much was compared, what differs and what the journal is told of each file."""
+    check, told = SourceCheck(catalog), list[object]()
+    execution = Execution(
+        plan,
+        str(directory),
+        ExecuteOptions(max_memory_bytes=4 << 20),
+        finished={},
+        on_finished=lambda digest, read: told.append((digest.name, check.dump(read))),
+        progress=NoProgress(),
+        check=check,
+    )
+    with suppress(IntegrityError):
+        execution.run()
+    again = SourceCheck(catalog)
+    for _, dumped in sorted(told):
+        assert again.load(json.loads(json.dumps(dumped)))
+    summary, differences = check.summary(catalog.tensors), check.differences()
+    if not differences and how != "pairs":  # what lies between those is read at the end
+        assert again.summary(catalog.tensors) == summary
+    return summary, differences, sorted(told)
+
+
+@pytest.mark.parametrize("how", ["each", "pairs", "some"])
+@pytest.mark.parametrize("num_damaged", [0, 3])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_many_chunks_are_compared_as_single_ones_are(
+    tmp_path: Path, how: str, num_damaged: int, is_tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that are whole entries are looked up and compared together. What comes out is the same."""
+    catalog, _ = sharded(tmp_path, 40, order="random")
+    names = ["one", "norm", "whole", "embed", "up", "down", "columns"]
+    rows = [row for name in names[3:6] for row in catalog.tensors[name].chunk_ids]
+    damaged = frozenset(random.Random(num_damaged).sample(rows, num_damaged))
+    recorded(catalog, tmp_path, how=how, damaged=damaged)
+    if is_tied:
+        entry, table = catalog.tensors["embed"], catalog.chunks
+        chunks = [(table.file[r], table.start[r], table.nbytes[r], table.region(r)) for r in entry.chunk_ids]
+        catalog.add_tensor("tied", entry.dtype, entry.shape, iter(chunks))
+    tensors = {name: (BF16, catalog.tensors[name].shape, 0) for name in [*names, *["tied"] * is_tied]}
+    _, plan = planned(catalog, tensors, 2)
+    num_together = list[int]()
+
+    def spy(runs: Runs, entries: Ints, crcs: Ints, fqn_of: Callable[[int], str]) -> None:
+        num_together.append(len(entries))
+        original(runs, entries, crcs, fqn_of)
+
+    original = Runs.add_whole
+    monkeypatch.setattr(Runs, "add_whole", spy)
+    together = compared(catalog, plan, tmp_path, how)
+    assert sum(num_together) > 100 or how == "pairs"
+    monkeypatch.setattr(Entries, "find_whole", lambda _, files, starts, nbytes: files * 0 - 1)
+    num_together.clear()
+    assert together == compared(catalog, plan, tmp_path, how)
+    assert not num_together
+    assert bool(together[1]) == bool(num_damaged)
+    assert how != "each" or len(together[1]) == num_damaged
+    unrecorded = sum(each.num_entries for each in together[0].unchecked)
+    assert (how == "some") == (unrecorded > 1)  # one is of a chunk that is decoded
+
+
+def test_an_entry_that_nothing_can_be_looked_up_by(tmp_path: Path) -> None:
+    """A sparse file may be so large that a table's number and a place in it do not fit one integer."""
+    catalog, _ = sharded(tmp_path, 3)
+    recorded(catalog, tmp_path, how="each")
+    files = numpy.array([0, 1])
+    rows = [catalog.tensors["embed"].first_chunk, catalog.tensors["embed"].first_chunk + 1]
+    starts = numpy.array([catalog.chunks.start[row] for row in rows])
+    nbytes = numpy.array([catalog.chunks.nbytes[row] for row in rows])
+    entries = Entries(catalog)
+    found = entries.find_whole(files, starts, nbytes)
+    assert [entries[entry].start for entry in found.tolist()] == starts.tolist()
+    assert entries.find_whole(files, starts + 1, nbytes - 1).tolist() == [-1, -1]
+    assert entries.find_whole(files, starts, nbytes - 1).tolist() == [-1, -1]
+    last = Checksums.of([(1 << 62, 5, 7)])
+    catalog.files[2] = replace(catalog.files[2], checksums=last)
+    assert Entries(catalog).find_whole(files, starts, nbytes).tolist() == [-1, -1]
+    none = Catalog(format="", directory="", files=[SourceFile(name="a", path="a", size=1)])
+    assert Entries(none).find_whole(files[:1], starts[:1], nbytes[:1]).tolist() == [-1]

@@ -25,7 +25,7 @@ from shardkit.files.digest import sha256_of
 from shardkit.operations.parts.agreement import Agreement, Staging
 from shardkit.operations.parts.notes import Note
 from shardkit.operations.parts.part import Part, share_of
-from shardkit.transfer.chains import Run
+from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.fill import CrcPiece, crc_of
@@ -265,14 +265,14 @@ class Divided(ABC):
         self._progress.start(sum(self._data_nbytes[number] for number in mine), label)
         self._progress.advance(sum(self._data_nbytes[names[name]] for name in finished))
 
-        def on_finished(digest: FileDigest, runs: Sequence[Run]) -> None:
+        def on_finished(digest: FileDigest, read: Evidence) -> None:
             number = names[digest.name]
             if takes_sha256:  # now, while the file is still in memory: whoever commits would read all files
                 path = os.path.join(directory, digest.name)
                 digest = replace(digest, sha256=sha256_of(path, digest.name))
             note = Note(
                 digest=digest,
-                source=None if self.check is None else self.check.dump(runs),
+                source=None if self.check is None else self.check.dump(read),
                 scattered=[(tensor, execution.pieces[fqn]) for tensor, fqn in scattered.get(number, ())],
                 factors=self._computed,
             )

@@ -29,7 +29,7 @@ from shardkit.files.uploads import PART_NBYTES, Session
 from shardkit.operations.parts.divided import Describer
 from shardkit.operations.uploading.notes import Notes
 from shardkit.operations.uploading.place import PROBE, Target
-from shardkit.transfer.chains import Run
+from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.plan import TransferPlan
@@ -299,10 +299,10 @@ class _Run:
         upload, check = self._upload, self._check
         with upload.describe(directory, shards=self._files.directory) as descriptions:
 
-            def on_finished(digest: FileDigest, runs: Sequence[Run]) -> None:
+            def on_finished(digest: FileDigest, read: Evidence) -> None:
                 stored = self._session.stored[self._files.path(digest.name)]
                 self._files.add(digest, stored)
-                self._notes.add_file(digest, stored.etag, None if check is None else check.dump(runs))
+                self._notes.add_file(digest, stored.etag, None if check is None else check.dump(read))
                 descriptions.add_file(digest)
 
             execution = Execution(

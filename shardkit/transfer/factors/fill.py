@@ -342,9 +342,9 @@ class FactorRun:
         catalog = self._plan.catalog
         with files.reader() as reader:
             worker.read(catalog, weight.source, reader, weight.target.weight)
-            runs = reader.take_runs()
+            read = reader.take_runs()
         answer = worker.ask(self._request(weight), self._stop)
-        told = None if self._check is None else self._check.dump(runs)
+        told = None if self._check is None else self._check.dump(read)
         names = {image.name for image, _ in self._holes(weight)} - set(self._filling.finished)
         noting.add(_Written(names, {"path": weight.target.path, **answer}, told))
         self._keep(weight, measured_of(weight, answer, is_resumed=False))
