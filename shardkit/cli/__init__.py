@@ -7,6 +7,7 @@ Internal: import from `shardkit`.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -97,7 +98,7 @@ class Commands(click.Group):
         """Run a command, and turn every error but click's own into an exit code."""
         _give_streams()
         try:
-            with signals_raised():
+            with signals_raised(), _collecting_seldom():
                 super().invoke(ctx)
                 sys.stdout.flush()
         except (click.exceptions.Exit, click.Abort):
@@ -115,6 +116,20 @@ def _give_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+
+
+@contextmanager
+def _collecting_seldom() -> Iterator[None]:
+    """Let the garbage collector run after 50,000 new objects, not after 700: hardly anything is garbage.
+
+    A run over very many chunks otherwise spends a tenth of its time on walking through the same objects.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextmanager

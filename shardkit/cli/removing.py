@@ -64,8 +64,9 @@ Examples:
 def gc_command(*, out: Output, path: str, older_than: str, uncommitted: bool, dry_run: bool) -> None:
     """Remove what replaced saves and dead runs have left in PATH, an output in an object store or a copy of one.
 
-    Only folders data-<16 hex digits> are removed that .metadata does not name, and weight files with a hash in their
-    names that the index does not name, and uploads of such files that nobody has completed are ended. A job that still reads them fails.
+    Removed are folders data-<16 hex digits> that .metadata does not name, weight files with a hash in their names that
+    the index does not name, and folders .shardkit-parts-<16 hex digits>, in which parts work. Uploads of such files that
+    nobody has completed are ended. A job that still reads them fails.
     """
     from shardkit.operations.gc import gc
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import os
 
     import numpy
+
+    Ints = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 MIN_TOTAL = 16384
 """Number of a catalog's chunks from which numpy pays: importing it takes as long as Python for so many."""
@@ -103,6 +105,16 @@ class Checksums:
             array("q", [start + nbytes for start, nbytes, _ in rows]),
             array("q", [crc for _, _, crc in rows]),
         )
+
+    @classmethod
+    def of_columns(cls, starts: Ints, nbytes: Ints, crcs: Ints) -> Checksums:
+        """Return the same of columns; a CRC-32 of 0 stands for None."""
+        kept = nbytes > 0
+        starts, nbytes, crcs = starts[kept], nbytes[kept], crcs[kept]
+        if (starts[1:] <= starts[:-1]).any():
+            return cls.of(zip(starts.tolist(), nbytes.tolist(), crcs.tolist(), strict=True))
+        columns = (starts, starts + nbytes, crcs.astype(starts.dtype))
+        return cls(*(array("q", column.tobytes()) for column in columns))
 
     def __len__(self) -> int:
         return len(self.starts)

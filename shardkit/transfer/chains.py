@@ -16,16 +16,14 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby, pairwise
 from operator import itemgetter, lt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.core.catalog import UNSEEN, Catalog, Checksums
 from shardkit.core.text import escape
 from shardkit.files.digest import crc32, crc32_combine
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Ints = np.ndarray[Any, np.dtype[np.int64]]
+    from shardkit.core.catalog import Ints
 
 Span = tuple[int, int]
 """(first byte, end) in the file."""

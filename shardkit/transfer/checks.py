@@ -35,7 +35,7 @@ from shardkit.transfer.chains import (
 )
 
 if TYPE_CHECKING:
-    from shardkit.transfer.chains import Ints
+    from shardkit.core.catalog import Ints
 
 NOT_RECORDED = "no CRC-32 is recorded"
 IN_PART = "only a part was needed"

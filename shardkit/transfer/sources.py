@@ -36,7 +36,7 @@ from shardkit.transfer.checks import Rest, Runs, SourceCheck
 if TYPE_CHECKING:
     import numpy
 
-    from shardkit.transfer.chains import Ints
+    from shardkit.core.catalog import Ints
 
 MAX_BORROWED = 64
 """Most descriptors that one reader borrows."""

@@ -20,7 +20,7 @@ from shardkit.transfer.sources import Reader
 from shardkit.transfer.stream import WRITTEN_GAP, Controls, Segment, segments_of, write_all
 
 if TYPE_CHECKING:
-    from shardkit.transfer.chains import Ints
+    from shardkit.core.catalog import Ints
 
 _MAX_GAP = 16 << 10  # bytes that are read and dropped; as expensive as another call
 # Parts that one call reads. With the gaps between them they are twice as many buffers, and Linux takes 1,024.

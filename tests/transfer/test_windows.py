@@ -32,7 +32,7 @@ from shardkit.transfer.sources import Reader
 from tests.transfer.test_execute import Tensors, cut, planned, run, stored
 
 if TYPE_CHECKING:
-    from shardkit.transfer.chains import Ints
+    from shardkit.core.catalog import Ints
 
 BF16, F32 = BY_NAME["bfloat16"], BY_NAME["float32"]
 SOURCES: dict[str, tuple[DType, Shape]] = {

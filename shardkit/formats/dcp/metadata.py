@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardkit.core.catalog import MIN_COLUMNS, MIN_TOTAL, ChunkTable, TensorEntry
 from shardkit.core.regions import Region
@@ -39,10 +39,9 @@ from shardkit.formats.dcp.vocabulary import (
 from shardkit.pickles.policies import parse_in_columns
 
 if TYPE_CHECKING:
-    import numpy as np
+    from shardkit.core.catalog import Ints
 
     Columns = tuple[array[int], array[int], array[int], array[int]]
-    Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 Path = tuple[str | int, ...]
 

@@ -89,15 +89,18 @@ def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str])
     chosen, num_unrecorded = scan.chosen, 0
     pointer = _BulkPointer(chosen, scan.scanner) if len(chosen.chunks) >= MIN_TOTAL else None
     for number, fd, source, rows in scan.files():
-        left, stored = rows, list[tuple[int, int, int]]()
+        left, checksums, stored = rows, None, list[tuple[int, int, int]]()
         if pointer is not None:
             _ask_for_ends(fd, chosen, rows)
-            left, stored = pointer.point(fd, rows)
+            left, checksums = pointer.point(fd, rows)
         for row, record in scan.records_of_file(fd, source, left):
             _point(chosen, scan.tensor_of[row], row, record)
             stored.append((record.data_start, record.data_nbytes, record.crc32 or 0))
-        num_unrecorded += sum(1 for _, nbytes, crc in stored if nbytes and not crc)
-        chosen.files[number] = replace(source, checksums=Checksums.of(stored))
+        if stored or checksums is None:
+            others = Checksums.of(stored)
+            checksums = others if checksums is None else checksums | others
+        num_unrecorded += checksums.crcs.count(0)
+        chosen.files[number] = replace(source, checksums=checksums)
     scan.raise_problems()
     for row, chunk in scan.packed.items():
         _attach(chosen, row, packed_file(scan.stamped(chosen.chunks.file[row]), chunk))
@@ -581,7 +584,7 @@ class _BulkPointer:
             kind = (dtype, tuple(sizes), length)
             self._kind_of[rows.start + first : rows.start + stop] = kinds.setdefault(kind, len(kinds))
 
-    def point(self, fd: int, rows: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
+    def point(self, fd: int, rows: list[int]) -> tuple[list[int], Checksums | None]:
         """Point chunks of an open file at their bytes.
 
         Args:
@@ -589,8 +592,7 @@ class _BulkPointer:
             rows: its chunks, in the order of their bytes.
 
         Returns:
-            The chunks left over; and for each of the others, where its data lies: (first byte, bytes,
-            CRC-32 or 0 if none is recorded).
+            The chunks left over; and what is recorded of the others, None if there are none.
         """
         import numpy as np
 
@@ -598,9 +600,9 @@ class _BulkPointer:
         every = np.array(rows, dtype=np.int64)
         is_left = ~self._is_known[self._kind_of[every]]
         chosen = np.flatnonzero(~is_left)
-        stored = list[tuple[int, int, int]]()
         if len(chosen) < _MIN_ROWS:
-            return rows, stored
+            return rows, None
+        columns: list[tuple[Array, Array, Array]] = []
         for first in range(0, len(chosen), _MOST_AT_ONCE):
             part = chosen[first : first + _MOST_AT_ONCE]
             these = every[part]
@@ -609,11 +611,11 @@ class _BulkPointer:
             found = self._bulk.compare(fd, templates, offsets, self._nbytes[these])
             is_left[part] = ~found.is_alike
             these, kinds, crcs = these[found.is_alike], kinds[found.is_alike], found.crcs[found.is_alike]
-            places = self._starts[these] + self._data_at[kinds]
-            stored += zip(places.tolist(), self._data[kinds].tolist(), crcs.tolist(), strict=True)
+            columns.append((self._starts[these] + self._data_at[kinds], self._data[kinds], crcs))
             self._starts[these] += self._shifts[kinds]
             self._nbytes[these] = self._sizes[kinds]
-        return every[is_left].tolist(), stored
+        starts, nbytes, recorded = map(np.concatenate, zip(*columns, strict=True))
+        return every[is_left].tolist(), Checksums.of_columns(starts, nbytes, recorded)
 
     def _look_up(self) -> None:
         """Take those templates that the scanner has learned since and that agree with `.metadata`."""
