@@ -30,7 +30,7 @@ from shardkit.transfer.fill import CrcPiece, Filler, Scatter, Stretch, crc_of, i
 from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan, plan_reading
 from shardkit.transfer.sources import SourceFiles, is_far
-from shardkit.transfer.stream import Controls
+from shardkit.transfer.stream import Controls, Turns
 
 _BUFFER_BYTES = MIB  # fits the processor's cache; 8 MiB is slower on every file system that was tried
 _BAND_BYTES = 16 * MIB
@@ -195,7 +195,12 @@ class Execution:
         self._digests = dict(finished)
         self._left, self._skipped = frozenset(left), frozenset(finished) | frozenset(left)
         self._on_finished, self._source_check = on_finished, check
-        self._controls = Controls(digests=options.digests, check=self._check, advance=progress.advance)
+        self._controls = Controls(
+            digests=options.digests,
+            check=self._check,
+            advance=progress.advance,
+            turns=Turns(are_short=not is_far(plan.catalog)),
+        )
         self._stop, self._is_over, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._states: dict[int, _ImageState] = {}
         self._thread = threading.local()

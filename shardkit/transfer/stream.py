@@ -29,10 +29,13 @@ class Turns:
     """Lets one thread at a time make very many short calls: two would wait for the interpreter after each call.
 
     The others write meanwhile. Calls that wait for a disk or a server are made by all threads at once.
+
+    Args:
+        are_short: what is expected of the first calls.
     """
 
-    def __init__(self) -> None:
-        self._lock, self._are_short = threading.Lock(), True
+    def __init__(self, *, are_short: bool) -> None:
+        self._lock, self._are_short = threading.Lock(), are_short
 
     def make(self, calls: Callable[[], int]) -> None:
         """Make calls, in turn where they are short; `calls` returns how many they were."""
@@ -42,7 +45,7 @@ class Turns:
         with self._lock:
             began = time.perf_counter()
             count = calls()
-            self._are_short = time.perf_counter() - began < count * _SHORT_SECONDS
+            self._are_short = time.perf_counter() - began <= max(count, 1) * _SHORT_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +58,10 @@ class Controls:
     """Called between reads; raises to stop."""
     advance: Callable[[int], None]
     """Told the bytes that filled holes."""
+    turns: Turns
+    """Taken by threads that read very many small parts."""
     cloning: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that clones. A clone locks its source: threads that clone at once wait for each other."""
-    turns: Turns = field(default_factory=Turns)
-    """Taken by threads that read very many small parts."""
 
 
 class Stream:
