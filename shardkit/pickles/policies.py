@@ -41,6 +41,8 @@ _SIZE = b"\x94\x85\x94R\x94"  # what follows the tuple of a torch.Size: MEMOIZE 
 _STATE = b"\x94}\x94("  # what follows NEWOBJ of a record: MEMOIZE EMPTY_DICT MEMOIZE MARK
 _NEWOBJ, _BUILD = 0x81, 0x62
 _MAX_KEYS_SHOWN = 4
+# MEMOIZE, BINPUT and LONG_BINPUT fill the slots, which are numbered from 0.
+_FILLING = (0x94, 0x71, 0x72)
 _BLOCK = 4 << 20  # bytes of a large file that are scanned at once for memo fetches
 _u32 = struct.Struct("<I").unpack_from
 _LONG_GET = re.compile(rb"j(?=(....))", re.DOTALL)
@@ -331,13 +333,11 @@ def fetched_slots(data: bytes) -> bytearray:
     entries, and nearly none is fetched. Bytes that only look like a LONG_BINGET set flags too, which does no
     harm. BINGET reaches the first 256 slots; they are all flagged.
     """
-    # Slots are numbered from 0 by MEMOIZE, BINPUT and LONG_BINPUT, one byte at least each.
-    num_slots = data.count(b"\x94") + data.count(b"q") + data.count(b"r") + 256
+    if len(data) > _BLOCK:
+        return _fetched_in_columns(data)
+    num_slots = sum(map(data.count, _FILLING)) + 256
     keep = bytearray(num_slots)
     keep[:256] = b"\1" * 256
-    if len(data) > _BLOCK:
-        _flag_slots(data, keep)
-        return keep
     for slot in set(_LONG_GET.findall(data)):
         index = int.from_bytes(slot, "little")
         if index < num_slots:
@@ -345,16 +345,23 @@ def fetched_slots(data: bytes) -> bytearray:
     return keep
 
 
-def _flag_slots(data: bytes, keep: bytearray) -> None:
+def _fetched_in_columns(data: bytes) -> bytearray:
     """Do the same with numpy, whose import pays for a large file: it saves seconds for a million chunks."""
     import numpy as np
 
+    blocks = [
+        np.frombuffer(data, np.uint8, min(_BLOCK, len(data) - at), at) for at in range(0, len(data), _BLOCK)
+    ]
+    num_slots = 256 + sum(int(np.count_nonzero(block == byte)) for block in blocks for byte in _FILLING)
+    keep = bytearray(num_slots)
+    keep[:256] = b"\1" * 256
     flags = np.frombuffer(keep, dtype=np.uint8)
-    for start in range(0, len(data) - 4, _BLOCK):
-        block = np.frombuffer(data, np.uint8, min(_BLOCK, len(data) - 4 - start), start)
-        at = np.flatnonzero(block == 0x6A)  # LONG_BINGET
-        slots = np.ndarray((len(block),), "<u4", data, start + 1, (1,))[at]
-        flags[slots[slots < len(keep)]] = 1
+    for place, block in enumerate(blocks):
+        at = np.flatnonzero(block == 0x6A) + place * _BLOCK  # LONG_BINGET
+        at = at[at < len(data) - 4]
+        slots = np.ndarray((len(data) - 4,), "<u4", data, 1, (1,))[at]
+        flags[slots[slots < num_slots]] = 1
+    return keep
 
 
 def _put_texts(target: dict[Any, Any], items: list[Any]) -> None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter, lt
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardkit.core.catalog import UNSEEN, Catalog, Checksums
+from shardkit.core.catalog import MIN_TOTAL, UNSEEN, Catalog, Checksums, ChunkTable
 from shardkit.core.text import escape
 from shardkit.files.digest import crc32, crc32_combine
 
@@ -329,6 +329,9 @@ class Entries:
         table, files, spans = self._catalog.chunks, self._catalog.files, dict[int, list[Span]]()
         ends = list[tuple[int, int, int]]()
         numbers = [-1 if file.decode else number for file, number in zip(files, self.table_of, strict=True)]
+        has_many = len(table) >= MIN_TOTAL and not any(file.decoded_from for file in files)
+        if has_many and _are_apart(table, numbers):
+            return {}
         for index, start, nbytes in zip(table.file, table.start, table.nbytes, strict=True):
             if nbytes and numbers[index] >= 0:
                 spans.setdefault(numbers[index], []).append((start, start + nbytes))
@@ -347,6 +350,22 @@ class Entries:
             if entry is not None:
                 found[entry] = sorted({*found.get(entry, ()), start, stop})
         return found
+
+
+def _are_apart(table: ChunkTable, numbers: Sequence[int]) -> bool:
+    """True if no two chunks overlap that are not the same bytes, given the number of each file's table; for very many."""
+    import numpy as np
+
+    number = np.array(numbers, dtype=np.int64)[np.frombuffer(table.file, dtype=np.int32)]
+    start, nbytes = (np.frombuffer(column, dtype=np.int64) for column in (table.start, table.nbytes))
+    kept = (nbytes > 0) & (number >= 0)
+    number, start, stop = number[kept], start[kept], (start + nbytes)[kept]
+    order = np.lexsort((stop, start, number))
+    number, start, stop = number[order], start[order], stop[order]
+    is_same = (number[1:] == number[:-1]) & (start[1:] == start[:-1]) & (stop[1:] == stop[:-1])
+    kept = np.concatenate([[True], ~is_same])[: len(number)]
+    number, start, stop = number[kept], start[kept], stop[kept]
+    return not ((number[1:] == number[:-1]) & (start[1:] < stop[:-1])).any()
 
 
 def judge(held: Mapping[Span, int], entry: Entry) -> Verdict:

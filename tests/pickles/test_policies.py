@@ -183,3 +183,16 @@ def test_damage_is_always_refused_or_harmless():
     for stop in range(len(good)):
         with pytest.raises(SourceError):
             look_into(good[:stop])
+
+
+@given(
+    st.lists(st.sampled_from([b"\x94", b"q\x00", b"r", b"h\x05", b"j\x00\x01\x00\x00", b"j\x01\x01", b"x"])),
+    st.binary(),
+)
+def test_fetched_slots_of_a_large_file_are_those_of_a_small_one(parts: list[bytes], rest: bytes) -> None:
+    data = bytes(8) + b"".join(parts) + rest
+    with pytest.MonkeyPatch.context() as patch:
+        small = policies.fetched_slots(data)
+        for block in (1, 3, 8):
+            patch.setattr(policies, "_BLOCK", block)
+            assert policies.fetched_slots(data) == small

@@ -18,8 +18,8 @@ from shardkit.core.catalog import Catalog, Checksums, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError
-from shardkit.transfer import checks, sources
-from shardkit.transfer.chains import Evidence
+from shardkit.transfer import chains, checks, sources
+from shardkit.transfer.chains import Entries, Evidence
 from shardkit.transfer.checks import (
     IN_PART,
     NOT_READ,
@@ -351,3 +351,28 @@ def test_what_was_compared_with_something_else_is_not_taken(tmp_path: Path) -> N
     fewer = Checksums(held.starts[1:], held.stops[1:], held.crcs[1:])
     catalog.files[0] = replace(catalog.files[0], checksums=fewer)
     assert not SourceCheck(catalog).load(journal)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    chunks=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(0, 5)), max_size=6),
+    has_two_names=st.booleans(),
+)
+def test_marks_of_many_chunks_are_those_of_few(
+    chunks: list[tuple[int, int, int]], has_two_names: bool
+) -> None:
+    """Where nothing overlaps, which is seen in columns, there is nothing to mark."""
+    catalog = Catalog(format="", directory="")
+    for file in range(3):
+        path = "one" if has_two_names and file else f"path {file}"
+        checksums = Checksums.of([(0, 8, 1), (8, 20, 2)]) if file < 2 else None
+        catalog.files.append(SourceFile(name=path, path=path, size=40, checksums=checksums))
+    for number, (file, start, nbytes) in enumerate(chunks):
+        region = Region((0,), (nbytes,))
+        catalog.add_tensor(f"t{number}", UINT8, (nbytes,), iter([(file, start, nbytes, region)]))
+    with pytest.MonkeyPatch.context() as patch:
+        found = []
+        for least in (1, 1 << 30):
+            patch.setattr(chains, "MIN_TOTAL", least)
+            found.append(Entries(catalog).marks)
+    assert found[0] == found[1]

@@ -247,7 +247,8 @@ class _Order:
         self._row_starts = starts[:-1] // _WORD
         expected, mask = bytearray(len(self._buffer)), bytearray(len(self._buffer))
         self._crc_at: list[list[int]] = [[], []]
-        self._ids: list[tuple[int, int, int, int]] = []  # (row, first byte, end, where its CRC-32 stands)
+        ids: list[tuple[int, int, memoryview]] = []  # (row, where its CRC-32 stands, itself)
+        view = memoryview(self._buffer)
         for row, (template, start) in enumerate(zip(templates, starts.tolist(), strict=False)):
             tail = start + len(template.head)
             for at, text in ((start, template.head), *((tail + at, text) for at, text in template.fixed)):
@@ -256,7 +257,10 @@ class _Order:
             self._crc_at[0].append(tail + template.crcs[0])
             self._crc_at[1].append(tail + template.crcs[-1])
             first = tail + template.id_range[0]
-            self._ids += [(row, first, first + template.id_range[1], tail + at) for at in template.id_crcs]
+            ident = view[first : first + template.id_range[1]]
+            ids += [(row, tail + at, ident) for at in template.id_crcs]
+        self._id_rows, self._id_crc_at = (np.array([row[n] for row in ids], dtype=np.int64) for n in (0, 1))
+        self._ids = [ident for _, _, ident in ids]
         self._expected = np.frombuffer(bytes(expected), dtype="<u8")
         self._mask = np.frombuffer(bytes(mask), dtype="<u8")
         self._plan_reads(starts.tolist(), tails, follows)
@@ -295,12 +299,9 @@ class _Order:
         crcs, others = any_word[self._crc_at[0]], any_word[self._crc_at[1]]
         is_alike &= crcs == others
         is_alike[unread] = False
-        if self._ids:
-            recorded = any_word[[at for _, _, _, at in self._ids]].tolist()
-            view = memoryview(self._buffer)
-            for (row, start, stop, _), crc in zip(self._ids, recorded, strict=True):
-                if crc and crc32(view[start:stop]) != crc:
-                    is_alike[row] = False
+        recorded = any_word[self._id_crc_at]
+        found = np.fromiter(map(crc32, self._ids), dtype=np.uint32, count=len(self._ids))
+        is_alike[self._id_rows[(recorded != 0) & (recorded != found)]] = False
         return Compared(is_alike, crcs)
 
     def _read(self, fd: int, places: list[int]) -> list[int]:
