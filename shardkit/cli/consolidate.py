@@ -91,7 +91,7 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
         opt.silence_hub()
     from shardkit.operations.consolidate import consolidate
 
-    out.result(opt.carry_out(out, consolidate, checkpoint, output, **options), render)
+    out.result(opt.carry_out(out, consolidate, checkpoint, output, on_step=out.step, **options), render)
 
 
 def render(result: ConsolidateResult) -> list[str]:

@@ -142,9 +142,11 @@ def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True)
         yield "resumed", f"{count(result.resumed_files, 'file')} had been finished before"
     yield from check_facts(result)
     yield from more
-    rate = f", {format_size(round(result.written_bytes / max(result.elapsed_s, 1e-3)))}/s"
     is_told = shows_rate and not result.resumed_files and result.written_bytes > MIB
-    yield "time", f"{result.elapsed_s:.2f} s{rate if is_told else ''}"
+    is_told &= result.part is None and result.moving_s > 0
+    rate = result.written_bytes / result.moving_s if is_told else 0
+    moved = f"; bytes moved in {result.moving_s:.2f} s: {format_size(round(rate))}/s" if is_told else ""
+    yield "time", f"{result.elapsed_s:.2f} s{moved}"
 
 
 class Answer(Protocol):

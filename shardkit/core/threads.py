@@ -6,6 +6,7 @@ import _thread
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from contextvars import Context, copy_context
@@ -188,7 +189,44 @@ class Progress(Protocol):
         """Count `num_bytes` more that are where they belong."""
 
     def finish(self) -> None:
-        """End the phase."""
+        """End the phase; nothing happens if it has ended."""
+
+
+class TimedProgress:
+    """Hands on what it is told, and knows how long its phases took.
+
+    Args:
+        progress: is told the same.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._begun = progress, -1.0
+        self.phases_s = 0.0
+        """Seconds of all phases that have ended."""
+
+    def start(self, total_bytes: int, label: str) -> None:
+        """Begin a phase."""
+        self._begun = time.monotonic()
+        self._progress.start(total_bytes, label)
+
+    def advance(self, num_bytes: int) -> None:
+        """Count bytes."""
+        self._progress.advance(num_bytes)
+
+    def finish(self) -> None:
+        """End the phase, if it has not ended."""
+        if self._begun >= 0:
+            self.phases_s += time.monotonic() - self._begun
+            self._begun = -1.0
+        self._progress.finish()
+
+
+OnStep = Callable[[str], None]
+"""Is told what takes seconds and moves no bytes."""
+
+
+def silent(text: str) -> None:
+    """Tell nobody."""
 
 
 class NoProgress:

@@ -458,6 +458,11 @@ class Question:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def is_open(self) -> bool:
+        """True if whoever wants the answer now has to wait for it."""
+        return self._answer is None and self._child is not None and self._child.poll() is None
+
     def close(self) -> None:
         """End the child if it still runs."""
         self._stack.close()
@@ -579,6 +584,12 @@ def _parse(answer: Mapping[str, Any]) -> Answer:
         missing=tuple(answer["missing"]),
         misfits=tuple((name, why) for name, why in answer["misfits"]),
     )
+
+
+def class_name(config: Mapping[str, Any] | None) -> str:
+    """Return the name of a config's class, for people."""
+    names = (config or {}).get("architectures")
+    return escape(str(names[0])) if isinstance(names, list) and names else "the model"
 
 
 def why_no_class(config: Mapping[str, Any] | None) -> str | None:

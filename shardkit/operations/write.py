@@ -22,7 +22,7 @@ from shardkit._version import __version__
 from shardkit.core.catalog import Catalog, FileStamp
 from shardkit.core.result import Result
 from shardkit.core.text import KIB, MIB, escape, parse_size
-from shardkit.core.threads import NoProgress, Progress, choose_jobs
+from shardkit.core.threads import NoProgress, Progress, TimedProgress, choose_jobs
 from shardkit.errors import IncompleteError, Interrupted, ResourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.shared import has_commits
@@ -202,6 +202,8 @@ class WriteResult(Result):
     part: PartResult | None = None
     """What became of a part; None where one process wrote all."""
     elapsed_s: float
+    moving_s: float
+    """Of `elapsed_s`, how long bytes moved; 0 if this process moved none."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -349,7 +351,7 @@ class Writer:
         writing.check()
         self._begun = time.monotonic()
         self._verb, self._moving, self._why_not, self._marker = verb, moving, why_not, marker
-        self._progress, self._on_warning = progress or NoProgress(), on_warning
+        self._progress, self._on_warning = TimedProgress(progress or NoProgress()), on_warning
         self.options = moving.execute_options()
         """How the engine moves bytes."""
         self.path = ""
@@ -604,6 +606,7 @@ class Writer:
             "output": self.path,
             "dry_run": self.writing.dry_run,
             "elapsed_s": round(time.monotonic() - self._begun, 3),
+            "moving_s": round(self._progress.phases_s, 3),
             "warnings": (*warnings, *self._warnings),
         }
 

@@ -172,7 +172,7 @@ class Execution:
             that this reading is told with.
         on_finished: told of each file once it is on disk, and of what was read for it; called from any
             thread.
-        progress: told of the bytes.
+        progress: told of the bytes, and that the phase ends with the last of them.
         check: compares what is read with what the source records. It knows what was read for the finished
             files.
     """
@@ -194,7 +194,7 @@ class Execution:
         self.plan, self._directory, self._options = plan, directory, options
         self._digests = dict(finished)
         self._left, self._skipped = frozenset(left), frozenset(finished) | frozenset(left)
-        self._on_finished, self._source_check = on_finished, check
+        self._on_finished, self._source_check, self._end_phase = on_finished, check, progress.finish
         self._controls = Controls(
             digests=options.digests,
             check=self._check,
@@ -255,6 +255,7 @@ class Execution:
                 finally:
                     self._is_over.set()  # on a second Ctrl-C threads may still be there
             sources.finish(hint=_DAMAGED, completes=not self._left)
+        self._end_phase()  # what comes now, such as waiting for a model's class, is not moving
         return self._digests, {fqn: crc for fqn, crc in self.scattered.items() if crc is not None}
 
     def stop(self) -> None:

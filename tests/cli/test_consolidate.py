@@ -57,6 +57,7 @@ RESULT = ConsolidateResult(
     source_manifests=(),
     pushed_to="https://huggingface.co/me/model",
     elapsed_s=4.0,
+    moving_s=2.0,
     notes=("a note",),
     warnings=("a \x1b warning",),
 )
@@ -81,7 +82,7 @@ wrote /run/step-10-hf
   write     2 weight files, 8.0 GiB, 4,294,967,296 parameters
   dtypes    bf16: 20, 8.0 GiB
   pushed    https://huggingface.co/me/model
-  time      4.00 s, 2.0 GiB/s
+  time      4.00 s; bytes moved in 2.00 s: 4.0 GiB/s
 
 load it:
   transformers.LlamaForCausalLM.from_pretrained('/run/step-10-hf')
@@ -169,6 +170,7 @@ def test_options_reach_the_library(run, monkeypatch):
     assert run("consolidate", "last.ckpt", "out", *flags.split()).exit_code == 0
     assert type(seen.pop("progress")).__name__ == "NoProgress"
     assert callable(seen.pop("on_warning"))
+    assert callable(seen.pop("on_step"))
     assert seen == {
         "args": ("last.ckpt", "out"),
         "base": "org/m",
@@ -230,7 +232,14 @@ def test_real_run(run, checkpoint):
     written = json.loads(run("consolidate", "last.ckpt/", "--json").stdout)
     assert written["output"] == str(checkpoint.parent / "last-hf")
     assert written["file_bytes"] == [os.path.getsize("last-hf/model.safetensors")]
-    changing = {"dry_run": 0, "elapsed_s": 0, "free_bytes": 0, "checked_bytes": 0, "unchecked": 0}
+    changing = {
+        "dry_run": 0,
+        "elapsed_s": 0,
+        "moving_s": 0,
+        "free_bytes": 0,
+        "checked_bytes": 0,
+        "unchecked": 0,
+    }
     assert planned | changing == written | changing
 
 

@@ -47,6 +47,7 @@ RESULT = PreshardResult(
     unchecked=(),
     source_manifests=(),
     elapsed_s=4.0,
+    moving_s=2.0,
     ties=(("embed.weight", "lm_head.weight"),),
     omitted=(("ids", "a buffer"),),
     copied=("config.json", "tokenizer\x1b.json"),
@@ -68,7 +69,7 @@ wrote /data/model-dp_shard4
   empty    2 tensors with no rows on some ranks
   tied     embed.weight = lm_head.weight (stored once)
   omitted  ids: a buffer
-  time     4.00 s, 2.0 GiB/s
+  time     4.00 s; bytes moved in 2.00 s: 4.0 GiB/s
 
 load it on every rank, into a model on meta (without to_empty()) that is wrapped for this mesh:
   import shardkit
@@ -221,7 +222,14 @@ def test_real_run(run, tiny):
     written = json.loads(run(*ARGS, "--json").stdout)
     assert written["output"] == str(tiny.parent / "tiny-dp_shard4")
     assert written["file_bytes"] == [os.path.getsize(f"tiny-dp_shard4/__{n}_0.distcp") for n in range(4)]
-    changing = {"dry_run": 0, "elapsed_s": 0, "free_bytes": 0, "checked_bytes": 0, "unchecked": 0}
+    changing = {
+        "dry_run": 0,
+        "elapsed_s": 0,
+        "moving_s": 0,
+        "free_bytes": 0,
+        "checked_bytes": 0,
+        "unchecked": 0,
+    }
     assert planned | changing == written | changing
 
 

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from shardkit.core import threads
 from shardkit.core.threads import choose_jobs, run_all
 from shardkit.errors import UsageError
 
@@ -135,3 +136,16 @@ def test_by_default_as_many_threads_as_the_process_may_use_cores(
     assert choose_jobs(3) == 3
     with pytest.raises(UsageError, match="jobs must be at least 1"):
         choose_jobs(0)
+
+
+def test_only_phases_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([1.0, 3.0, 10.0, 10.5])
+    monkeypatch.setattr(threads.time, "monotonic", lambda: next(now))
+    timed = threads.TimedProgress(threads.NoProgress())
+    timed.finish()
+    for _ in range(2):
+        timed.start(8, "copy")
+        timed.advance(8)
+        timed.finish()
+        timed.finish()
+    assert timed.phases_s == 2.5

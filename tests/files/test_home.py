@@ -78,6 +78,7 @@ def said(result: Any) -> dict[str, Any]:
         "path",
         "resolved",
         "elapsed_s",
+        "moving_s",
         "read_bytes",
         "assets",
         "manifest",

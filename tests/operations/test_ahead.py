@@ -249,6 +249,24 @@ def test_after_ctrl_c_the_next_run_keeps_what_was_finished(
     assert is_clean(tmp_path, "out")
 
 
+def test_the_bar_ends_with_the_bytes_while_the_class_is_still_asked(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, is_over = traced._spawn, threading.Event()
+
+    class Watched(threads.NoProgress):
+        def finish(self) -> None:
+            is_over.set()
+
+    def spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+        assert is_over.wait(60)
+        return asked(payload, timeout_s)
+
+    monkeypatch.setattr(traced, "_spawn", spawn)
+    result = shardkit.preshard(hub, tmp_path / "out", world_size=2, progress=Watched())
+    assert 0 < result.moving_s < result.elapsed_s
+
+
 def test_a_dry_run_moves_nothing(hub: Path, tmp_path: Path, taken: Taken) -> None:
     shardkit.preshard(hub, tmp_path / "out", world_size=2, dry_run=True)
     assert taken == []

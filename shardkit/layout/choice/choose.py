@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -11,12 +11,13 @@ from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, listed, suggestion
+from shardkit.core.threads import OnStep, silent
 from shardkit.errors import LayoutError
 from shardkit.keys.expressions import Expression, leaves, made_name
 from shardkit.keys.names import COMPILED
 from shardkit.layout.choice.factored import factor_layout, put_dense, put_factors
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, declare
-from shardkit.layout.traced import Trace, trace_model, why_no_class
+from shardkit.layout.traced import Trace, class_name, trace_model, why_no_class
 from shardkit.layout.wrap_policy import parse_policy
 from shardkit.osft.plan import OsftPlan
 
@@ -25,14 +26,6 @@ _MAX_SUGGESTIONS = 3
 _MAX_PREFIXES = 20
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
-
-
-OnStep = Callable[[str], None]
-"""Told what takes seconds."""
-
-
-def silent(text: str) -> None:
-    """Tell nobody."""
 
 
 class Model(Protocol):
@@ -100,7 +93,7 @@ def make_layout(
                 osft=osft,
                 names={name: entry.shape for name, entry in model.catalog.tensors.items()},
                 trust_remote_code=trust_remote_code,
-                on_start=lambda: on_step(f"tracing {_class_name(model.config)} ..."),
+                on_start=lambda: on_step(f"tracing {class_name(model.config)} ..."),
             )
         except CannotBuildError as error:
             reason = f"{error.message} ({error.hint})" if error.hint else error.message
@@ -112,11 +105,6 @@ def make_layout(
         )
     declared = declare(model.catalog.tensors, mesh, wrap, model.config, reason=reason)
     return declared if osft is None else factor_layout(declared, osft, model.catalog.tensors, model.config)
-
-
-def _class_name(config: Mapping[str, object] | None) -> str:
-    names = (config or {}).get("architectures")
-    return escape(str(names[0])) if isinstance(names, list) and names else "the model"
 
 
 def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Layout:

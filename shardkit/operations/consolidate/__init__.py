@@ -14,7 +14,7 @@ from typing import Any, Literal
 from shardkit.core.catalog import Unforeseen
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import MIB, count, escape, parse_size
-from shardkit.core.threads import Progress
+from shardkit.core.threads import OnStep, Progress, silent
 from shardkit.errors import IntegrityError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
@@ -93,6 +93,7 @@ def consolidate(
     follow_links: bool = False,
     progress: Progress | None = None,
     on_warning: OnWarning | None = None,
+    on_step: OnStep | None = None,
 ) -> ConsolidateResult:
     """Write a sharded checkpoint as a Hub model: safetensors, config, tokenizer.
 
@@ -157,6 +158,7 @@ def consolidate(
             Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move.
         on_warning: told each warning before anything is written; the result has them all.
+        on_step: told what takes seconds and moves no bytes, such as "asking LlamaForCausalLM ...".
 
     Raises:
         UsageError: options that cannot be carried out, or an existing destination.
@@ -239,7 +241,7 @@ def consolidate(
             progress=progress,
             on_warning=warn_once,
         )
-        return _consolidate(request, options, recording, publishing, writer)
+        return _consolidate(request, options, recording, publishing, writer, on_step or silent)
 
     try:
         return carry_out(request)
@@ -300,7 +302,12 @@ class _Publishing:
 
 
 def _consolidate(
-    request: _Request, options: JobOptions, recording: Recording, publishing: _Publishing, writer: Writer
+    request: _Request,
+    options: JobOptions,
+    recording: Recording,
+    publishing: _Publishing,
+    writer: Writer,
+    on_step: OnStep,
 ) -> ConsolidateResult:
     if request.base_revision is not None and request.base is None:
         raise UsageError("--base-revision belongs to --base, which is not given")
@@ -330,7 +337,7 @@ def _consolidate(
         [job.catalog, *(module.catalog for module in job.modules)], resolved.path
     )
     written = list[bytes]()
-    with ClassCheck(job, is_on=request.ask_class, warn=writer.warn) as asked:
+    with ClassCheck(job, is_on=request.ask_class, warn=writer.warn, on_step=on_step) as asked:
         said = _check(job, share) if request.check else ()
         describe = partial(
             Descriptions,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from shardkit.core.catalog import FileStamp
 from shardkit.core.text import count, escape, fold, listed
-from shardkit.core.threads import NoProgress
+from shardkit.core.threads import NoProgress, OnStep
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import combine, crc32, sha256_of
@@ -22,7 +22,7 @@ from shardkit.formats.hub.assets import CONFIG, is_weights
 from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file, select_weights
 from shardkit.formats.recorded import SourceManifests
-from shardkit.layout.traced import Answer, Question
+from shardkit.layout.traced import Answer, Question, class_name
 from shardkit.operations.companions import BesideFile, copy_file
 from shardkit.operations.consolidate.assets import Asset, TrainedModule
 from shardkit.operations.consolidate.job import ConsolidateJob
@@ -296,10 +296,14 @@ class ClassCheck:
         job: the decided job.
         is_on: False asks nobody.
         warn: is told what the class says, once somebody waits for the answer.
+        on_step: told that somebody waits.
     """
 
-    def __init__(self, job: ConsolidateJob, *, is_on: bool, warn: Callable[[Iterable[str]], None]) -> None:
-        self._job, self._is_on, self._warn = job, is_on, warn
+    def __init__(
+        self, job: ConsolidateJob, *, is_on: bool, warn: Callable[[Iterable[str]], None], on_step: OnStep
+    ) -> None:
+        self._job, self._is_on, self._warn, self._on_step = job, is_on, warn, on_step
+        self._name = ""
         self._question: Question | None = None
         self._is_settled = not _may_ask(job)
 
@@ -307,7 +311,8 @@ class ClassCheck:
         if self._is_on and not self._is_settled and self._job.answer is None:
             config = next(asset.read() for asset in self._job.assets if asset.name == CONFIG)
             shapes = {tensor.fqn: tensor.shape for tensor in self._job.tensors}
-            self._question = Question(json.loads(config), shapes)
+            content = json.loads(config)
+            self._name, self._question = class_name(content), Question(content, shapes)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -318,6 +323,8 @@ class ClassCheck:
         """Wait for the answer and return the job with it. It replaces what names and shapes alone told."""
         if not self._is_settled:
             self._is_settled = True
+            if self._question is not None and self._question.is_open:
+                self._on_step(f"asking {self._name} ...")
             answer = self._question.answer() if self._question else self._job.answer
             answer = answer or Answer(failure=_SWITCHED_OFF)
             told = self._job.unloadable

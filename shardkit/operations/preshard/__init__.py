@@ -22,7 +22,7 @@ from shardkit import formats
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.text import MIB, escape
-from shardkit.core.threads import Progress
+from shardkit.core.threads import OnStep, Progress, silent
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
@@ -30,7 +30,6 @@ from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
 from shardkit.files.stores import is_remote
 from shardkit.formats.dequantize import take_plain
 from shardkit.formats.registry import recognise
-from shardkit.layout.choice.choose import OnStep, silent
 from shardkit.layout.choice.parallel_rules import parse_parallel_rules
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.ahead import Expected

@@ -14,6 +14,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, format_size, listed
+from shardkit.core.threads import OnStep, silent
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.formats.contract import Checkpoint, Dequantized, HubModel
 from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
@@ -21,7 +22,7 @@ from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
 from shardkit.formats.trainers.verl_writer import placed_by_verl, rank_images
 from shardkit.keys.expressions import Expression, Opaque, Stored, made_name
 from shardkit.keys.rules import RuleSet, bind_names, foreign_type
-from shardkit.layout.choice.choose import OnStep, make_layout, silent
+from shardkit.layout.choice.choose import make_layout
 from shardkit.layout.choice.expected import expect_layout
 from shardkit.layout.choice.factored import factor_layout
 from shardkit.layout.choice.parallel_rules import ParallelRule, data_axes, parallelise

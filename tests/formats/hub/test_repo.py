@@ -234,7 +234,16 @@ def plan_of(result):
     return {
         k: v
         for k, v in result.items()
-        if k not in ("dry_run", "elapsed_s", "free_bytes", "download_bytes", "checked_bytes", "unchecked")
+        if k
+        not in (
+            "dry_run",
+            "elapsed_s",
+            "moving_s",
+            "free_bytes",
+            "download_bytes",
+            "checked_bytes",
+            "unchecked",
+        )
     }
 
 

@@ -188,7 +188,7 @@ class TestWhatComesOut:
         wet = shardkit.consolidate(trained, max_shard_size=4000)
         assert dry.file_bytes == tuple(os.path.getsize(os.path.join(wet.output, n)) for n in wet.file_names)
         assert (dry.checked_bytes, wet.checked_bytes > 0) == (0, True)
-        changing = {"dry_run": 0, "elapsed_s": 0, "free_bytes": 0, "checked_bytes": 0}
+        changing = {"dry_run": 0, "elapsed_s": 0, "moving_s": 0, "free_bytes": 0, "checked_bytes": 0}
         assert dry.to_json() | changing == wet.to_json() | changing
 
 

@@ -91,7 +91,7 @@ def test_parts_write_what_one_process_writes(options: dict[str, Any], source: Pa
     assert last.part is not None
     assert last.part.is_committed
     assert sum(each.part.num_weights for each in results if each.part) == last.part.all_weights
-    different = {"output", "part", "elapsed_s", "free_bytes", "peak_memory_bytes"}
+    different = {"output", "part", "elapsed_s", "moving_s", "free_bytes", "peak_memory_bytes"}
     told, expected = last.to_json(), whole.to_json()
     assert {name for name in expected if told[name] != expected[name]} <= different
     late = preshard(source, tmp_path / "out", "1/3", **options)
