@@ -31,6 +31,8 @@ Role = Literal["replicate", "shard", "tensor"]
 # Names from torchtitan's and transformers' meshes.
 ROLES: dict[str, Role] = {"dp_replicate": "replicate", "dp_shard": "shard", "tp": "tensor", "ep": "tensor"}
 _STAGES = "pp"
+MAIN_AXES = (_STAGES, *ROLES)
+"""What a main mesh may be made of."""
 LATER_AXES = ("cp",)  # known, so that they can be refused by name
 
 _MAX_RANKS = 1 << 17  # every rank is a file, and a typing error should not cost hours of planning

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 
-from shardkit.core.mesh import Mesh
+from shardkit.core.mesh import MAIN_AXES, Mesh
 from shardkit.core.text import escape, format_size, listed
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
@@ -194,6 +194,7 @@ def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replac
         raise UsageError(f"{shown} exists", hint=_ANOTHER)
 
 
+_OF_A_MESH = re.compile(rf"(?<=.)(-({'|'.join(MAIN_AXES)})\d+)+$")
 _SUFFIXES = (".safetensors.index.json", ".bin.index.json", ".safetensors", ".ckpt", ".pth", ".bin", ".pt")
 
 
@@ -206,14 +207,17 @@ def label_of(checkpoint: str) -> str:
 def default_output(label: str, source: str | None, mesh: Mesh) -> str:
     """Return a name made of label and mesh: "Qwen3-8B-dp_shard32", "last-dp_replicate2-dp_shard16".
 
-    It is one in the working directory, or beside the source where that lies around the working directory.
+    The mesh takes the place of another one in the label: "last-dp_shard16" becomes "last-dp_shard32". It is one in the working directory, or beside the source where that lies around the working directory.
 
     Args:
         label: of what is written.
         source: what is read; None if it lies in a cache.
         mesh: that it is written for.
     """
-    name = "-".join([label, *str(mesh).replace("=", "").split(",")])
+    axes = str(mesh).replace("=", "").split(",")
+    name = "-".join([_OF_A_MESH.sub("", label), *axes])
+    if name == label:  # the source's own name
+        name = "-".join([label, *axes])
     if source is None or is_remote(source) or is_snapshot(source):  # beside it lies the Hub's cache
         return name
     home = storage.realpath(source)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import shardkit
+from shardkit.core.mesh import parse_mesh
 from shardkit.errors import UsageError
-from shardkit.operations.destination import check_replaceable, is_sharded_checkpoint
+from shardkit.operations.destination import check_replaceable, default_output, is_sharded_checkpoint
 from tests.operations.consolidate.checkpoints import save, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled")
@@ -78,3 +79,26 @@ def test_what_may_not_be_replaced_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is somebody else's: it is not replaced"):
         check_replaceable(str(tmp_path), "it", overwrite=True, why_not=lambda _: "is somebody else's")
+
+
+@pytest.mark.parametrize(
+    ("label", "mesh", "name"),
+    [
+        ("last", "dp_shard=3", "last-dp_shard3"),
+        ("last-dp_shard2", "dp_shard=3", "last-dp_shard3"),
+        ("last-dp_replicate2-dp_shard16", "dp_shard=4,tp=2", "last-dp_shard4-tp2"),
+        ("last-dp_shard2-hf", "dp_shard=3", "last-dp_shard2-hf-dp_shard3"),
+        ("last-dp_shard2", "dp_shard=2", "last-dp_shard2-dp_shard2"),
+        ("-tp2", "dp_shard=2", "-tp2-dp_shard2"),
+    ],
+)
+def test_a_mesh_in_a_default_name_takes_the_place_of_another(label: str, mesh: str, name: str) -> None:
+    assert default_output(label, None, parse_mesh(mesh, None)) == name
+
+
+def test_what_is_resharded_again_has_the_name_of_its_mesh_alone(
+    trainers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = shardkit.reshard(trainers, world_size=3).output
+    assert shardkit.reshard(first, world_size=2).output == str(tmp_path / "checkpoint-2-dp_shard2")
