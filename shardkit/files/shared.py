@@ -34,7 +34,15 @@ from typing import NamedTuple
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
-from shardkit.files.staging import IS_THERE, Owner, Staging, prefix_of, remove_abandoned, rename_noreplace
+from shardkit.files.staging import (
+    IS_THERE,
+    Owner,
+    Staging,
+    place_directory,
+    prefix_of,
+    remove_abandoned,
+    rename_noreplace,
+)
 from shardkit.files.strict_json import parse_object, read_small
 
 _MARK = "parts-"
@@ -284,7 +292,7 @@ class SharedStaging:
                 self._exchange(work)
             else:
                 self._move_aside(work, overwrite=overwrite)
-                rename_noreplace(self.data, self.destination)
+                place_directory(self.data, self.destination)
         except FileNotFoundError:
             if not self.is_committed and (self.is_open or self._taken()):
                 raise
@@ -334,7 +342,7 @@ class SharedStaging:
             except (
                 FileNotFoundError
             ):  # nothing is at the destination any more, or another process has taken it
-                rename_noreplace(own, self.destination)
+                place_directory(own, self.destination)
         except FileNotFoundError:
             raise
         except BaseException:
@@ -426,7 +434,7 @@ class SharedStaging:
         try:
             self.reopen()
             if self.is_open and self._has_replaced():
-                rename_noreplace(self._replaced, self.destination)
+                place_directory(self._replaced, self.destination)
         except OSError as error:
             if error.errno == errno.ENOENT:
                 return

@@ -25,6 +25,7 @@ import json
 import os
 import re
 import socket
+import stat
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,7 +142,7 @@ class Staging:
             if overwrite and storage.lexists(self.destination):
                 self._exchange()
             else:
-                rename_noreplace(self.data, self.destination)
+                place_directory(self.data, self.destination)
         except OSError as error:
             if error.errno in IS_THERE:
                 raise self._appeared() from error
@@ -208,7 +209,7 @@ class Staging:
             storage.rename(self._aside, replaced)
             return
         try:
-            rename_noreplace(self._aside, self.destination)
+            place_directory(self._aside, self.destination)
         except OSError as error:
             if error.errno not in IS_THERE:
                 raise
@@ -336,12 +337,33 @@ def reclaimable_bytes(destination: str, resume_from: str | None = None) -> int:
 
 
 def identity_of(path: str) -> tuple[int, int] | None:
-    """Return what tells a file or directory from all others, wherever it is moved; None if there is none."""
+    """Return what tells a file or directory from all others, wherever it is moved.
+
+    It is None if there is none, or an empty directory: made before a job, it is as good as none.
+    """
     try:
         status = storage.lstat(path)
-    except OSError:
+        if stat.S_ISDIR(status.st_mode) and not storage.listdir(path):
+            return None
+    except FileNotFoundError:
         return None
+    except OSError:  # it is there, and nobody may look into it
+        pass
     return status.st_dev, status.st_ino
+
+
+def place_directory(source: str, target: str) -> None:
+    """Rename a directory, unless something else than an empty directory has the name already.
+
+    Raises:
+        OSError: something has (`IS_THERE`), or the system refuses.
+
+    Source: man 2 rename: a directory takes the place of an empty directory, in one step, and of nothing else.
+    """
+    try:
+        rename_noreplace(source, target)
+    except FileExistsError:
+        storage.rename(source, target)
 
 
 def rename_noreplace(source: str, target: str) -> None:

@@ -207,6 +207,11 @@ def isdir(path: _Path) -> bool:
     return stores.isdir(str(path)) if is_remote(path) else os.path.isdir(path)
 
 
+def ismount(path: _Path) -> bool:
+    """As `os.path.ismount`."""
+    return os.path.ismount(path)
+
+
 def isfile(path: _Path) -> bool:
     """As `os.path.isfile`."""
     return stores.isfile(str(path)) if is_remote(path) else os.path.isfile(path)

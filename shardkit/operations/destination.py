@@ -168,12 +168,12 @@ def _check_apart(path: str, source: str, shown: str) -> None:
 
 
 def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replaceable) -> None:
-    """Refuse to replace what is there, unless it is an empty directory or an output of the same kind.
+    """Refuse to replace what is there, unless it is an empty directory, or an output of the same kind that may be.
 
     Args:
         path: of something that exists.
         shown: its name in messages, safe to print.
-        overwrite: an existing output may be replaced.
+        overwrite: an existing output may be replaced. An empty directory is replaced in any case.
         why_not: tells an output of the same kind from anything else.
 
     Raises:
@@ -181,17 +181,24 @@ def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replac
     """
     if not storage.isdir(path):
         raise UsageError(f"{shown} exists and is not a directory: it is not replaced", hint=_APART)
+    if storage.ismount(path):  # no rename can replace it, with or without --overwrite
+        raise UsageError(f"{shown} is a mount point: it cannot be replaced", hint="choose a directory in it")
     seen, reason = None, None
     # Another run may put its own there between two looks.
     while seen != (seen := identity_of(path)) and seen is not None:
-        reason = why_not(path) if storage.listdir(path) else None
+        reason = why_not(path)
     if reason is not None:
         raise UsageError(
             f"{shown} exists and {reason}: it is not replaced",
             hint=_APART,
         )
-    if not overwrite:
+    if seen is not None and not overwrite:
         raise UsageError(f"{shown} exists", hint=_ANOTHER)
+    is_here = os.path.samestat(storage.stat(path), storage.stat(os.curdir))
+    if seen is None and is_here:  # a shell in it would stay in what was replaced
+        raise UsageError(
+            f"{shown} is the working directory: it is not replaced", hint="choose a directory in it"
+        )
 
 
 _OF_A_MESH = re.compile(rf"(?<=.)(-({'|'.join(MAIN_AXES)})\d+)+$")

@@ -246,7 +246,7 @@ def test_real_run(run, checkpoint):
 def test_exit_codes(run, checkpoint):
     assert run("consolidate", "nowhere").exit_code == 3
     assert run("consolidate", "last.ckpt", "--root", "nope").exit_code == 2
-    os.mkdir("last-hf")
+    os.makedirs("last-hf/other")
     assert run("consolidate", "last.ckpt").exit_code == 2
     (checkpoint / "__0_0.distcp").unlink()
     refused = run("consolidate", "last.ckpt", "out", "--json")

@@ -234,7 +234,7 @@ def test_real_run(run, tiny):
 
 
 def test_existing_destination_is_refused_by_both(run, tiny):
-    os.mkdir("tiny-dp_shard4")
+    os.makedirs("tiny-dp_shard4/other")
     assert run(*ARGS).exit_code == run(*ARGS, "--dry-run").exit_code == 2
 
 

@@ -131,15 +131,38 @@ def test_commit_makes_the_directory_and_leaves_nothing_else(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("has_renameat2", [True, False])
+@pytest.mark.parametrize("what", ["a file", "a link to an empty directory", "a full directory"])
 def test_a_destination_that_appeared_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_renameat2: bool, what: str
+) -> None:
+    if not has_renameat2:
+        monkeypatch.setattr(storage, "renameat2", lambda *arguments: False)
+    staging, out = Staging.create(str(tmp_path / "out")), tmp_path / "out"
+    if what == "a file":
+        out.touch()
+    elif what == "a full directory":
+        (out / "empty").mkdir(parents=True)
+    else:
+        (tmp_path / "empty").mkdir()
+        out.symlink_to("empty")
+    before = out.lstat()
+    with pytest.raises(UsageError, match="appeared"):
+        staging.commit(overwrite=False)
+    assert out.lstat().st_ino == before.st_ino
+
+
+@pytest.mark.parametrize("has_renameat2", [True, False])
+def test_an_empty_directory_that_appeared_is_as_good_as_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_renameat2: bool
 ) -> None:
     if not has_renameat2:
         monkeypatch.setattr(storage, "renameat2", lambda *arguments: False)
     staging = Staging.create(str(tmp_path / "out"))
+    Path(staging.data, "file").touch()
     (tmp_path / "out").mkdir()
-    with pytest.raises(UsageError, match="appeared"):
-        staging.commit(overwrite=False)
+    staging.commit(overwrite=False)
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["file"]
 
 
 @pytest.mark.parametrize("has_renameat2", [True, False])

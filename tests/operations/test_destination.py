@@ -102,3 +102,20 @@ def test_what_is_resharded_again_has_the_name_of_its_mesh_alone(
     monkeypatch.chdir(tmp_path)
     first = shardkit.reshard(trainers, world_size=3).output
     assert shardkit.reshard(first, world_size=2).output == str(tmp_path / "checkpoint-2-dp_shard2")
+
+
+def test_an_empty_directory_that_no_rename_can_replace(
+    trainers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before anything is moved."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to("out")
+    monkeypatch.chdir(tmp_path / "out")
+    for place, why in (
+        (tmp_path / "link", "is a symbolic link"),
+        (Path("/proc"), "is a mount point"),
+        (tmp_path / "out", "is the working directory"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            shardkit.reshard(trainers, str(place), world_size=2)
+    assert list((tmp_path / "out").iterdir()) == []

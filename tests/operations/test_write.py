@@ -215,6 +215,23 @@ class TestAppearing:
         write(source, out, overwrite=True)
         check_whole(out)
 
+    def test_an_empty_directory_is_as_good_as_none(self, source: Path, out: Path) -> None:
+        out.mkdir()
+        write(source, out, dry_run=True)
+        assert list(out.parent.rglob("*")) == [out]
+        write(source, out)
+        check_whole(out)
+
+    def test_what_somebody_puts_into_an_empty_directory_meanwhile_stays(
+        self, source: Path, out: Path
+    ) -> None:
+        out.mkdir()
+        job = copy_of(source)
+        index = index_of(job, on_finish=lambda: (out / "thesis.txt").write_text("mine"))
+        with pytest.raises(UsageError, match="appeared while it was being written"):
+            write(source, out, job=job, describe=index)
+        assert [path.name for path in out.parent.rglob("*")] == ["out", "thesis.txt"]
+
     def test_what_somebody_puts_there_meanwhile_stays(self, source: Path, out: Path) -> None:
         def meddle() -> None:
             out.mkdir()

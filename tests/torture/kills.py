@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tests.torture.harness import Place, Scenario, Server, restore
 
-FRESH, OVERWRITE, RESUME = "fresh", "overwrite", "resume"
-MODES = (FRESH, OVERWRITE, RESUME)
+FRESH, EMPTY, OVERWRITE, RESUME = "fresh", "empty", "overwrite", "resume"
+MODES = (FRESH, EMPTY, OVERWRITE, RESUME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ def attempt(kill: Kill, scenario: Scenario, server: Server, path: Path) -> str |
     place.check_source()
     place.check_beside()
     if not overwrite:
-        found = place.check_is(None, scenario.expected)
+        found = place.check_is({} if kill.mode == EMPTY else None, scenario.expected)
         place.check_unfinished()
-        overwrite = found is not None
+        overwrite = bool(found)
     elif kill.exchange:
         place.check_is(scenario.old, scenario.expected)
     elif place.check_is(None, scenario.old, scenario.expected) is None:
@@ -65,6 +65,8 @@ def _prepare(place: Place, server: Server, mode: str, *, exchange: bool) -> None
     scenario = place.scenario
     if mode == OVERWRITE:
         restore(place.out, scenario.old)
+    elif mode == EMPTY:
+        place.out.mkdir()
     elif mode == RESUME:
         fault = {"at": scenario.num_calls * 7 // 10, "do": "kill"}
         before = scenario.run(server, place.out, exchange=exchange, fault=fault)

@@ -55,7 +55,14 @@ def test_killed_while_writing(name: str, found: Scenarios, server: Server, place
 @pytest.mark.parametrize("name", BASIC)
 @pytest.mark.parametrize(
     ("mode", "exchange"),
-    [(kills.FRESH, True), (kills.OVERWRITE, True), (kills.RESUME, True), (kills.OVERWRITE, False)],
+    [
+        (kills.FRESH, True),
+        (kills.EMPTY, True),
+        (kills.OVERWRITE, True),
+        (kills.RESUME, True),
+        (kills.EMPTY, False),
+        (kills.OVERWRITE, False),
+    ],
 )
 def test_killed_in_every_mode(
     name: str, mode: str, exchange: bool, found: Scenarios, server: Server, place: Path

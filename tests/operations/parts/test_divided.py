@@ -49,6 +49,27 @@ def test_parts_and_commit_from_another_directory(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "whole"]
 
 
+def test_parts_whose_scripts_make_the_directory_first(
+    model: Path, tmp_path: Path, whole: dict[str, bytes]
+) -> None:
+    """As each of them does: `mkdir -p out`."""
+    out = tmp_path / "out"
+    out.mkdir()
+    preshard(model, out, "1/2", sha256=True)
+    assert not shardkit.status(out).is_there
+    with pytest.raises(IncompleteError):
+        shardkit.commit(out)
+    last = preshard(model, out, "2/2", sha256=True)
+    assert last.part is not None
+    assert last.part.is_committed
+    assert files(out) == whole
+    again = preshard(model, out, "1/2", sha256=True)
+    assert again.part is not None
+    assert again.part.by_another
+    assert shardkit.commit(out).by_another
+    assert files(out) == whole
+
+
 def test_a_dry_run_tells_what_a_part_would_write(model: Path, tmp_path: Path) -> None:
     would = preshard(model, tmp_path / "out", "2/3", dry_run=True)
     assert would.part is not None

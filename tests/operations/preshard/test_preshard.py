@@ -216,10 +216,11 @@ class TestDestination:
         return str(make_hub({"w": torch.arange(8.0)}))
 
     def test_an_existing_destination_is_left_alone(self, source: str, tmp_path: Path) -> None:
-        (tmp_path / "out").mkdir()
+        shardkit.preshard(source, str(tmp_path / "out"), world_size=2, wrap="none")
+        (tmp_path / "out" / "__0_0.distcp").unlink()
         with pytest.raises(UsageError, match="exists"):
-            shardkit.preshard(source, str(tmp_path / "out"), world_size=1)
-        assert not list((tmp_path / "out").iterdir())
+            shardkit.preshard(source, str(tmp_path / "out"), world_size=2, wrap="none")
+        assert not (tmp_path / "out" / "__0_0.distcp").exists()
 
     def test_overwrite_replaces_a_checkpoint_whole(self, source: str, tmp_path: Path) -> None:
         out = tmp_path / "out"
