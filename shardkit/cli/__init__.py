@@ -22,7 +22,6 @@ import click
 
 from shardkit._version import __version__
 from shardkit.cli.errors import report, report_usage
-from shardkit.core.text import escape, suggestion
 from shardkit.errors import Terminated
 
 _COMMANDS = {
@@ -67,7 +66,7 @@ class Commands(click.Group):
         except click.UsageError as error:
             if isinstance(error, _NO_ARGUMENTS):
                 raise
-            ctx.exit(report_usage(error, ctx.obj))
+            ctx.exit(report_usage(error, ctx, ctx.obj))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the help text."""
@@ -80,14 +79,6 @@ class Commands(click.Group):
         module = import_module(f"shardkit.cli.{_SHARED.get(cmd_name, cmd_name)}")
         command: click.Command = getattr(module, f"{cmd_name}_command" if cmd_name in _SHARED else "command")
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that was named, or answer an unknown name with the nearest one."""
-        if args[0] not in _COMMANDS and not ctx.resilient_parsing and not args[0].startswith("-"):
-            ctx.fail(f"No such command {escape(args[0])!r}{suggestion(args[0], _COMMANDS)}")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
@@ -106,7 +97,7 @@ class Commands(click.Group):
         except click.ClickException as error:
             if isinstance(error, _NO_ARGUMENTS):
                 raise
-            ctx.exit(report_usage(error, ctx.obj))
+            ctx.exit(report_usage(error, ctx, ctx.obj))
         except (Exception, KeyboardInterrupt) as error:
             ctx.exit(report(error, ctx.obj))
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -20,11 +21,13 @@ from typing import Any
 import click
 
 from shardkit.cli.output import MAX_LINES, Output, more
-from shardkit.core.text import escape
+from shardkit.core.text import escape, suggestion
 from shardkit.errors import Interrupted, ShardkitError, UsageError
 
 _ENVIRONMENT, _BUG, _BROKEN_PIPE = 5, 70, 141
 _SIGINT = 2
+_UNKNOWN, _NO_CHOICE = re.compile(r"No such command '(.*)'"), re.compile(r"'(.*)' is not one of ")
+"""What click says in any version."""
 
 
 def report(error: BaseException, args: Sequence[str]) -> int:
@@ -51,29 +54,51 @@ def report(error: BaseException, args: Sequence[str]) -> int:
     return int(content["exit_code"])
 
 
-def report_usage(error: click.ClickException, args: Sequence[str]) -> int:
+def report_usage(error: click.ClickException, root: click.Context, args: Sequence[str]) -> int:
     """Print what click says of a command that was typed wrongly, like any other error; return the exit code.
 
     Args:
         error: click's own.
+        root: the context of `shardkit` itself.
         args: what was typed after the program's name.
     """
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    usage = [] if context is None else [f"usage: {context.command_path} {_pieces(context)}"]
-    path = "shardkit" if context is None else context.command_path
-    text = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None) or _typed_context(root, args)
+    # What click suggests by itself reads otherwise: `Did you mean`.
+    plain = error.message if isinstance(error, click.NoSuchOption) or _UNKNOWN.match(error.message) else None
+    text = " ".join((plain or error.format_message()).split()).rstrip(".")
     return report(
         UsageError(
-            text[:1].lower() + text[1:],
-            problems=usage,
-            hint=None if context is None else f"`{path} --help` shows its options",
+            f"{text[:1].lower()}{text[1:]}{_nearest(error, context)}",
+            problems=[
+                f"usage: {context.command_path} {' '.join(context.command.collect_usage_pieces(context))}"
+            ],
+            hint=f"`{context.command_path} --help` shows its options",
         ),
         args,
     )
 
 
-def _pieces(context: click.Context) -> str:
-    return " ".join(context.command.collect_usage_pieces(context))
+def _typed_context(root: click.Context, args: Sequence[str]) -> click.Context:
+    """Return the context of the command that was typed: not every error of click's brings one."""
+    at = root
+    for name in args:
+        found = at.command.get_command(at, name) if isinstance(at.command, click.Group) else None
+        if found is not None:
+            at = click.Context(found, info_name=name, parent=at)
+    return at
+
+
+def _nearest(error: click.ClickException, context: click.Context) -> str:
+    """Return what may have been meant, as a suggestion."""
+    command = context.command
+    if isinstance(error, click.NoSuchOption):
+        names = [name for param in command.get_params(context) for name in param.opts + param.secondary_opts]
+        return suggestion(error.option_name, (name for name in names if name.startswith("-")))
+    if (found := _UNKNOWN.match(error.message)) and isinstance(command, click.Group):
+        return suggestion(found[1], command.list_commands(context))
+    kind = error.param.type if isinstance(error, click.BadParameter) and error.param else None
+    found = _NO_CHOICE.match(error.message)
+    return suggestion(found[1], map(str, kind.choices)) if found and isinstance(kind, click.Choice) else ""
 
 
 def describe(error: BaseException) -> dict[str, Any]:

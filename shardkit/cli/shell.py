@@ -8,7 +8,6 @@ import click
 from click.shell_completion import get_completion_class
 
 from shardkit._version import __version__
-from shardkit.core.text import escape, suggestion
 
 _PROGRAM, _VARIABLE = "shardkit", "_SHARDKIT_COMPLETE"
 
@@ -44,7 +43,7 @@ Examples:
 They count in the next shell that is opened; eval "$(shardkit completion bash)" is for this one. bash has to be 4.4 or
 newer.""",
 )
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), metavar="SHELL")
 @click.pass_context
 def completion_command(ctx: click.Context, shell: str) -> None:
     """Print a script that has a shell complete commands, options and paths."""
@@ -77,7 +76,7 @@ def help_command(ctx: click.Context, names: tuple[str, ...], man: bool) -> None:
         known = group.list_commands(at) if isinstance(group, click.Group) else []
         found = group.get_command(at, name) if isinstance(group, click.Group) and name in known else None
         if found is None:
-            at.fail(f"No such command {escape(name)!r}{suggestion(name, known)}")
+            at.fail(f"No such command {name!r}")
         at = click.Context(found, info_name=name, parent=at)
     click.echo(at.get_help())
 

@@ -97,8 +97,51 @@ def test_click_usage_errors(run, args):
     assert (content["error"], content["exit_code"]) == ("UsageError", 2)
 
 
-def test_nearest_command(run):
-    assert "no such command 'inspct'  (closest name: inspect)" in run("inspct").stderr
+@pytest.mark.parametrize(
+    ("typed", "said", "usage"),
+    [
+        ("inspct", "no such command 'inspct'  (closest name: inspect)", "[OPTIONS] COMMAND [ARGS]..."),
+        ("keys chek", "no such command 'chek'  (closest name: check)", "keys [OPTIONS] COMMAND [ARGS]..."),
+        (
+            "help presard",
+            "no such command 'presard'  (closest name: preshard)",
+            "[OPTIONS] COMMAND [ARGS]...",
+        ),
+        (
+            "preshard a --world-sizes 2",
+            "no such option '--world-sizes'  (closest name: --world-size)",
+            "preshard [OPTIONS] SOURCE [OUTPUT]",
+        ),
+        (
+            "preshard a --world-size",
+            "option '--world-size' requires an argument",
+            "preshard [OPTIONS] SOURCE [OUTPUT]",
+        ),
+        ("keys check a --base", "option '--base' requires an argument", "keys check [OPTIONS] RULES SOURCE"),
+        (
+            "preshard a --dtype bf1",
+            "invalid value for '--dtype': 'bf1' is not one of 'keep', 'bf16', 'fp16', 'fp32'  (closest name: bf16)",
+            "preshard [OPTIONS] SOURCE [OUTPUT]",
+        ),
+        (
+            "completion",
+            "missing argument 'SHELL'. Choose from: bash, zsh, fish",
+            "completion [OPTIONS] SHELL",
+        ),
+        (
+            "completion fisch",
+            "invalid value for 'SHELL': 'fisch' is not one of 'bash', 'zsh', 'fish'  (closest name: fish)",
+            "completion [OPTIONS] SHELL",
+        ),
+    ],
+)
+def test_what_click_refuses_reads_like_any_other_error(run, typed, said, usage):
+    path = " ".join(["shardkit", *usage.partition("[")[0].split()])
+    assert run(*typed.split()).stderr.splitlines() == [
+        f"error: {said}",
+        f"  usage: shardkit {usage}",
+        f"hint: `{path} --help` shows its options",
+    ]
 
 
 def test_traceback_only_on_request(fail, monkeypatch):
