@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import takewhile
 from types import FrameType
 from typing import Any
 
@@ -51,6 +52,8 @@ _SHARED = {
     "status": "parts",
 }
 """Name -> module, where one has several; it has them as `<name>_command`."""
+_FLAGS = frozenset("-q --quiet -v --verbose --json --no-progress".split())
+"""What most commands have, and some type before the command."""
 _NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 """What click 8.2 and newer raise for a group without a command: it shows the help."""
 
@@ -60,6 +63,7 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keep what was typed. Errors need it, for `--json` and for the command that resumes."""
+        args = _behind_command(args)
         ctx.obj = tuple(args)
         try:
             return super().parse_args(ctx, args)
@@ -100,6 +104,14 @@ class Commands(click.Group):
             ctx.exit(report_usage(error, ctx, ctx.obj))
         except (Exception, KeyboardInterrupt) as error:
             ctx.exit(report(error, ctx.obj))
+
+
+def _behind_command(args: list[str]) -> list[str]:
+    """Put flags of a command that stand before it behind it, as if typed there: `shardkit -q preshard MODEL`."""
+    flags = list(takewhile(_FLAGS.__contains__, args))
+    rest = args[len(flags) :]
+    num_names = 2 if rest[:1] == ["keys"] else 1
+    return [*rest[:num_names], *flags, *rest[num_names:]]
 
 
 def _give_streams() -> None:

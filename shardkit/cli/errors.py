@@ -127,7 +127,12 @@ def _say(
     out: Output, error: BaseException, content: dict[str, Any], resume: str | None, *, is_verbose: bool
 ) -> None:
     if is_verbose or os.environ.get("SHARDKIT_DEBUG") not in (None, "", "0"):
-        traceback.print_exception(error)
+        whole = traceback.TracebackException.from_exception(error)
+        lines = list(whole.format())
+        # What the error says comes below, in the words of the command line.
+        print(
+            "".join(lines[: len(lines) - len(list(whole.format_exception_only()))]), end="", file=sys.stderr
+        )
     if content["exit_code"] == _BUG:
         out.say("internal error", f"{content['message']}; {content['hint']}")
         return

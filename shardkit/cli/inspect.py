@@ -12,7 +12,6 @@ import click
 
 from shardkit.cli import options as opt
 from shardkit.cli.output import (
-    MAX_LINES,
     UNEVEN,
     Output,
     PageFile,
@@ -20,6 +19,7 @@ from shardkit.cli.output import (
     drawn,
     facts,
     limited,
+    max_lines,
     more,
     size_runs,
     table,
@@ -62,7 +62,7 @@ def command(
     page = PageFile(html_file, (path,), overwrite=overwrite)
     is_drawn = picture and not (out.is_quiet or out.as_json)
     result = inspect(path, holdings=is_drawn or html_file is not None, **options)
-    out.result(result, render, max_warnings=MAX_LINES)
+    out.result(result, render, max_warnings=max_lines())
     if is_drawn:
         out.lines(drawn(partial(_glyphs, result)))
     page.write(out, partial(_page, result))
@@ -195,8 +195,8 @@ def _file_lines(files: tuple[InspectedFile, ...]) -> list[str]:
     if len(files) <= _MAX_FILES:
         return table([(escape(file.name), format_size(file.file_bytes)) for file in files], right=(1,))
     rows = [(_span(files, numbers), size) for numbers, size in size_runs([file.file_bytes for file in files])]
-    lines = table(rows[:MAX_LINES])
-    return [*lines, f"  {more(len(rows))}"] if len(rows) > MAX_LINES else lines
+    lines = table(rows[: max_lines()])
+    return [*lines, f"  {more(len(rows))}"] if len(rows) > max_lines() else lines
 
 
 def _span(files: tuple[InspectedFile, ...], numbers: str) -> str:

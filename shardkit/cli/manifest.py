@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import MAX_LINES, Output, answer_facts, count, facts, headline, make_progress
+from shardkit.cli.output import Output, answer_facts, count, facts, headline, make_progress, max_lines
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def command(*, out: Output, path: str, output: str | None, part: str | None, **o
     result = write_manifest(
         path, output, part=share, progress=make_progress(enabled=out.shows_bars), **options
     )
-    out.result(result, render, max_warnings=MAX_LINES)
+    out.result(result, render, max_warnings=max_lines())
 
 
 def render(result: ManifestResult) -> list[str]:

@@ -107,6 +107,8 @@ def answering(function: Command) -> Command:
     def command(
         *, as_json: bool, quiet: bool, verbose: bool, no_progress: bool = True, **options: Any
     ) -> None:
+        if quiet and verbose:
+            raise click.UsageError("--quiet and --verbose exclude each other")
         if quiet and as_json:
             raise click.UsageError("--quiet prints no result, and --json is one: give one of them")
         show_whole_lists(verbose)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 import click
 
-from shardkit.core.text import MIB, escape, format_size, listed
+from shardkit.core.text import LISTS_WHOLE, MIB, escape, format_size, listed
 from shardkit.core.text import count as count
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 MAX_LINES = 20
 """Most lines of one list for people; --verbose and --json have all."""
-_WHOLE = "shardkit.whole_lists"
 
 UNEVEN = 1.01
 """The largest file over the mean, below which nobody would notice."""
@@ -39,13 +38,13 @@ _REDRAW_S = 0.1
 
 def show_whole_lists(whole: bool) -> None:
     """Have the command that runs print its lists whole, or not."""
-    click.get_current_context().meta[_WHOLE] = whole
+    before = LISTS_WHOLE.set(whole)
+    click.get_current_context().call_on_close(lambda: LISTS_WHOLE.reset(before))
 
 
 def max_lines() -> int:
     """Return the most lines of one list that the command that runs prints."""
-    context = click.get_current_context(silent=True)
-    return sys.maxsize if context is not None and context.meta.get(_WHOLE) else MAX_LINES
+    return sys.maxsize if LISTS_WHOLE.get() else MAX_LINES
 
 
 def check_facts(result: WriteResult | CommitResult) -> Iterator[tuple[str, str]]:

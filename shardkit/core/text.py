@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -15,6 +16,8 @@ from shardkit.errors import UsageError
 _MAX_SHOWN = 200
 _MAX_CANDIDATES = 20_000
 _MAX_LISTED = 3
+LISTS_WHOLE: ContextVar[bool] = ContextVar("lists_whole", default=False)
+"""Whether whoever reads wants lists whole, however long."""
 _WILD = re.compile(r"[*?[]")
 
 
@@ -63,9 +66,10 @@ def suggestion(name: str, candidates: Iterable[str]) -> str:
 
 
 def listed(names: Collection[str]) -> str:
-    """Return the first few of some names, escaped: "a, b, c, ..."."""
-    shown = [escape(name) for _, name in zip(range(_MAX_LISTED), names, strict=False)]
-    return ", ".join([*shown, "..."] if len(names) > _MAX_LISTED else shown)
+    """Return the first few of some names, escaped: "a, b, c, ..."; all where `LISTS_WHOLE` says so."""
+    most = len(names) if LISTS_WHOLE.get() else _MAX_LISTED
+    shown = [escape(name) for _, name in zip(range(most), names, strict=False)]
+    return ", ".join([*shown, "..."] if len(names) > most else shown)
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:

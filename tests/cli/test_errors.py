@@ -150,6 +150,43 @@ def test_traceback_only_on_request(fail, monkeypatch):
     assert "Traceback" in fail(ValueError("x")).stderr
 
 
+def test_an_error_is_said_once_below_its_traceback(fail):
+    cause = OSError(5, "of the disk")
+    error = errors.SourceError("it is damaged", problems=["a: short"], hint="download it again")
+    error.__cause__ = cause
+    lines = fail(error, "-v").stderr.splitlines()
+    assert lines[-3:] == ["error: it is damaged", "  a: short", "hint: download it again"]
+    assert sum("it is damaged" in line for line in lines) == 1
+    assert sum("of the disk" in line for line in lines) == 1
+    assert "Traceback (most recent call last):" in lines
+
+
+@pytest.mark.parametrize("flag", ["-q", "--quiet", "-v", "--verbose", "--json"])
+def test_a_flag_before_the_command_is_one_of_the_command(flag, run, tiny):
+    for words in (["inspect", "tiny"], ["keys", "show", "tiny"]):
+        before, behind = run(flag, *words), run(*words, flag)
+        assert before.exit_code == behind.exit_code == 0
+        assert before.stdout == behind.stdout
+
+
+def test_quiet_and_verbose_exclude_each_other(run, tiny):
+    result = run("inspect", "tiny", "-q", "-v")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --quiet and --verbose exclude each other\n")
+
+
+def test_verbose_lists_whole(run, tiny):
+    names = [f"tokenizer_{n}.json" for n in range(5)]
+    for name in names:
+        (tiny / name).write_text("{}")
+    args = ("preshard", "tiny", "--world-size", "2", "--wrap", "none", "-n")
+    assert "..." in run(*args).stdout
+    whole = run(*args, "-v").stdout
+    assert ", ".join(names) in whole
+    assert "..." not in whole
+    assert "..." in run(*args).stdout
+
+
 def test_interrupted_run_prints_the_resume_command(fail, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/nowhere/bin/shardkit"])
     error = errors.Interrupted("interrupted: x was not made", signum=2, hint="run it again")
