@@ -45,7 +45,7 @@ Examples:
   shardkit keys check rules.toml last.ckpt
   shardkit keys check torchtitan-llama3 last.ckpt --base meta-llama/Llama-3.1-8B""",
 )
-@click.argument("rules", type=opt.PATH)
+@click.argument("rules", type=opt.PATH, shell_complete=opt.rule_sets())
 @click.argument("source", type=opt.PATH)
 @base
 @opt.follow_links

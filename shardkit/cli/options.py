@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import wraps
@@ -16,6 +16,8 @@ from shardkit.cli.output import Output, make_progress, show_whole_lists
 from shardkit.core.dtypes import short_dtype
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from shardkit.operations.parts.part import Part
 
     _Choice = click.Choice[str]
@@ -28,6 +30,8 @@ PATH = click.Path(readable=False)
 _R = TypeVar("_R")
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
+Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
+"""Returns what a value may be, of which a person has typed a part."""
 
 
 def group(*options: Option) -> Option:
@@ -53,8 +57,36 @@ def on_or_off(name: str, *, help: str) -> Option:
     )
 
 
+def completing(words: Callable[[], Iterable[str]], *, and_files: str = "") -> Complete:
+    """Return what completes a value: one of some words, which are looked up when a shell asks.
+
+    Args:
+        words: returns them.
+        and_files: how the names of files end that may be given too; empty for none.
+    """
+
+    def complete(_context: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
+        from glob import escape, glob
+
+        from click.shell_completion import CompletionItem
+
+        found = [*words(), *(glob(f"{escape(typed)}*{and_files}") if and_files else ())]
+        items = [CompletionItem(word) for word in found if word.startswith(typed)]
+        # Where nothing fits, the shell completes folders by itself, in which such files may lie.
+        return items or ([CompletionItem(typed, type="file")] if and_files else [])
+
+    return complete
+
+
 class _DType(_Choice):
     """A choice of dtypes, which may also be written as torch has them: bfloat16, torch.bfloat16."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Complete the short names, or where none fits, the long ones."""
+        short = super().shell_complete(ctx, param, incomplete)
+        return short or completing(lambda: ("bfloat16", "float16", "float32"))(ctx, param, incomplete)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return super().convert(short_dtype(value), param, ctx)
@@ -274,14 +306,27 @@ def given(name: str) -> bool:
     return source is not click.core.ParameterSource.DEFAULT
 
 
+def rule_sets(*words: str) -> Complete:
+    """Return what completes key rules: these words, the names of shipped sets and TOML files."""
+
+    def shipped() -> Iterable[str]:
+        from shardkit.keys.rules import shipped
+
+        return [*words, *(rules.name for rules in shipped())]
+
+    return completing(shipped, and_files=".toml")
+
+
 def keys(default: str, meaning: str) -> Option:
     """Return `--keys`; `meaning` says what the default stands for."""
     none = "" if default == "none" else "none, "
+    words = [default] if default == "none" else [default, "none"]
     return click.option(
         "--keys",
         default=default,
         show_default=True,
         metavar="RULES",
+        shell_complete=rule_sets(*words),
         help=f"Key rules: a TOML file, the name of a shipped set, {none}or {default}: {meaning}.",
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult
     from shardkit.operations.preshard.factors import OsftResult
     from shardkit.pictures.page import Page
+
+
+def _profiles() -> Iterable[str]:
+    from shardkit.operations.preshard.profiles import PROFILES
+
+    return PROFILES
 
 
 @click.command(
@@ -85,6 +91,7 @@ Examples:
     default="plain",
     show_default=True,
     metavar="TRAINER",
+    shell_complete=opt.completing(_profiles),
     help="The trainer that is to start from it: plain, torchtitan, accelerate, lightning, lightning-mp, transformers, verl.",
 )
 @click.option(

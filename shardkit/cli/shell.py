@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import get_completion_class
 
 from shardkit._version import __version__
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 _PROGRAM, _VARIABLE = "shardkit", "_SHARDKIT_COMPLETE"
 
@@ -54,6 +58,29 @@ def completion_command(ctx: click.Context, shell: str) -> None:
     click.echo(script.source_template % script.source_vars())
 
 
+def _commands(context: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Complete the name of a command, behind those that were typed."""
+    at = _typed(context.find_root(), context.params.get("names") or ())
+    return at.command.shell_complete(at, typed) if isinstance(at.command, click.Group) else []
+
+
+def _typed(root: click.Context, names: Sequence[str]) -> click.Context:
+    """Return the context of a command that was named.
+
+    Raises:
+        click.UsageError: there is none of that name.
+    """
+    at = root
+    for name in names:
+        group = at.command
+        known = group.list_commands(at) if isinstance(group, click.Group) else []
+        found = group.get_command(at, name) if isinstance(group, click.Group) and name in known else None
+        if found is None:
+            at.fail(f"No such command {name!r}")
+        at = click.Context(found, info_name=name, parent=at)
+    return at
+
+
 @click.command(
     name="help",
     epilog="""\b
@@ -62,43 +89,38 @@ Examples:
   shardkit help keys check
   shardkit help --man > shardkit.1""",
 )
-@click.argument("names", nargs=-1, metavar="[COMMAND]...")
+@click.argument("names", nargs=-1, metavar="[COMMAND]...", shell_complete=_commands)
 @click.option("--man", is_flag=True, help="Print all of it as a manual page, for man.")
 @click.pass_context
 def help_command(ctx: click.Context, names: tuple[str, ...], man: bool) -> None:
     """Show what a command does and its options: as COMMAND --help."""
-    at = ctx.find_root()
+    root = ctx.find_root()
     if man:
-        click.echo(manual(click.Context(at.command, info_name=_PROGRAM, **at.command.context_settings)))
-        return
-    for name in names:
-        group = at.command
-        known = group.list_commands(at) if isinstance(group, click.Group) else []
-        found = group.get_command(at, name) if isinstance(group, click.Group) and name in known else None
-        if found is None:
-            at.fail(f"No such command {name!r}")
-        at = click.Context(found, info_name=name, parent=at)
-    click.echo(at.get_help())
+        root = click.Context(root.command, info_name=_PROGRAM, **root.command.context_settings)
+    at = _typed(root, names)
+    click.echo(manual(at) if man else at.get_help())
 
 
-def manual(root: click.Context) -> str:
-    """Return the manual page of all commands, for `man`.
+def manual(at: click.Context) -> str:
+    """Return the manual page of a command, or of a group and all commands in it, for `man`.
 
     Args:
-        root: the context of `shardkit` itself.
+        at: the command's context; its parents are those of the groups around it.
     """
-    group = root.command
-    assert isinstance(group, click.Group)
-    said = (group.help or "").rstrip(".")
+    command, is_all = at.command, at.parent is None
+    said = (command.help or "").split("\n\n")[0].replace("\n", " ").rstrip(".")
     lines = [
-        f'.TH SHARDKIT 1 "" "shardkit {__version__}" "User Commands"',
+        f'.TH {at.command_path.replace(" ", "-").upper()} 1 "" "shardkit {__version__}" "User Commands"',
         ".SH NAME",
-        f"shardkit \\- {_text(said[:1].lower() + said[1:])}",
-        ".SH SYNOPSIS",
-        ".B shardkit",
-        _text("COMMAND [OPTIONS] [ARGUMENTS]"),
-        ".SH COMMANDS",
-        *(line for context in _contexts(group, root) for line in _command(context)),
+        f"{_text(at.command_path.replace(' ', '-'))} \\- {_text(said[:1].lower() + said[1:])}",
+    ]
+    if is_all:
+        lines += [".SH SYNOPSIS", ".B shardkit", _text("COMMAND [OPTIONS] [ARGUMENTS]"), ".SH COMMANDS"]
+    else:
+        lines += [".SH DESCRIPTION", *_command(at)]
+    if isinstance(command, click.Group):
+        lines += [line for context in _contexts(command, at) for line in _command(context)]
+    lines += [
         ".SH EXIT STATUS",
         *_terms(STATUS),
         ".SH ENVIRONMENT",

@@ -29,6 +29,7 @@ def shell(tmp_path, run):
         found = shutil.which(name)
         if found is None:
             pytest.skip(f"there is no {name}")
+        (tmp_path / "torchtune.toml").touch()
         (tmp_path / "script").write_text(run("completion", name).stdout)
         env = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
         done = subprocess.run(
@@ -47,6 +48,16 @@ def shell(tmp_path, run):
         (["shardkit", "preshard", "--dtype", "f"], ["fp16", "fp32"]),
         (["shardkit", "completion", ""], ["bash", "zsh", "fish"]),
         (["shardkit", "keys", "ch"], ["check"]),
+        (["shardkit", "help", "con"], ["consolidate"]),
+        (["shardkit", "help", "keys", "ch"], ["check"]),
+        (["shardkit", "preshard", "--profile", "light"], ["lightning", "lightning-mp"]),
+        (["shardkit", "preshard", "--dtype", "bfl"], ["bfloat16"]),
+        (["shardkit", "consolidate", "--keys", "a"], ["auto"]),
+        (
+            ["shardkit", "consolidate", "--keys", "torchtune"],
+            ["torchtune-llama", "torchtune-qwen2", "torchtune.toml"],
+        ),
+        (["shardkit", "keys", "check", "megatron-q"], ["megatron-qwen-moe"]),
     ],
 )
 def test_bash(shell, typed: list[str], words: list[str]) -> None:

@@ -48,6 +48,20 @@ def test_the_manual_has_every_command_and_option_and_troff_takes_it(run) -> None
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("names", "has", "lacks"), [(["preshard"], [], "reshard"), (["keys"], ["check", "show"], "preshard ")]
+)
+def test_the_manual_of_one_command(run, names: list[str], has: list[str], lacks: str) -> None:
+    page = run("help", *names, "--man").stdout
+    path = "-".join(["shardkit", *names])
+    assert page.startswith(f'.TH {path.upper()} 1 "')
+    assert f"\n{path} \\- ".replace("-", "\\-", 1) in page
+    said = [line.removeprefix(".SS shardkit ") for line in page.splitlines() if line.startswith(".SS")]
+    assert said == [" ".join([*names, *more]) for more in ([], *([name] for name in has))]
+    assert f".SS shardkit {lacks}" not in page
+    assert ".SH ENVIRONMENT" in page
+
+
 def test_variables_stand_beside_their_options(run, monkeypatch) -> None:
     for variable in ("SHARDKIT_JOBS", "SHARDKIT_MAX_MEMORY", "SHARDKIT_NO_PROGRESS"):
         assert f"[env var: {variable}" in " ".join(run("preshard", "--help").stdout.split())
