@@ -144,7 +144,16 @@ if not TYPE_CHECKING:  # else every name would exist, and be Any
         """Import a public name when it is first used."""
         if name not in _HOME_OF:
             raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
-        return getattr(import_module(_HOME_OF[name]), name)
+        value = getattr(import_module(_HOME_OF[name]), name)
+        import_module("shardkit.core.result").lines_of = _lines_of
+        return value
+
+
+def _lines_of(result: object) -> list[str] | None:
+    """Return the lines that the command line prints of a result."""
+    from shardkit.cli import lines_of  # here: few results are looked at in a notebook
+
+    return lines_of(result)
 
 
 def __dir__() -> list[str]:

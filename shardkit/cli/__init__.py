@@ -23,6 +23,7 @@ import click
 
 from shardkit._version import __version__
 from shardkit.cli.errors import report, report_usage
+from shardkit.cli.output import REST
 from shardkit.errors import Terminated
 
 _COMMANDS = {
@@ -52,10 +53,35 @@ _SHARED = {
     "status": "parts",
 }
 """Name -> module, where one has several; it has them as `<name>_command`."""
+_LINES = {
+    "CacheResult": "removing.cache_lines",
+    "CommitResult": "parts.commit_lines",
+    "ConsolidateResult": "consolidate.render",
+    "DiffResult": "diff.render",
+    "Environment": "env.render",
+    "GcResult": "removing.gc_lines",
+    "InspectResult": "inspect.render",
+    "KeysResult": "keys.render",
+    "ManifestResult": "manifest.render",
+    "PreshardResult": "preshard.render",
+    "ReshardResult": "reshard.render",
+    "StatusResult": "parts.status_lines",
+    "VerifyResult": "verify.render",
+}
+"""Class of a result -> what makes lines of it, below `shardkit.cli`."""
 _FLAGS = frozenset("-q --quiet -v --verbose --json --no-progress".split())
 """What most commands have, and some type before the command."""
 _NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 """What click 8.2 and newer raise for a group without a command: it shows the help."""
+
+
+def lines_of(result: object) -> list[str] | None:
+    """Return a result as lines for people who call the library, as in a notebook; None if no command prints its like."""
+    module, _, function = _LINES.get(type(result).__name__, "").partition(".")
+    if not module:
+        return None
+    lines: list[str] = getattr(import_module(f"shardkit.cli.{module}"), function)(result)
+    return [line.replace(REST, "to_json()") for line in lines]
 
 
 class Commands(click.Group):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, count, facts, max_lines
+from shardkit.cli.output import REST, Output, count, facts, max_lines
 from shardkit.core.text import escape
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def render(result: KeysResult) -> list[str]:
     most = 4 * max_lines()
     lines += [f"  {name} {shape} = {how}" for name, shape, how, _ in rows[:most]]
     if len(rows) > most:
-        lines.append(f"  and {len(rows) - most} more kinds; -v or --json has all")
+        lines.append(f"  and {len(rows) - most} more kinds, see {REST}")
     lines += [f"  {problem}" for problem in result.problems]
     return lines
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 MAX_LINES = 20
 """Most lines of one list for people; --verbose and --json have all."""
 
+REST = "-v or --json"
+"""What has the lines that a list lacks."""
+
 UNEVEN = 1.01
 """The largest file over the mean, below which nobody would notice."""
 
@@ -299,7 +302,7 @@ def limited(label: str, items: Sequence[str]) -> list[tuple[str, str]]:
 
 def more(num_items: int) -> str:
     """Return the line that stands for the items after the first MAX_LINES."""
-    return f"... {num_items - MAX_LINES} more, see -v or --json"
+    return f"... {num_items - MAX_LINES} more, see {REST}"
 
 
 def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:

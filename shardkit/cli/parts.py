@@ -42,11 +42,11 @@ def commit_command(*, out: Output, output: str, wait: float, overwrite: bool) ->
 
     progress = make_progress(enabled=out.shows_bars)
     out.result(
-        commit(output, wait=wait, overwrite=overwrite, progress=progress, on_warning=out.warn), _render_commit
+        commit(output, wait=wait, overwrite=overwrite, progress=progress, on_warning=out.warn), commit_lines
     )
 
 
-def _render_commit(result: CommitResult) -> list[str]:
+def commit_lines(result: CommitResult) -> list[str]:
     """Return a result as lines for people."""
     if result.by_another:
         return [f"{escape(result.output)} is there"]
@@ -75,10 +75,10 @@ def status_command(*, out: Output, output: str, abort: bool) -> None:
     """Show how far the parts of a job are that write OUTPUT, and who is missing; in s3://, what is not committed."""
     from shardkit.operations.commit import status
 
-    out.result(status(output, abort=abort), _render_status)
+    out.result(status(output, abort=abort), status_lines)
 
 
-def _render_status(result: StatusResult) -> list[str]:
+def status_lines(result: StatusResult) -> list[str]:
     """Return a result as lines for people."""
     is_there = f"{escape(result.output)} {'is' if result.is_there else 'is not'} there"
     plans = [] if result.aborted else [line for plan in result.plans for line in facts(_plan_facts(plan))]
