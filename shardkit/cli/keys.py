@@ -9,7 +9,7 @@ import click
 
 from shardkit.cli import options as opt
 from shardkit.cli.output import REST, Output, count, facts, max_lines
-from shardkit.core.text import escape
+from shardkit.core.text import escape, listed
 
 if TYPE_CHECKING:
     from shardkit.operations.keys import KeysResult
@@ -116,5 +116,5 @@ def _facts(result: KeysResult) -> Iterator[tuple[str, str]]:
     if result.dropped:
         yield (
             "left out",
-            f"{count(len(result.dropped), 'tensor')}: {', '.join(map(escape, result.dropped[:3]))}",
+            f"{count(len(result.dropped), 'tensor')}: {listed(result.dropped)}",
         )

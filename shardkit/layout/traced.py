@@ -176,7 +176,11 @@ class ModelNames(NamedTuple):
 
 
 def ask_names(
-    directory: str, names: Mapping[str, Shape], *, timeout_s: float = DEFAULT_TIMEOUT_S
+    directory: str,
+    names: Mapping[str, Shape],
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_start: Callable[[], None] = lambda: None,
 ) -> ModelNames:
     """Ask the class of a model, as the installed transformers has it, about the names in its files.
 
@@ -184,6 +188,7 @@ def ask_names(
         directory: holds config.json. Code in it does not run.
         names: shapes of the tensors in the files, by name.
         timeout_s: seconds for the child.
+        on_start: called where no kept answer serves, before seconds of a child.
 
     Raises:
         LayoutError: there is no such class, or the model fails to build.
@@ -191,7 +196,7 @@ def ask_names(
         ResourceError: the child was killed or took too long.
     """
     request = _request(directory, names, False) | {"axes": None}
-    return _ask(request, timeout_s, _read_names)
+    return _ask(request, timeout_s, _read_names, on_start)
 
 
 def _read_names(answer: Mapping[str, Any]) -> ModelNames:
@@ -231,7 +236,11 @@ class HubForm(NamedTuple):
 
 
 def ask_hub_form(
-    directory: str, names: Mapping[str, Shape], *, timeout_s: float = DEFAULT_TIMEOUT_S
+    directory: str,
+    names: Mapping[str, Shape],
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_start: Callable[[], None] = lambda: None,
 ) -> HubForm:
     """Ask the class of a model, as the installed transformers has it, for the Hub's form of its tensors.
 
@@ -239,13 +248,14 @@ def ask_hub_form(
         directory: holds config.json. Code in it does not run.
         names: shapes of the tensors by name in memory.
         timeout_s: seconds for the child.
+        on_start: called where no kept answer serves, before seconds of a child.
 
     Raises:
         LayoutError: there is no such class, or the model fails to build.
         ResourceError: the child was killed or took too long.
     """
     request = _request(directory, names, False) | {"asks": "hub form"}
-    return _ask(request, timeout_s, _read_hub_form)
+    return _ask(request, timeout_s, _read_hub_form, on_start)
 
 
 def _read_hub_form(said: Mapping[str, Any]) -> HubForm:
@@ -584,6 +594,11 @@ def _parse(answer: Mapping[str, Any]) -> Answer:
         missing=tuple(answer["missing"]),
         misfits=tuple((name, why) for name, why in answer["misfits"]),
     )
+
+
+def asking(config: Mapping[str, Any] | None) -> str:
+    """Return what is said while a class is asked."""
+    return f"asking {class_name(config)} ..."
 
 
 def class_name(config: Mapping[str, Any] | None) -> str:

@@ -80,19 +80,22 @@ def said(answer: Mapping[str, Any]) -> int:
 def test_the_second_time_no_child_is_asked(model_dir: ModelDir, children: list[bytes]) -> None:
     directory, started = model_dir("qwen3", num_hidden_layers=1), list[bool]()
 
+    def on_start() -> None:
+        started.append(True)
+
     def ask() -> list[object]:
         return [
-            trace_model(directory, MESH, "auto", on_start=lambda: started.append(True)),
+            trace_model(directory, MESH, "auto", on_start=on_start),
             trace_model(directory, MESH, "Qwen3DecoderLayer", names=NAMES, dtype=CASTS["bf16"]),
-            ask_names(directory, NAMES),
-            ask_hub_form(directory, NAMES),
+            ask_names(directory, NAMES, on_start=on_start),
+            ask_hub_form(directory, NAMES, on_start=on_start),
         ]
 
     first = ask()
     assert len(children) == 4
     assert ask() == first
     assert len(children) == 4
-    assert started == [True]
+    assert started == [True] * 3
 
 
 def test_a_model_elsewhere_is_the_same_model(

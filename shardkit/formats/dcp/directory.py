@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from shardkit.core.catalog import MIN_COLUMNS, MIN_TOTAL, Catalog, SourceFile, TensorEntry, subset
 from shardkit.core.regions import Shape, find_tiling_error
-from shardkit.core.text import count, escape
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.home import MAX_METADATA, home_of, path_in
@@ -316,17 +316,17 @@ def _orphan_notes(metadata: DcpMetadata) -> Iterator[str]:
     if metadata.orphans:
         yield (
             f"{metadata.where} places bytes of {len(metadata.orphans)} names that it does not describe: "
-            + _some(metadata.orphans)
+            + listed(metadata.orphans)
         )
 
 
 def _stale_notes(directory: str, metadata: DcpMetadata) -> Iterator[str]:
     ranks = rank_files(_listing(directory))
     if metadata.where == METADATA and ranks:
-        yield f"{len(ranks)} rank-local metadata files of another save were left alone: {_some(list(ranks.values()))}"
+        yield f"{len(ranks)} rank-local metadata files of another save were left alone: {listed(list(ranks.values()))}"
     stale = unused_shards(directory, metadata.files)
     if stale:
-        yield f"{len(stale)} {_SUFFIX} files do not belong to this checkpoint and were left alone: {_some(stale)}"
+        yield f"{len(stale)} {_SUFFIX} files do not belong to this checkpoint and were left alone: {listed(stale)}"
 
 
 def unused_shards(directory: str, names: Collection[str]) -> list[str]:
@@ -341,11 +341,6 @@ def unused_shards(directory: str, names: Collection[str]) -> list[str]:
         os.path.join(folder, name) for folder in folders for name in listing(os.path.join(directory, folder))
     )
     return sorted(name for name in set(found).difference(names) if name.endswith(_SUFFIX))
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(escape(name) for name in names[:_SHOWN_NAMES])
-    return f"{shown}, ..." if len(names) > _SHOWN_NAMES else shown
 
 
 def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:

@@ -328,7 +328,8 @@ def _consolidate(
     given = request.base
     base = find_base(opened) if given is None else open_base(given, revision=request.base_revision)
     base = None if base is None else folded_base(plain_base(base))
-    job = _decide(merge_osf(opened, base), base, options, writer.writing, opens_all=request.opens_all)
+    merged = merge_osf(opened, base)
+    job = _decide(merged, base, options, writer.writing, opens_all=request.opens_all, on_step=on_step)
     if is_remote(path):
         job = job.marked(writer.hash_in_store(job)[:8])
         writer.check_beside({asset.name: asset.read for asset in job.assets if not is_weights(asset.name)})
@@ -383,7 +384,13 @@ def _shard_limit(max_shard_size: str | int, single_file: bool) -> int | None:
 
 
 def _decide(
-    checkpoint: Checkpoint, base: Base | None, options: JobOptions, writing: Writing, *, opens_all: bool
+    checkpoint: Checkpoint,
+    base: Base | None,
+    options: JobOptions,
+    writing: Writing,
+    *,
+    opens_all: bool,
+    on_step: OnStep,
 ) -> ConsolidateJob:
     """Build the job. Of several processes each opens the records that it reads; errors as `build_job`.
 
@@ -392,8 +399,9 @@ def _decide(
     """
     dcp, share = checkpoint.dcp, writing.share
     if share is None or dcp is None or checkpoint.select != dcp.select:
-        return build_job(checkpoint, base, options)
-    job = build_job(checkpoint, base, options, select=partial(dcp.foresee, opens_all=opens_all))
+        return build_job(checkpoint, base, options, on_step=on_step)
+    foresee = partial(dcp.foresee, opens_all=opens_all)
+    job = build_job(checkpoint, base, options, select=foresee, on_step=on_step)
     job.open_records(_images_of(job, share), as_read=not writing.dry_run)
     return job
 

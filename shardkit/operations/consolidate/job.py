@@ -8,7 +8,7 @@ Building a job reads descriptions, and of tied tensors the bytes; it writes noth
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from types import MappingProxyType
 from shardkit.core.catalog import Catalog, renumber, subset
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
+from shardkit.core.threads import OnStep, silent
 from shardkit.errors import LayoutError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest
 from shardkit.formats.contract import Checkpoint
@@ -39,7 +40,15 @@ from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
 from shardkit.keys.rules import Binding, RuleSet, bind_names, choose_shipped, foreign_type
 from shardkit.keys.select import Naming, Selection, select_model
 from shardkit.keys.ties import may_be_untied, ties_embeddings
-from shardkit.layout.traced import Answer, HubForm, ModelNames, ask_hub_form, ask_names, may_differ_in_memory
+from shardkit.layout.traced import (
+    Answer,
+    HubForm,
+    ModelNames,
+    ask_hub_form,
+    ask_names,
+    asking,
+    may_differ_in_memory,
+)
 from shardkit.operations.apart import take_apart
 from shardkit.operations.casts import (
     BASE,
@@ -203,7 +212,12 @@ class ConsolidateJob:
 
 
 def build_job(
-    checkpoint: Checkpoint, base: Base | None, options: JobOptions, *, select: Select | None = None
+    checkpoint: Checkpoint,
+    base: Base | None,
+    options: JobOptions,
+    *,
+    select: Select | None = None,
+    on_step: OnStep = silent,
 ) -> ConsolidateJob:
     """Decide what a checkpoint becomes.
 
@@ -212,6 +226,7 @@ def build_job(
         base: given or found, or None.
         options: what is asked for.
         select: in place of the checkpoint's own; may leave records closed until the job's `open_records`.
+        on_step: told that the model's class is asked, before the seconds that this takes.
 
     Raises:
         Unforeseen: of a catalog from `select`.
@@ -221,12 +236,12 @@ def build_job(
         LayoutError: names or shapes differ from those of the given base.
     """
     _check_options(checkpoint, base, options)
-    named = _name(checkpoint, base, options, select)
+    named = _name(checkpoint, base, options, select, on_step)
     chosen, selection, fit = named.chosen, named.selection, named.fit
     tensors, dtypes = _tensors(named, checkpoint, base, options)
     written = take_factors(tensors, chosen.catalog, checkpoint.folded, keep=options.keep_factors)
     if chosen.are_closed and written.catalog.records is None:  # tensors are made of others
-        return build_job(checkpoint, base, options)
+        return build_job(checkpoint, base, options, on_step=on_step)
     output = _images(written.tensors, base, options, chosen.kind)
     assets, changed = _assets(chosen, base, named.ties, written.tensors)
     modules, untaken = trained_modules(
@@ -306,19 +321,22 @@ class _Named:
         yield from self.chosen.warnings
 
 
-def _name(checkpoint: Checkpoint, base: Base | None, options: JobOptions, select: Select | None) -> _Named:
+def _name(
+    checkpoint: Checkpoint, base: Base | None, options: JobOptions, select: Select | None, on_step: OnStep
+) -> _Named:
     """Choose the tensors, name them, and compare them with the base's; errors as for `build_job`."""
+    ask = partial(_ask_class, on_step=on_step)
     sieve = make_sieve(
         checkpoint,
         base,
         Naming() if options.merge_lora else options.naming,
         options.keys,
         select=partial(_select, checkpoint, base),
-        ask=_ask_class,
+        ask=ask,
     )
     selection, chosen = _choose(checkpoint, base, options, sieve, select)
-    chosen, answer, by_class = _name_as_saved(chosen, selection, checkpoint, base, options)
-    chosen, ties, fit, renamed = _fit(chosen, selection, base, options, sieve)
+    chosen, answer, by_class = _name_as_saved(chosen, selection, checkpoint, base, options, on_step)
+    chosen, ties, fit, renamed = _fit(chosen, selection, base, options, sieve, ask)
     selection = sieve.tell(selection, chosen)
     selection = replace(selection, renamed=(*selection.renamed, *by_class, *renamed))
     chosen = replace(chosen, names=_in_order(chosen.names, base_shapes(base)) or chosen.names)
@@ -524,7 +542,12 @@ def _take_apart(chosen: Chosen, live: Mapping[str, str], derived: Mapping[str, E
 
 
 def _name_as_saved(
-    chosen: Chosen, selection: Selection, checkpoint: Checkpoint, base: Base | None, options: JobOptions
+    chosen: Chosen,
+    selection: Selection,
+    checkpoint: Checkpoint,
+    base: Base | None,
+    options: JobOptions,
+    on_step: OnStep,
 ) -> tuple[Chosen, Answer | None, tuple[KeyRule, ...]]:
     """Where no base's weights and no manifest tell the Hub's names, take those that `save_pretrained` would give.
 
@@ -549,7 +572,8 @@ def _name_as_saved(
     tensors = chosen.catalog.tensors
     sources = {selection.live.get(source, name): source for source, name in chosen.names.items()}
     try:
-        form = ask_hub_form(base.directory, {name: tensors[source].shape for name, source in sources.items()})
+        shapes = {name: tensors[source].shape for name, source in sources.items()}
+        form = ask_hub_form(base.directory, shapes, on_start=lambda: on_step(asking(config)))
     except ShardkitError:  # without the class the names stay as they are
         return chosen, None, ()
     if form.made is None:
@@ -595,7 +619,12 @@ def _refuse_objects(objects: Sequence[str], selection: Selection) -> None:
 
 
 def _fit(
-    chosen: Chosen, selection: Selection, base: Base | None, options: JobOptions, sieve: Sieve
+    chosen: Chosen,
+    selection: Selection,
+    base: Base | None,
+    options: JobOptions,
+    sieve: Sieve,
+    ask: Callable[[Base], ModelNames | None],
 ) -> tuple[Chosen, Ties, Fit, tuple[KeyRule, ...]]:
     """Decide on ties, and compare names and shapes with the base's. Where they differ, its class may know why.
 
@@ -633,7 +662,7 @@ def _fit(
         chosen = sieve.sift(chosen, selection)
         ties, shapes, groups = decide(chosen, None)
         if base is not None and _may_ask(shapes, base, groups):
-            asked = _ask_class(base)
+            asked = ask(base)
     if base is not None and base_tensors is not None and asked is not None:
         if not options.naming.changes_names:
             chosen = _take_apart(chosen, selection.live, asked.converted)
@@ -828,12 +857,12 @@ def _name_by_class(
     return HubNames(names=ordered, rules=rules, is_whole=False)
 
 
-def _ask_class(base: Base) -> ModelNames | None:
+def _ask_class(base: Base, on_step: OnStep) -> ModelNames | None:
     """Ask the class that a base's config names, in a process of its own; None if it cannot be asked."""
     shapes = base_shapes(base)
     if shapes is None or not (base.config or {}).get("architectures"):
         return None
     try:
-        return ask_names(base.directory, shapes)
+        return ask_names(base.directory, shapes, on_start=lambda: on_step(asking(base.config)))
     except ShardkitError:
         return None

@@ -22,7 +22,7 @@ from shardkit.formats.hub.assets import CONFIG, is_weights
 from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file, select_weights
 from shardkit.formats.recorded import SourceManifests
-from shardkit.layout.traced import Answer, Question, class_name
+from shardkit.layout.traced import Answer, Question, asking
 from shardkit.operations.companions import BesideFile, copy_file
 from shardkit.operations.consolidate.assets import Asset, TrainedModule
 from shardkit.operations.consolidate.job import ConsolidateJob
@@ -303,7 +303,7 @@ class ClassCheck:
         self, job: ConsolidateJob, *, is_on: bool, warn: Callable[[Iterable[str]], None], on_step: OnStep
     ) -> None:
         self._job, self._is_on, self._warn, self._on_step = job, is_on, warn, on_step
-        self._name = ""
+        self._step = ""
         self._question: Question | None = None
         self._is_settled = not _may_ask(job)
 
@@ -312,7 +312,7 @@ class ClassCheck:
             config = next(asset.read() for asset in self._job.assets if asset.name == CONFIG)
             shapes = {tensor.fqn: tensor.shape for tensor in self._job.tensors}
             content = json.loads(config)
-            self._name, self._question = class_name(content), Question(content, shapes)
+            self._step, self._question = asking(content), Question(content, shapes)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -324,7 +324,7 @@ class ClassCheck:
         if not self._is_settled:
             self._is_settled = True
             if self._question is not None and self._question.is_open:
-                self._on_step(f"asking {self._name} ...")
+                self._on_step(self._step)
             answer = self._question.answer() if self._question else self._job.answer
             answer = answer or Answer(failure=_SWITCHED_OFF)
             told = self._job.unloadable

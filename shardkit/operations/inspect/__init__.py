@@ -17,7 +17,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Shape
 from shardkit.core.result import Result
-from shardkit.core.text import escape, fold
+from shardkit.core.text import escape, fold, listed
 from shardkit.errors import LayoutError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of, path_in
@@ -34,7 +34,6 @@ from shardkit.operations.resolve import stands_for
 from shardkit.osft.plan import stored_targets
 
 _SHARD_SUFFIX = ".distcp"
-_SHOWN_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,17 +368,16 @@ def _units(units: Iterable[manifest.Unit]) -> tuple[InspectedUnits, ...]:
 def _differences(directory: str, said: manifest.Presharded) -> Iterator[str]:
     """Yield what differs between the directory and the manifest: names and sizes, no digests."""
     described = [each for file in said.files for each in (file, file.chunks)]
-    listed = {file.name: file.size for file in (*([said.metadata] if said.metadata else ()), *described)}
-    for name, size in listed.items():
+    known = {file.name: file.size for file in (*([said.metadata] if said.metadata else ()), *described)}
+    for name, size in known.items():
         held = _file_size(path_in(directory, name))
         if held is None:
             yield f"{escape(name)}: the manifest lists it, and there is no such file"
         elif held != size:
             yield f"{escape(name)}: {size} bytes in the manifest, {held} on disk"
-    stale = sorted(n for n in storage.listdir(directory) if n.endswith(_SHARD_SUFFIX) and n not in listed)
+    stale = sorted(n for n in storage.listdir(directory) if n.endswith(_SHARD_SUFFIX) and n not in known)
     if stale:
-        shown = ", ".join(map(escape, stale[:_SHOWN_NAMES])) + (", ..." if len(stale) > _SHOWN_NAMES else "")
-        yield f"{len(stale)} {_SHARD_SUFFIX} files are not of this checkpoint: {shown}"
+        yield f"{len(stale)} {_SHARD_SUFFIX} files are not of this checkpoint: {listed(stale)}"
 
 
 def _file_size(path: str) -> int | None:
