@@ -90,7 +90,7 @@ Examples:
   shardkit help --man > shardkit.1""",
 )
 @click.argument("names", nargs=-1, metavar="[COMMAND]...", shell_complete=_commands)
-@click.option("--man", is_flag=True, help="Print all of it as a manual page, for man.")
+@click.option("--man", is_flag=True, help="Print it as a manual page, for man.")
 @click.pass_context
 def help_command(ctx: click.Context, names: tuple[str, ...], man: bool) -> None:
     """Show what a command does and its options: as COMMAND --help."""
