@@ -16,7 +16,7 @@ from shardkit.core.text import count, escape, listed, parse_size
 from shardkit.errors import SourceError
 from shardkit.files import storage, stores
 from shardkit.files.remote import ranges
-from shardkit.files.strict_json import FOLLOW, FOLLOWS_LINKS, read_small
+from shardkit.files.strict_json import FOLLOW_OR_COPY, FOLLOWS_LINKS, read_small
 
 _MAX_LEVELS = 3  # of directories below one commit in the Hub's cache, for checkpoints that were uploaded
 
@@ -74,7 +74,7 @@ def locate(directory: str, name: str, trusted: bool = False) -> str:
         return path
     raise SourceError(
         f"{escape(name)}: a symbolic link that leaves its directory, to {escape(storage.realpath(path))}",
-        hint=f"copy the directory with its links resolved (cp -rL), or {FOLLOW}",
+        hint=FOLLOW_OR_COPY,
     )
 
 

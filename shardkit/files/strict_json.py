@@ -14,10 +14,11 @@ from contextvars import ContextVar
 
 from shardkit.core.catalog import FileStamp
 from shardkit.core.text import escape
-from shardkit.errors import ResourceError, SourceError
+from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import storage
 
 FOLLOW = "pass --follow-links if you trust whoever made the links"
+FOLLOW_OR_COPY = f"{FOLLOW}, or copy the directory with its links resolved (cp -rL)"
 DOWNLOAD_AGAIN = "the file is damaged or incomplete: download it again"
 # Errors of opening a file that are about the machine or the moment, not about the file.
 _OF_THE_MACHINE = (
@@ -45,6 +46,11 @@ def status_of(path: str) -> os.stat_result:
         OSError: there is none, or it may not be asked.
     """
     return (storage.stat if FOLLOWS_LINKS.get() else storage.lstat)(path)
+
+
+def is_about_links(error: ShardkitError) -> bool:
+    """True if links alone keep something from being read: it may be whole."""
+    return error.hint == FOLLOW_OR_COPY
 
 
 @contextmanager
@@ -82,7 +88,7 @@ def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple
         if not follow and getattr(error, "errno", None) == errno.ELOOP:
             raise SourceError(
                 f"{escape(name)} is a symbolic link: only regular files of the directory are read",
-                hint=f"copy the checkpoint with its links resolved (cp -rL), or {FOLLOW}",
+                hint=FOLLOW_OR_COPY,
             ) from None
         reason = getattr(error, "strerror", None) or str(error)
         refused = ResourceError if getattr(error, "errno", None) in _OF_THE_MACHINE else SourceError

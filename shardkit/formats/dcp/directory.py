@@ -26,7 +26,7 @@ from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.home import MAX_METADATA, home_of, path_in
 from shardkit.files.links import is_below, locate
-from shardkit.files.strict_json import FOLLOW, read_small, status_of
+from shardkit.files.strict_json import FOLLOW, FOLLOW_OR_COPY, read_small, status_of
 from shardkit.formats.contract import Checkpoint, Place, asset_directories, listing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import (
@@ -256,10 +256,12 @@ def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
                 owner = _owner_of_file(metadata, index)
                 problems.append(f"{escape(name)}: {problem} ({_named(owner)} there)")
         files.append(SourceFile(name=name, path=path, size=size))
+    are_links = all(FOLLOW in problem for problem in problems)
+    missing = "copy the missing files from where the checkpoint was saved; it needs all of them"
     SourceError.raise_for(
         problems,
         f"{metadata.where} points at {count(len(problems), 'file')} that cannot be read",
-        hint="copy the missing files from where the checkpoint was saved; it needs all of them",
+        hint=FOLLOW_OR_COPY if are_links else missing,
     )
     return files
 

@@ -83,8 +83,9 @@ def verify(
 
     Raises:
         UsageError: options that do not go together or are out of range.
-        SourceError: there is nothing, or no checkpoint; there is no such manifest; `against` or `hub` cannot be opened;
-            or, with `strict`, `against` has something newer. That is raised before anything is read.
+        SourceError: there is nothing, no checkpoint, or one whose links lead out of it and are not followed; there is
+            no such manifest; `against` or `hub` cannot be opened; or, with `strict`, `against` has something newer.
+            That is raised before anything is read.
         IncompleteError: `answers` without `part`, and parts are missing.
         ResourceError: a directory cannot be listed, or the Hub cannot be reached.
     """

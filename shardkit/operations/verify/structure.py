@@ -18,7 +18,7 @@ from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import Archive, FileBytes, Stretch, place_of
 from shardkit.files.home import home_of, path_in
-from shardkit.files.strict_json import open_regular
+from shardkit.files.strict_json import is_about_links, open_regular
 from shardkit.formats.contract import Checkpoint, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
@@ -63,7 +63,8 @@ def check_structure(
         is_new: it is about to get a manifest. None beside it is looked for, and no note says what has no checksum.
 
     Raises:
-        SourceError: there is nothing, or no checkpoint; or there is no manifest at `manifest_path`.
+        SourceError: there is nothing, no checkpoint, or one of links that are not followed; or there is no manifest at
+            `manifest_path`.
         ResourceError: a directory cannot be listed.
     """
     if not storage.lexists(path):
@@ -122,7 +123,7 @@ def _manifest_beside(directory: str, manifest_path: str | None, report: Report) 
 
 
 def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitError | None]:
-    """Open a checkpoint, or return what keeps it from being opened, if it surely is one.
+    """Open a checkpoint, or return what keeps it from being opened, if it surely is one, and not its links alone.
 
     Args:
         path: of it.
@@ -135,7 +136,7 @@ def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitErro
             raise
         return None, error
     except SourceError as error:
-        if not is_known and not was_checkpoint(path):
+        if is_about_links(error) or not (is_known or was_checkpoint(path)):
             raise
         return None, error
 
