@@ -97,6 +97,22 @@ def test_what_was_trained_of_a_quantised_base_has_its_names_and_a_plain_config(t
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "bits\x1bandbytes"])
+def test_a_base_that_is_quantised_in_another_way_is_refused(method: str, tmp_path: Path) -> None:
+    """Its names and its config are not those of what was trained, whatever may be missing."""
+    base, trained = tmp_path / "hub", tmp_path / "run"
+    make_hub(QWEN3, base)
+    with quiet():
+        dcp.save({"model": load_file(base / "model.safetensors")}, checkpoint_id=trained, no_dist=True)
+    config = json.loads((base / "config.json").read_text())
+    described = {"quant_method": method, "bits": 4}
+    (base / "config.json").write_text(json.dumps({**config, "quantization_config": described}))
+    with pytest.raises(LayoutError, match=r"is quantised \((gptq|awq|bits.x1bandbytes)\)") as caught:
+        shardkit.consolidate(trained, tmp_path / "out", base=base, allow_missing=True, allow_unexpected=True)
+    assert "the model that it was quantised from" in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()
+
+
 def test_rules_give_some_tensors_another_dtype(tmp_path: Path) -> None:
     """Each product is rounded once: those in fp32 are not rounded to bf16 before."""
     source = quantise(QWEN3, tmp_path / "hub")

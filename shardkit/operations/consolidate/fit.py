@@ -11,6 +11,7 @@ from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.base import Base
 from shardkit.keys.check import BaseComparison, compare_with_base, holds_fused_experts
+from shardkit.keys.quantised import method_of
 from shardkit.layout.traced import ModelNames
 
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
@@ -67,8 +68,11 @@ def check_fit(
         is_part: a person asked for a part of the model.
 
     Raises:
-        LayoutError: lists every name that is missing, unexpected or of another shape.
+        LayoutError: the given base is quantised in a way that is not known here; or lists every name that is missing,
+            unexpected or of another shape.
     """
+    if base is not None and base.is_given:
+        _refuse_no_plain_model(base)
     theirs = base_shapes(base)
     if base is None or theirs is None:
         return Fit()
@@ -100,6 +104,16 @@ def check_fit(
         hint=_FUSED if holds_fused_experts(found.unexpected) else _OTHER_NAMES,
     )
     return replace(fit, notes=(*_differences(found, label), *said))
+
+
+def _refuse_no_plain_model(base: Base) -> None:
+    """Refuse a base whose config is not that of the model which was trained."""
+    method = method_of(base.config)  # what can be dequantised has none any more
+    if method is not None:
+        raise LayoutError(
+            f"--base {escape(base.label)} is quantised ({escape(method)}), the weights of the checkpoint are not",
+            hint="give as --base the model that it was quantised from",
+        )
 
 
 def _explain(

@@ -26,6 +26,7 @@ from shardkit.files.strict_json import status_of
 from shardkit.formats.contract import Checkpoint, HubModel, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.registry import stray_weights
+from shardkit.keys.quantised import why_quantised
 from shardkit.keys.ties import ties_embeddings
 from shardkit.layout.recorded import recorded_layout
 from shardkit.operations.casts import DTypeCount, count_dtypes
@@ -226,6 +227,9 @@ def _inspect_hub(path: str, model: HubModel, *, unfold: bool) -> InspectResult:
     notes = catalog.notes
     if ties_embeddings(config):
         notes += ("config.json ties the word embeddings: input and output are one parameter",)
+    why = why_quantised(catalog.tensors, config)
+    if why is not None:
+        notes += (f"the model is quantised: {why}: its values mean nothing without their scales",)
     return InspectResult(
         path=path,
         resolved=path,

@@ -55,6 +55,13 @@ def test_hub(model):
     assert shardkit.inspect(str(model / "model.safetensors")).tensors == found.tensors
 
 
+def test_a_quantised_model_is_called_one(model):
+    config = {"quantization_config": {"quant_method": "gp\x1btq", "bits": 4}}
+    (model / "config.json").write_text(json.dumps(config))
+    (note,) = shardkit.inspect(model).notes
+    assert note.startswith("the model is quantised: config.json has a quantization_config (gp\\x1btq)")
+
+
 def test_legacy_file_is_one_file(tmp_path):
     torch.save({"a.w": torch.zeros(2), "b.w": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
     found = shardkit.inspect(str(tmp_path))
