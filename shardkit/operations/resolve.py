@@ -23,7 +23,7 @@ from shardkit.files.links import locate, read_inside
 from shardkit.formats.contract import Checkpoint, absent, has_any, inner, listing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
-from shardkit.formats.hub.base import ADAPTER_CONFIG
+from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS, is_adapter
 from shardkit.formats.hub.files import PIPELINE
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.trainers.plain_dcp import find_structure
@@ -54,7 +54,6 @@ _FILES = (".ckpt",)
 _META = "meta.pt"
 ITSELF = "it is a checkpoint itself"
 _REMAINS = ("*.distcp", "__*.chunks.json", "*.safetensors", "*.safetensors.index.json", manifest.NAME)
-_ADAPTER = "adapter_model.safetensors"  # peft 0.21, SAFETENSORS_WEIGHTS_NAME
 _UNDATED = "it is complete, and no step tells how old it is"
 # Directories below a name that does not say whether checkpoints are there.
 _MAX_PEEKED = 256
@@ -232,10 +231,7 @@ def _unlisted(path: str) -> Iterator[str]:
 
 def adapter_file(path: str) -> str | None:
     """Return the weights in the directory of a PEFT adapter; None for any other path, and if a model lies beside it."""
-    names = listing(path) if storage.isdir(path) else frozenset[str]()
-    if {_ADAPTER, ADAPTER_CONFIG} <= names and not any(name.startswith("model") for name in names):
-        return os.path.join(path, _ADAPTER)
-    return None
+    return os.path.join(path, ADAPTER_WEIGHTS) if storage.isdir(path) and is_adapter(listing(path)) else None
 
 
 def _passed_over(found: ResolvedCheckpoint, home: str) -> Iterator[tuple[str, bool]]:

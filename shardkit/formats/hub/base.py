@@ -22,6 +22,7 @@ from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageErr
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import is_data_folder
 from shardkit.formats.contract import Checkpoint, HubModel, has_model_config, meant_path
+from shardkit.formats.hub.adapter import ADAPTER_CONFIG, adapted_model
 from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
 from shardkit.formats.hub.directory import open_model, read_config
 from shardkit.formats.hub.files import select_weights
@@ -31,7 +32,6 @@ from shardkit.keys.renaming import KeyRule, find_rules
 from shardkit.osft.plan import weight_of
 from shardkit.transfer.sources import same_bytes
 
-ADAPTER_CONFIG = "adapter_config.json"
 SAVED_ROOT = "model"  # what `shardkit.save` puts a model's names under
 _TRAINER_STATE = "trainer_state.json"  # transformers' Trainer saves the model that it trains beside it
 
@@ -335,6 +335,22 @@ def _no_config(label: str, directory: str) -> SourceError:
         problems=[f"{escape(each)}: a model of its own" for each in models],
         hint=f"write into a copy, which keeps the other modules: cp -r {shlex.quote(label)} OUT; "
         f"`shardkit consolidate CHECKPOINT {copy} --base {place} --overwrite`",
+    )
+
+
+def refuse_adapter(base: Base) -> None:
+    """Refuse a base that is an adapter: it has neither the config nor the names of a model.
+
+    Raises:
+        SourceError: it is one; the hint names the model that it was trained on, if the adapter tells.
+    """
+    if base.config is not None or not storage.lexists(os.path.join(base.directory, ADAPTER_CONFIG)):
+        return
+    model = adapted_model(base.directory)
+    named = "" if model is None else f": {escape(shlex.quote(model))}, as its {ADAPTER_CONFIG} says"
+    raise SourceError(
+        f"--base {escape(base.label)} is a PEFT adapter, not a model: it has no {CONFIG}",
+        hint=f"give as --base the model that the adapter was trained on{named}",
     )
 
 

@@ -18,6 +18,7 @@ from shardkit.files import manifest, storage, stores
 from shardkit.files.links import is_below, link_notes, locate, locate_weights, read_inside
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
 from shardkit.formats.contract import Checkpoint, HubModel, Opener, absent, asset_directories, listing
+from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS
 from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
 from shardkit.formats.hub.files import Kind, Weights, select_file, select_weights
 from shardkit.formats.hub.safetensors import SafetensorsHeader, read_header
@@ -409,10 +410,11 @@ def open_hub_directory(path: str) -> Checkpoint:
 def as_checkpoint(path: str, model: HubModel) -> Checkpoint:
     """Return an opened Hub model as a checkpoint."""
     catalog = model.catalog
+    is_adapter = [file.name for file in catalog.files] == [ADAPTER_WEIGHTS]
     return Checkpoint(
         path=path,
         format="hub",
-        writer="Hub model",
+        writer="PEFT adapter" if is_adapter else "Hub model",
         catalog=catalog,
         select=lambda names: subset(catalog, names),
         hub=model,

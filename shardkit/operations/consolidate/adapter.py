@@ -25,7 +25,8 @@ from shardkit.files import storage
 from shardkit.files.links import locate
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.formats.contract import Checkpoint
-from shardkit.formats.hub.base import ADAPTER_CONFIG, Base
+from shardkit.formats.hub.adapter import ADAPTER_CONFIG, adapted_model, merge_command
+from shardkit.formats.hub.base import Base
 from shardkit.keys.peft import LoraModule, PeftNames, classify_peft
 from shardkit.operations.consolidate.assets import dump_config
 from shardkit.transfer.sources import SourceFiles
@@ -111,6 +112,8 @@ def choose_tensors(
         raise UsageError("--adapter-config is about an adapter, and the chosen tensors hold none")
     settings = _find_settings(checkpoint, base, adapter_config) if merge or peft.kind != "none" else None
     if merge:
+        if peft.kind == "adapter":
+            raise _adapter_alone(checkpoint, base)
         return _merged(checkpoint, names, settings)
     if peft.kind == "none":
         catalog = (select or checkpoint.select)(list(names))
@@ -154,6 +157,18 @@ def _merged(checkpoint: Checkpoint, names: Mapping[str, str], settings: Settings
     origin = f", scaled as {settings.origin} says" if settings else ""
     note = f"the adapter was added to {len(plan.merges)} tensors{origin}"
     return Chosen(kind="merged", catalog=catalog, names=plan.names, notes=(note,))
+
+
+def _adapter_alone(checkpoint: Checkpoint, base: Base | None) -> SourceError:
+    """Return the error for an adapter that is to be merged into weights that the checkpoint does not hold."""
+    directory, first = "ADAPTER", "write the adapter without --merge-lora first; "
+    if checkpoint.hub is not None:
+        directory, first = checkpoint.hub.directory, ""
+    model = base.label if base is not None and base.is_given else adapted_model(directory)
+    return SourceError(
+        f"{escape(checkpoint.path)}: an adapter alone, without the weights that it was trained on",
+        hint=f"{first}PEFT merges it into a model that lies elsewhere: {merge_command(directory, model, 'merged')}",
+    )
 
 
 def _find_settings(checkpoint: Checkpoint, base: Base | None, given: str | None) -> Settings | None:
@@ -264,10 +279,9 @@ def plan_merge(
     """
     stored = {name: source for source, name in names.items()}
     peft = classify_peft(names.values())
-    if peft.kind != "base+adapter":
-        held = "an adapter alone" if peft.kind == "adapter" else "no adapter"
+    if peft.kind == "none":
         raise SourceError(
-            f"there is nothing to merge: the checkpoint holds {held}",
+            "there is nothing to merge: the checkpoint holds no adapter",
             hint="--merge-lora is for checkpoints that hold both an adapter and the weights that it was trained on",
         )
     _check_settings(peft, config)

@@ -21,8 +21,9 @@ from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import parse_integer, read_small
 from shardkit.formats.contract import Checkpoint, has_any
+from shardkit.formats.hub.adapter import ADAPTER_CONFIG
 from shardkit.formats.hub.assets import CONFIG, GENERATION_CONFIG, is_weights, modules
-from shardkit.formats.hub.base import ADAPTER_CONFIG, Base
+from shardkit.formats.hub.base import Base
 from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages

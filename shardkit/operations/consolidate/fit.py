@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError
-from shardkit.formats.hub.base import Base
+from shardkit.formats.hub.base import Base, refuse_adapter
 from shardkit.keys.check import BaseComparison, compare_with_base, holds_fused_experts
 from shardkit.keys.quantised import method_of
 from shardkit.layout.traced import ModelNames
@@ -68,6 +68,7 @@ def check_fit(
         is_part: a person asked for a part of the model.
 
     Raises:
+        SourceError: the given base is an adapter.
         LayoutError: the given base is quantised in a way that is not known here; or lists every name that is missing,
             unexpected or of another shape.
     """
@@ -108,6 +109,7 @@ def check_fit(
 
 def _refuse_no_plain_model(base: Base) -> None:
     """Refuse a base whose config is not that of the model which was trained."""
+    refuse_adapter(base)
     method = method_of(base.config)  # what can be dequantised has none any more
     if method is not None:
         raise LayoutError(

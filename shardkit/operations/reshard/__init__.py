@@ -26,7 +26,7 @@ from shardkit.operations.destination import default_output, label_of
 from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.reshard.job import ReshardJob, build_job, take_apart
-from shardkit.operations.resolve import ResolvedCheckpoint, take
+from shardkit.operations.resolve import ResolvedCheckpoint, adapter_file, take
 from shardkit.operations.uploading.place import check_one_folder
 from shardkit.operations.write import (
     Moving,
@@ -195,7 +195,8 @@ def reshard(
     taken = take(source, strict=strict)
     resolved = taken.resolved
     writer.warn(resolved.warnings)
-    chosen = output or default_output(label_of(resolved.path), resolved.path, parsed)
+    named = source if adapter_file(source) else resolved.path
+    chosen = output or default_output(label_of(named), named, parsed)
     writer.check_destination(os.fspath(chosen), resolved.path)
     parts = take_apart(taken, check_source=check_source)
     writer.warn(parts.warnings)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import shardkit
 from shardkit.errors import LayoutError, SourceError, UsageError
@@ -157,6 +159,34 @@ def test_settings_that_are_not_there(state: dict[str, torch.Tensor], settings: P
 def test_nothing_to_merge(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no adapter"):
         shardkit.consolidate(save({"model": weights()}, tmp_path / "c"), merge_lora=True)
+
+
+def test_an_adapter_is_merged_by_peft(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """The command names the base that was given, or else the one that the adapter names."""
+    alone = {name: value for name, value in state.items() if "lora_" in name}
+    place = hub(tmp_path / "lora", config=None)
+    save_file(adapter(alone), place / "adapter_model.safetensors")
+    settings = SETTINGS | {"base_model_name_or_path": "org/model $(touch x)"}
+    (place / "adapter_config.json").write_text(json.dumps(settings))
+    base = hub(tmp_path / "base", weights(), CONFIG)
+    for given, model in ((None, settings["base_model_name_or_path"]), (base, str(base))):
+        with pytest.raises(SourceError, match="an adapter alone") as caught:
+            shardkit.consolidate(place, tmp_path / "out", base=given, merge_lora=True)
+        command = str(caught.value.hint).rpartition(": `")[2].removesuffix("`")
+        assert shlex.split(command)[-3:] == [model, str(place), "merged"]
+    with pytest.raises(SourceError, match="an adapter alone") as caught:
+        shardkit.consolidate(save({"model": alone}, tmp_path / "c"), merge_lora=True)
+    assert "write the adapter without --merge-lora first" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("named", ["org/mo\x1bdel", None])
+def test_an_adapter_is_no_base(named: str | None, tmp_path: Path) -> None:
+    base = hub(tmp_path / "lora", config=None, README__md="mine")
+    (base / "adapter_config.json").write_text(json.dumps(SETTINGS | {"base_model_name_or_path": named}))
+    with pytest.raises(SourceError, match=r"is a PEFT adapter, .* has no config\.json") as caught:
+        shardkit.consolidate(save({"model": weights()}, tmp_path / "c"), base=base)
+    assert ("'org/mo\\x1bdel', as its adapter_config.json says" in str(caught.value)) == (named is not None)
+    assert not list(tmp_path.glob("*-hf"))
 
 
 def test_merging_needs_the_scale(state: dict[str, torch.Tensor], tmp_path: Path) -> None:

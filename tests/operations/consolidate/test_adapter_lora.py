@@ -170,7 +170,7 @@ def test_the_catalog_that_was_given_stays_as_it_was(make_catalog: MakeCatalog) -
     ("tensors", "config", "message"),
     [
         ({"norm.weight": torch.ones(1)}, {"lora_alpha": 1}, "holds no adapter"),
-        (dict(list(lora().items())[1:]), {"lora_alpha": 1}, "an adapter alone"),
+        (dict(list(lora().items())[1:]), {"lora_alpha": 1}, "weight of the base is missing"),
         (lora(), {}, "lora_alpha is not known"),
         (lora(), {"lora_alpha": 1, "peft_type": "LOHA"}, "type LOHA"),
         (lora(), {"lora_alpha": 1, "use_qalora": True}, "use_qalora"),

@@ -1,0 +1,52 @@
+"""PEFT adapters: how their directory is recognised, what they were trained on, and how they are merged into that.
+
+Source: peft 0.21, CONFIG_NAME and SAFETENSORS_WEIGHTS_NAME.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection
+
+from shardkit.core.text import escape
+from shardkit.errors import ShardkitError
+from shardkit.files.links import read_inside
+from shardkit.files.strict_json import parse_object
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MAX_CONFIG_BYTES = 16 << 20
+# Names are arguments of the command: what a file says never becomes code.
+_MERGE = (
+    "from sys import argv; from peft import PeftModel; from transformers import AutoModelForCausalLM; "
+    'model = AutoModelForCausalLM.from_pretrained(argv[1], dtype="auto"); '
+    "PeftModel.from_pretrained(model, argv[2]).merge_and_unload().save_pretrained(argv[3])"
+)
+
+
+def is_adapter(names: Collection[str]) -> bool:
+    """True for the names in a directory that holds an adapter, and no model beside it."""
+    return {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(names) and not any(
+        name.startswith("model") for name in names
+    )
+
+
+def adapted_model(directory: str) -> str | None:
+    """Return the path or repo of the model that an adapter was trained on, as it says; None if it does not."""
+    try:
+        found = parse_object(read_inside(directory, ADAPTER_CONFIG, _MAX_CONFIG_BYTES), ADAPTER_CONFIG)
+    except ShardkitError:  # it is missing, or whoever needs the rest of it says what is wrong
+        return None
+    name = found.get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None
+
+
+def merge_command(adapter: str, model: str | None, output: str) -> str:
+    """Return the command that merges an adapter into its model, with PEFT's own code, between backticks.
+
+    Args:
+        adapter: directory or repo.
+        model: directory or repo; None leaves a place for it.
+        output: the directory to make.
+    """
+    arguments = (escape(shlex.quote(text)) for text in (model or "MODEL", adapter, output))
+    return f"`python -c {shlex.quote(_MERGE)} {' '.join(arguments)}`"
