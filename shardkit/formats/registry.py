@@ -28,13 +28,13 @@ from shardkit.formats.contract import (
     meant_path,
     own_name,
 )
-from shardkit.formats.hub.assets import list_assets, list_weights, weights_beside
-from shardkit.formats.hub.files import OTHER_FILES, PIPELINE, select_weights
+from shardkit.formats.hub.assets import list_assets, list_weights, may_be_model, weights_beside
+from shardkit.formats.hub.directory import choose_weights
+from shardkit.formats.hub.files import OTHER_NAMES, PIPELINE, TORCH_FILES, empty_directory, other_form
 from shardkit.formats.trainers import plain_dcp
 
 _MAX_SHOWN = 8
 _NO_CHECKPOINT = "not a checkpoint that can be opened by itself"
-_GIVE_ONE = "give one of them; shardkit.resolve_checkpoint finds the newest complete one"
 _GIVE = "give a checkpoint directory, a .safetensors file, or a file of torch.save with a state dict"
 
 
@@ -167,7 +167,7 @@ _HUB_FILES = (
     PIPELINE,
     "*.safetensors",
     "*.safetensors.index.json",
-    "*.gguf",
+    *OTHER_NAMES,
     "adapter_model.*",
     "pytorch_model*",
 )
@@ -336,9 +336,10 @@ def _open(row: Format, path: str) -> Checkpoint:
 def _nothing(path: str) -> SourceError:
     """Return an error that says what was looked for, what is there, and what it may be."""
     if not storage.isdir(path):
-        what, hint = OTHER_FILES.get(os.path.splitext(path)[1].lower(), (_NO_CHECKPOINT, _GIVE))
-        return SourceError(f"{escape(path)}: {what}", hint=hint)
+        return other_form(path) or SourceError(f"{escape(path)}: {_NO_CHECKPOINT}", hint=_GIVE)
     names = listing(path)
+    if not names:
+        return empty_directory(path)
     if has_any(names, *_HUB_FILES) and not has_any(names, "*.distcp"):
         return _no_hub_model(names, path)
     shown = ", ".join(map(escape, sorted(names)[:_MAX_SHOWN])) + (", ..." if len(names) > _MAX_SHOWN else "")
@@ -352,23 +353,31 @@ def _nothing(path: str) -> SourceError:
     looked_for = [] if guess else [f"looked for: {row.what}" for row in _FORMATS.values()]
     return SourceError(
         f"{escape(path)} is not a checkpoint{f': {guess}' if guess else ''}",
-        problems=[f"it holds: {shown or 'nothing'}", *looked_for],
-        hint=_GIVE_ONE if below else "give the directory that the trainer's save made",
+        problems=[f"it holds: {shown}", *looked_for],
+        hint=_give_one(path, below) if below else "give the directory that the trainer's save made",
     )
+
+
+def _give_one(path: str, below: list[str]) -> str:
+    if len(below) > 1:
+        return "give one of them; shardkit.resolve_checkpoint finds the newest complete one"
+    return f"give it by its own path: {escape(os.path.join(path, below[0]))}"
 
 
 def _no_hub_model(names: frozenset[str], path: str) -> SourceError:
     """Return an error that says why files that look like a Hub model's cannot be opened."""
     try:
-        select_weights(names, own_name(path))
+        choose_weights(path, names)
     except SourceError as error:
         return error
     return SourceError(f"{escape(path)} is not a checkpoint: its files cannot be opened")
 
 
 def _checkpoints_below(path: str, names: frozenset[str]) -> Iterator[str]:
-    """Yield the first few directories below that are checkpoints."""
+    """Yield the first few directories and files below that are checkpoints."""
     for name in sorted(names)[: _MAX_SHOWN**2]:
-        directory = inner(path, name)
-        if directory is not None and format_of(directory) is not None:
-            yield own_name(directory)
+        file = os.path.join(path, name)
+        is_file = name.endswith(TORCH_FILES) and may_be_model(name) and storage.isfile(file)
+        place = file if is_file else inner(path, name)
+        if place is not None and format_of(place) is not None:
+            yield name

@@ -53,7 +53,11 @@ _MAX_TRACKER = 4096
 _FILES = (".ckpt",)
 _META = "meta.pt"
 ITSELF = "it is a checkpoint itself"
-_REMAINS = ("*.distcp", "__*.chunks.json", "*.safetensors", "*.safetensors.index.json", manifest.NAME)
+# Other files of safetensors may be of anything, such as a model of diffusers.
+_REMAINS = (
+    *("*.distcp", "__*.chunks.json", "model*.safetensors", "shard-*-model-*.safetensors"),
+    *("*.safetensors.index.json", manifest.NAME),
+)
 _UNDATED = "it is complete, and no step tells how old it is"
 # Directories below a name that does not say whether checkpoints are there.
 _MAX_PEEKED = 256

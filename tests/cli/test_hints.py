@@ -40,15 +40,36 @@ CASES = {
     "a DCP directory": ("preshard dcp x --world-size 4", "not a Hub model", "consolidate dcp"),
     "a run": ("preshard run x --world-size 4", "a run's directory with checkpoints", "reshard run"),
     "a file of torch.save": ("preshard model.pt x --world-size 4", "not a Hub model", "consolidate model.pt"),
-    "an adapter": ("preshard lora x --world-size 4", "a PEFT adapter", "merge it into its base"),
+    "an adapter": ("preshard lora x --world-size 4", "a PEFT adapter", "tiny lora merged`"),
     "GPTQ": ("preshard gptq x --world-size 4", "quantization_config (gptq)", "dequantise it"),
     "a GGUF file": ("inspect tiny.gguf", "a model in GGUF format", "original safetensors"),
     "a directory with GGUF": ("consolidate gguf x", "GGUF format only", "original safetensors"),
-    "one model of diffusers": (
-        "preshard unet x --world-size 4",
-        "of a diffusers pipeline",
-        "its weight file",
+    "an adapter as base": ("consolidate dcp x --base lora", "is a PEFT adapter", "trained on: tiny, as its"),
+    "an adapter to merge": ("consolidate lora x --merge-lora", "an adapter alone", "tiny lora merged`"),
+    "a quantised base": ("consolidate dcp x --base gptq", "is quantised (gptq)", "it was quantised from"),
+    "a model of TensorFlow": ("reshard tf x --world-size 4", "TensorFlow only", "hf download"),
+    "a file of torch.save in a directory": ("inspect folder", "it holds checkpoints", "folder/model.pt"),
+    "the same for preshard": (
+        "preshard folder x --world-size 4",
+        "a file of torch.save",
+        "consolidate folder/model.pt`",
     ),
+    "an empty directory": ("preshard empty x --world-size 4", "empty is an empty", "check the path"),
+    **{
+        f"one model of diffusers, {verb}": (
+            f"{verb} sd/unet {rest}",
+            "sd/unet: expected a Hub model, this looks like one model of a diffusers pipeline",
+            "its weight file: sd/unet/diffusion_pytorch_model.safetensors",
+        )
+        for verb, rest in (
+            ("preshard", "x --world-size 4"),
+            ("reshard", "x --world-size 4"),
+            ("verify", ""),
+            ("inspect", ""),
+        )
+    },
+    "a pipeline of diffusers": ("inspect sd", "a diffusers pipeline, whose", "`ls sd/*/*.safetensors`"),
+    "a farm of links": ("verify linked", "config.json: a symbolic link", "pass --follow-links"),
     "a typo in a path": ("preshard ./tinny x --world-size 4", "closest name: ./tiny", "check the path"),
     "a typo that could be a repo": ("preshard tinny x --world-size 4", "tinny", "closest name: tiny"),
     "a typo in what is inspected": ("inspect tinny", "closest name: tiny", "hf download"),
@@ -98,13 +119,23 @@ def all_kinds(tiny, monkeypatch):
     for place, name in (
         ("lora", "adapter_model.safetensors"),
         ("gptq", "model.safetensors"),
-        ("unet", "diffusion_pytorch_model.safetensors"),
+        ("sd/unet", "diffusion_pytorch_model.safetensors"),
     ):
-        (home / place).mkdir()
+        (home / place).mkdir(parents=True)
         save_file({"a.weight": torch.ones(2, 2)}, home / place / name, metadata={"format": "pt"})
-    (home / "lora/adapter_config.json").write_text("{}")
+    lora = {f"base_model.model.a.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}
+    save_file(lora, home / "lora/adapter_model.safetensors", metadata={"format": "pt"})
+    (home / "lora/adapter_config.json").write_text('{"base_model_name_or_path": "tiny"}')
     (home / "gptq/config.json").write_text('{"quantization_config": {"quant_method": "gptq", "bits": 4}}')
-    (home / "unet/config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+    (home / "sd/unet/config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+    (home / "sd/model_index.json").write_text('{"unet": ["diffusers", "UNet2DConditionModel"]}')
+    for place in ("tf", "folder", "empty", "linked"):
+        (home / place).mkdir()
+    (home / "tf/tf_model.h5").write_bytes(bytes(64))
+    (home / "tf/config.json").write_text("{}")
+    torch.save(tensors["model"], home / "folder/model.pt")
+    (home / "linked/model.safetensors").symlink_to(home / "tiny/model.safetensors")
+    (home / "linked/config.json").symlink_to(home / "tf/config.json")
     (home / "gguf").mkdir()
     for place in ("tiny.gguf", "gguf/tiny.gguf"):
         (home / place).write_bytes(b"GGUF" + bytes(64))

@@ -118,7 +118,8 @@ NOTHING = {
     "unfinished": ([".metadata.tmp", "__0_0.distcp"], "the save did not finish"),
     "no metadata": (["__0_0.distcp"], "without it"),
     "orbax": (["_CHECKPOINT_METADATA"], "Orbax"),
-    "nothing": ([], "it holds: nothing"),
+    "nothing": ([], "is an empty directory"),
+    "flax": (["flax_model.msgpack", "config.json"], "a model of Flax only, which is not read"),
     "strange": (["notes\x1b[2J.txt"], r"it holds: notes\\x1b\[2J\.txt"),
 }
 
@@ -131,8 +132,7 @@ def test_no_checkpoint(tmp_path, case):
     assert format_of(str(tmp_path)) is None
     with pytest.raises(SourceError, match=message) as caught:
         formats.open(str(tmp_path))
-    is_unknown = case in ("nothing", "strange")
-    assert any("looked for: .metadata" in problem for problem in caught.value.problems) == is_unknown
+    assert any("looked for: .metadata" in problem for problem in caught.value.problems) == (case == "strange")
 
 
 @pytest.mark.parametrize(
@@ -155,6 +155,15 @@ def test_run_directory_names_its_checkpoints(save_dcp, weights, tmp_path):
     save_dcp(weights, tmp_path / "step-2")
     with pytest.raises(SourceError, match="it holds checkpoints: step-2"):
         formats.open(str(tmp_path))
+
+
+def test_directory_names_its_file_of_torch_save(weights, tmp_path):
+    for name in ("weights.pt", "optimizer.pt"):
+        torch.save(weights, tmp_path / name)
+    (tmp_path / "notes.pt").write_text("mine")
+    with pytest.raises(SourceError, match=r"it holds checkpoints: weights\.pt") as caught:
+        formats.open(str(tmp_path))
+    assert caught.value.hint == f"give it by its own path: {tmp_path}/weights.pt"
 
 
 def test_nothing_there(tmp_path):

@@ -173,7 +173,11 @@ def _own_formats() -> Iterator[Case]:
             (d / ".metadata").write_bytes(data)
 
         return Case(
-            id=f"bytecheckpoint-{len(data)}", sample="verl-less", change=change, mention=(".metadata",)
+            id=f"bytecheckpoint-{len(data)}",
+            sample="verl-less",
+            change=change,
+            mention=(".metadata",),
+            but={"diff": HARMLESS},  # with which there is nothing to compare
         )
 
     yield byte(head + bare("system")[2:-1] + b"b.")

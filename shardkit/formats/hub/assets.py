@@ -188,6 +188,11 @@ def weights_beside(
         yield f"{folder}/", f"{which}: {what.pop() if len(what) == 1 else _NOT_NAMED}"
 
 
+def may_be_model(name: str) -> bool:
+    """True for the name of a file with weights that does not say that they are something else's than a model's."""
+    return is_weights(name) and _what(name) == _NOT_NAMED
+
+
 def _what(name: str) -> str:
     return next((what for pattern, what in _BESIDE if fnmatchcase(name, pattern)), _NOT_NAMED)
 

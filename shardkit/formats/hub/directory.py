@@ -18,7 +18,7 @@ from shardkit.files import manifest, storage, stores
 from shardkit.files.links import is_below, link_notes, locate, locate_weights, read_inside
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
 from shardkit.formats.contract import Checkpoint, HubModel, Opener, absent, asset_directories, listing
-from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS
+from shardkit.formats.hub.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted_model
 from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
 from shardkit.formats.hub.files import Kind, Weights, select_file, select_weights
 from shardkit.formats.hub.safetensors import SafetensorsHeader, read_header
@@ -75,9 +75,21 @@ def open_model(directory: str, *, variant: str | None = None) -> HubModel:
         raise absent(directory, hint="check the path of the model") from None
     except OSError as error:
         raise ResourceError(f"{escape(directory)}: {error.strerror}") from None
-    model = open_weights(directory, select_weights(names, _label(directory), variant=variant))
+    model = open_weights(directory, choose_weights(directory, names, variant=variant))
     model = with_beside(model, list_weights(directory), module_folders(directory))
     return replace(model, beside=(*model.beside, *list_around(directory)))
+
+
+def choose_weights(directory: str, names: Collection[str], *, variant: str | None = None) -> Weights:
+    """Decide which files in a directory are the weights of a model; errors as for `select_weights`.
+
+    Args:
+        directory: the model's.
+        names: of the files in it.
+        variant: as for `open_model`.
+    """
+    adapted = adapted_model(directory) if ADAPTER_CONFIG in names else None
+    return select_weights(names, directory, variant=variant, adapted=adapted)
 
 
 def with_beside(model: HubModel, names: Iterable[str], folders: Collection[str] = ()) -> HubModel:

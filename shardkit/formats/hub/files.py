@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -22,6 +23,8 @@ from typing import Literal
 
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import SourceError
+from shardkit.formats.hub.adapter import merge_command
+from shardkit.formats.hub.assets import may_be_model
 
 Kind = Literal["safetensors", "torch-bin"]
 
@@ -39,17 +42,29 @@ PIPELINE = "model_index.json"
 _NOT_THE_MODEL = ("adapter*", "consolidated*", "optimizer*")
 
 _CONSOLIDATE = "shardkit consolidate makes a Hub model of it, shardkit reshard writes it for another mesh"
-_OF_A_PIPELINE = "shardkit takes one model at a time: give the weight file of one of them"
+_OF_A_PIPELINE = "shardkit takes one model at a time: give the weight file of one of them; `ls {place}/*/*.safetensors` lists them"
 _ORIGINAL = "give the repo or directory with the original safetensors weights"
-OTHER_FILES = {
-    ".gguf": ("a model in GGUF format, which is not read", _ORIGINAL),
-    ".onnx": ("a model in ONNX format, which is not read", _ORIGINAL),
-    ".h5": ("a model of TensorFlow, which is not read", _ORIGINAL),
-    ".msgpack": ("a model of Flax, which is not read", _ORIGINAL),
+_IN_REPO = (
+    f"{_ORIGINAL}; they often lie in the same repo: `hf download ORGANISATION/NAME "
+    "--include '*.safetensors' --include '*.json'` brings them here"
+)
+_OTHER_FILES = {
+    ".gguf": ("a model in GGUF format", _ORIGINAL),
+    ".onnx": ("a model in ONNX format", _IN_REPO),
+    ".h5": ("a model of TensorFlow", _IN_REPO),
+    ".msgpack": ("a model of Flax", _IN_REPO),
 }
 """By the ending of a file: what it is, and what to do."""
-_MERGE = "merge it into its base model (merge_and_unload, save_pretrained) and give that, or give the base"
-# (what, a pattern that some name must match, what to do), in the order in which they are tried.
+OTHER_NAMES = (*(f"*{ending}" for ending in _OTHER_FILES), "onnx")
+"""Patterns of names of models in forms that are not read."""
+TORCH_FILES = (".pt", ".pth", ".ckpt")
+"""Endings of files of `torch.save`, which may hold anything."""
+_MERGE = (
+    "give the model that it was trained on, or merge the two and give the result: {merge}; "
+    "a model of another kind has a class of its own in place of AutoModelForCausalLM"
+)
+# (what, a pattern that some name must match, what to do), in the order in which they are tried. What to do has
+# {place} for the directory, {file} for what matches, and {merge} for the command that merges an adapter.
 _LOOKS_LIKE: tuple[tuple[str, str, str], ...] = (
     ("a Lightning checkpoint (meta.pt)", "meta.pt", _CONSOLIDATE),
     ("a sharded checkpoint (.metadata of torch.distributed.checkpoint)", ".metadata", _CONSOLIDATE),
@@ -59,24 +74,19 @@ _LOOKS_LIKE: tuple[tuple[str, str, str], ...] = (
     ("sharded files of torch's Hugging Face writer", "shard-*-model-*.safetensors", _CONSOLIDATE),
     ("a PEFT adapter", "adapter_model.*", _MERGE),
     (
-        "a model in GGUF format only",
-        "*.gguf",
-        _ORIGINAL,
-    ),
-    (
         "a model in its authors' own format only (consolidated files)",
         "consolidated*",
         "give the repo or directory with weights for transformers",
     ),
     (
-        "a diffusers pipeline (model_index.json), whose models lie in directories of their own",
+        "a diffusers pipeline, whose models lie in directories of their own",
         PIPELINE,
         _OF_A_PIPELINE,
     ),
     (
         "one model of a diffusers pipeline",
         "diffusion_pytorch_model*",
-        "give its weight file, and what --wrap is to make units of; its config.json is not one of transformers",
+        "give its weight file: {file}",
     ),
     *(
         (
@@ -90,6 +100,19 @@ _LOOKS_LIKE: tuple[tuple[str, str, str], ...] = (
         "the top of a Hub cache entry",
         "snapshots",
         "give the directory of one commit, snapshots/<commit>, or the repo id",
+    ),
+    *(
+        (f"{what} only, which is not read", f"*{ending}", hint)
+        for ending, (what, hint) in _OTHER_FILES.items()
+    ),
+    ("a model in ONNX format only, which is not read", "onnx", _IN_REPO),
+    *(
+        (
+            "a checkpoint in a file of torch.save",
+            f"*{ending}",
+            "`shardkit consolidate {file}` makes a Hub model of it",
+        )
+        for ending in TORCH_FILES
     ),
 )
 
@@ -107,25 +130,38 @@ class Weights:
     """What a person should be told about the choice."""
 
 
-def select_weights(names: Collection[str], label: str, *, variant: str | None = None) -> Weights:
+def select_weights(
+    names: Collection[str],
+    label: str,
+    *,
+    variant: str | None = None,
+    adapted: str | None = None,
+    is_repo: bool = False,
+) -> Weights:
     """Decide which files are the weights of a model.
 
     Args:
         names: the file names of a directory or repo, top level.
-        label: how to call it in messages.
+        label: the path of the directory, or the repo id.
         variant: e.g. "fp16"; None takes the default weights, or the only variant if there are none.
+        adapted: the model that an adapter there was trained on, if it is known.
+        is_repo: the files are not on this machine.
 
     Raises:
         SourceError: there are no weights, or more than one set; it says what was found.
     """
-    _refuse_sharded(names, label)
+    if _is_sharded(names):  # even where weights of a model lie beside it
+        raise _nothing_found(names, label, adapted, is_repo=is_repo)
     if variant is not None:
         found = _with_variant(names, variant)
         if found is None:
             raise _no_such_variant(names, label, variant)
         return found
     found = _default(names, "safetensors") or _other_index(names, label) or _default(names, "torch-bin")
-    return found or _only_variant(names, label)
+    found = found or _only_variant(names, label)
+    if found is None:
+        raise _nothing_found(names, label, adapted, is_repo=is_repo)
+    return found
 
 
 def select_file(name: str) -> Weights:
@@ -142,19 +178,23 @@ def select_file(name: str) -> Weights:
         return Weights(kind="torch-bin", index=None, single=name, notes=notes)
     if name.endswith(".json") and ".index." in name:
         return Weights(kind="torch-bin" if ".bin." in name else "safetensors", index=name, single=None)
-    what, hint = OTHER_FILES.get(os.path.splitext(name)[1].lower(), (None, None))
-    if what is not None:
-        raise SourceError(f"{escape(name)}: {what}", hint=hint)
+    refused = other_form(name)
+    if refused is not None:
+        raise refused
     raise SourceError(
         f"{escape(name)}: not a weight file that can be opened by itself",
         hint="give a directory, a .safetensors file, a .bin file, or an index (*.index.json)",
     )
 
 
-def _refuse_sharded(names: Collection[str], label: str) -> None:
-    """Refuse a sharded checkpoint even where weights of a model lie beside it."""
-    if ".metadata" in names or any(fnmatchcase(name, "model_world_size_*_rank_*.pt") for name in names):
-        raise _nothing_found(names, label)
+def other_form(path: str) -> SourceError | None:
+    """Return the error for a file with a model in a form that is not read; None if its name tells no such form."""
+    what, hint = _OTHER_FILES.get(os.path.splitext(path)[1].lower(), (None, None))
+    return None if what is None else SourceError(f"{escape(path)}: {what}, which is not read", hint=hint)
+
+
+def _is_sharded(names: Collection[str]) -> bool:
+    return ".metadata" in names or any(fnmatchcase(name, "model_world_size_*_rank_*.pt") for name in names)
 
 
 def _default(names: Collection[str], kind: Kind) -> Weights | None:
@@ -176,13 +216,13 @@ def _other_index(names: Collection[str], label: str) -> Weights | None:
     return Weights(kind="safetensors", index=found[0], single=None) if found else None
 
 
-def _only_variant(names: Collection[str], label: str) -> Weights:
+def _only_variant(names: Collection[str], label: str) -> Weights | None:
     known = sorted({variant for variant, _, _ in _variants(names)})
     if len(known) > 1:
         raise _ambiguous(label, sorted(name for _, name, _ in _variants(names)))
     found = _with_variant(names, known[0]) if known else None
     if found is None:
-        raise _nothing_found(names, label)
+        return None
     note = f"no default weights in {escape(label)}: took its only variant, {escape(known[0])}"
     return replace(found, notes=(note,))
 
@@ -227,18 +267,45 @@ def _ambiguous(label: str, found: list[str]) -> SourceError:
     )
 
 
-def _nothing_found(names: Collection[str], label: str) -> SourceError:
+def empty_directory(path: str) -> SourceError:
+    """Return the error for a directory that holds nothing."""
+    return SourceError(
+        f"{escape(path)} is an empty directory",
+        hint="check the path, or copy or download the files into it first",
+    )
+
+
+def _nothing_found(names: Collection[str], label: str, adapted: str | None, *, is_repo: bool) -> SourceError:
+    """Return an error that says what there is instead of a model's weights; arguments as for `select_weights`."""
+    if not names and not is_repo:
+        return empty_directory(label)
     for what, pattern, hint in _LOOKS_LIKE:
-        seen = sorted(name for name in names if fnmatchcase(name, pattern))
+        seen = [name for name in names if fnmatchcase(name, pattern)]
+        if pattern.endswith(TORCH_FILES):
+            seen = [name for name in seen if may_be_model(name)]
         # meta.pt alone says little; Lightning writes it beside .metadata.
         if seen and (pattern != "meta.pt" or ".metadata" in names):
+            first = min(seen, key=lambda name: (not name.endswith(".safetensors"), len(name), name))
             return SourceError(
-                f"{escape(label)}: expected a Hub model, this looks like {what}: {escape(seen[0])}",
-                hint=hint,
+                f"{escape(label)}: expected a Hub model, this looks like {what}: {escape(first)}",
+                hint=_what_to_do(hint, first, label, adapted, is_repo=is_repo),
             )
     found = sorted(name for name in names if not name.startswith("."))
     return SourceError(
         f"{escape(label)}: no model weights found, neither model.safetensors nor an index",
-        problems=[f"found {escape(name)}" for name in found] or ["the directory is empty"],
+        problems=[f"found {escape(name)}" for name in found],
         hint="download the weights, or give the path of the weight file itself",
     )
+
+
+def _what_to_do(hint: str, file: str, label: str, adapted: str | None, *, is_repo: bool) -> str:
+    """Return a hint of `_LOOKS_LIKE` with what it names; files of a repo have to be downloaded first."""
+    directory = "DIRECTORY" if is_repo else label
+    told = hint.format(
+        place=escape(shlex.quote(directory)),
+        file=escape(shlex.quote(os.path.join(directory, file))),
+        merge=merge_command(label, adapted, "merged"),
+    )
+    if directory not in told or not is_repo:
+        return told
+    return f"`hf download {escape(shlex.quote(label))}` brings it into a DIRECTORY; {told}"

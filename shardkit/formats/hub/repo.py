@@ -258,11 +258,12 @@ def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tupl
     except Exception:  # the HTTP client's own types: no common base in huggingface_hub
         cached = storage.listdir(folder) if storage.isdir(folder) else []
         try:
-            return select_weights(cached, repo_id, variant=variant), list_weights(folder)
+            return select_weights(cached, repo_id, variant=variant, is_repo=True), list_weights(folder)
         except SourceError:
             pass
         raise  # the Hub's failure explains more than what the cache lacks
-    return select_weights([name for name in names if "/" not in name], repo_id, variant=variant), names
+    top = [name for name in names if "/" not in name]
+    return select_weights(top, repo_id, variant=variant, is_repo=True), names
 
 
 @contextmanager

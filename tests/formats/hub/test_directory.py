@@ -140,9 +140,14 @@ CHOICES = {
     "two indexes": (["x.safetensors.index.json", "y.safetensors.index.json"], None, "2 files could be"),
     "unknown variant": (["model.safetensors", "model.fp16.safetensors"], "fp61", "closest name: fp16"),
     "no variant": (["model.safetensors"], "fp16", "variants that are there: none"),
-    "adapter": (["adapter_config.json", "adapter_model.safetensors"], None, "merge it into its base"),
+    "adapter": (["adapter_config.json", "adapter_model.safetensors"], None, "MODEL m merged`"),
     "consolidated": (["consolidated.safetensors", "consolidated.safetensors.index.json"], None, "own format"),
     "optimizer": (["optimizer.pt", "training_args.bin", "rng_state_0.pth"], None, "found optimizer.pt"),
+    "file of torch.save": (["optimizer.pt", "model.pt"], None, "`shardkit consolidate m/model.pt`"),
+    "tensorflow": (["tf_model.h5", "config.json"], None, "a model of TensorFlow only, which is not read"),
+    "onnx in a folder": (["onnx", "config.json"], None, "ONNX format only"),
+    "diffusers": (["diffusion_pytorch_model.bin", "diffusion_pytorch_model.safetensors"], None, "file: m/diffusion_pytorch_model.safetensors"),
+    "pipeline": (["model_index.json", "unet"], None, "`ls m/*/*.safetensors`"),
     "no index": ([A, B], None, "download model.safetensors.index.json too"),
     "no bin index": (["pytorch_model-00001-of-00002.bin"], None, "pytorch_model.bin.index.json too"),
     "gguf": (["x-q4.gguf", "config.json"], None, "GGUF"),
@@ -153,7 +158,7 @@ CHOICES = {
     "accelerate": (["pytorch_model_fsdp_0", "trainer_state.json"], None, "accelerate"),
     "deepspeed": (["latest", "global_step5"], None, "DeepSpeed"),
     "cache": (["blobs", "refs", "snapshots"], None, "one commit"),
-    "nothing": ([], None, "the directory is empty"),
+    "nothing": ([], None, "m is an empty directory"),
     "escaped": (["\x1b[2J.txt"], None, "found \\x1b[2J.txt"),
 }  # fmt: skip
 
@@ -169,6 +174,15 @@ def test_choice(case):
     with pytest.raises(SourceError) as caught:
         select_weights(names, "m", variant=variant)
     assert expected in str(caught.value)
+
+
+def test_what_a_repo_holds_has_to_be_downloaded_first():
+    with pytest.raises(SourceError) as caught:
+        select_weights(["diffusion_pytorch_model.safetensors"], "org/vae", is_repo=True)
+    assert caught.value.hint == (
+        "`hf download org/vae` brings it into a DIRECTORY; "
+        "give its weight file: DIRECTORY/diffusion_pytorch_model.safetensors"
+    )
 
 
 def test_stray_file_beside_an_index(sharded):

@@ -352,7 +352,7 @@ def test_sources_that_are_none(hub: Callable[[str], Path], tmp_path: Path) -> No
     model = build_model(str(hub("llama")))
     with pytest.raises(SourceError, match="no such file"):
         opened(model, tmp_path / "ab--sent/")
-    with pytest.raises(SourceError, match="not a checkpoint"):
+    with pytest.raises(SourceError, match="an empty directory"):
         opened(model, tmp_path)
     with pytest.raises(UsageError, match="no revision"):
         opened(model, hub("llama"), revision="main")
