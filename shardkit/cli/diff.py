@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from shardkit.cli.output import (
 )
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import escape, fold, format_size
+from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS
 from shardkit.operations.diff import SORTS, DiffResult, TensorDiff, diff
 
 if TYPE_CHECKING:
@@ -131,7 +133,8 @@ def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
         ("B", result.b, result.resolved_b, result.format_b),
     )
     for label, given, resolved, format in sides:
-        yield label, f"{escape(given)} ({escape(format)})"
+        is_adapter = os.path.basename(resolved) == ADAPTER_WEIGHTS
+        yield label, f"{escape(given)} ({'PEFT adapter' if is_adapter else escape(format)})"
         if resolved != given:
             yield label, f"took {escape(resolved)}"
     if result.rtol is not None:

@@ -27,6 +27,7 @@ from shardkit.cli.output import (
 )
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import escape, format_size
+from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS
 from shardkit.operations.inspect import InspectedFile, InspectedTargets, InspectResult, inspect
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from shardkit.pictures.page import Page
 
 _MAX_FILES = 20
-_ADAPTER = "adapter_model.safetensors"
 
 
 @click.command(
@@ -110,7 +110,7 @@ def _title(result: InspectResult) -> str:
         return "DCP checkpoint" if is_plain else f"DCP checkpoint of {escape(result.made_by or '')}"
     if result.kind == "sharded":
         return f"checkpoint of {escape(result.made_by or result.format)}"
-    if os.path.basename(result.resolved) == _ADAPTER:
+    if os.path.basename(result.resolved) == ADAPTER_WEIGHTS:
         return f"PEFT adapter, {result.format}"
     model_class = f" of {escape(result.model_class)}" if result.model_class else ""
     return f"Hub model{model_class}, {result.format}"

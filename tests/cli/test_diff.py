@@ -176,3 +176,13 @@ def test_whoever_reads_may_be_gone(start, other):
     process.stdout.close()
     assert process.wait(600) == 141
     process.stderr.close()
+
+
+def test_an_adapter_is_called_one(run, tiny):
+    (tiny.parent / "lora").mkdir()
+    lora = {f"base_model.model.a.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}
+    save_file(lora, tiny.parent / "lora/adapter_model.safetensors")
+    (tiny.parent / "lora/adapter_config.json").write_text("{}")
+    for verb, said in (("inspect", "lora: PEFT adapter"), ("diff lora", "A     lora (PEFT adapter)")):
+        result = run(*verb.split(), "lora")
+        assert (result.exit_code, said in result.stdout) == (0, True), result.output
