@@ -55,6 +55,12 @@ def is_remote(path: object) -> bool:
     return isinstance(path, str) and path.startswith(SCHEMES)
 
 
+def as_path(given: str | os.PathLike[str]) -> str:
+    """Return a path that a person gave; for the address of a page of the Hub, the `hf://` address of what it shows."""
+    path = os.fspath(given)
+    return hub.address_of(path) or path
+
+
 def settled(path: str, revision: str | None) -> tuple[str, str | None]:
     """Return a path of the Hub with the commit that a revision of it is now, and no revision; any other pair as it is.
 

@@ -18,6 +18,7 @@ from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageErro
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.formats.contract import (
+    NAME_A_REPO,
     Checkpoint,
     Opener,
     absent,
@@ -265,7 +266,7 @@ def _open_hub(source: str, *, revision: str | None, variant: str | None, headers
         except ShardkitError as error:
             raise meant_path(source, error) from error
         return as_checkpoint(model.directory, model)
-    raise absent(source, hint="check the path, or name a model on the Hub as organisation/name")
+    raise absent(source, hint=f"check the path, or {NAME_A_REPO}")
 
 
 def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from shardkit import formats
 from shardkit.core.result import Result
 from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError, SourceError
-from shardkit.files import manifest, storage
+from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of, is_data_folder
 from shardkit.files.links import locate, read_inside
 from shardkit.formats.contract import Checkpoint, absent, has_any, inner, listing
@@ -160,7 +160,7 @@ def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
     Raises:
         SourceError, ResourceError: as `resolve_checkpoint`.
     """
-    given = os.fspath(path)
+    given = stores.as_path(path)
     if not storage.lexists(given):
         raise absent(given)
     if not storage.isdir(given) and os.path.basename(given) in TRACKERS:

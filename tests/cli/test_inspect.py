@@ -102,7 +102,7 @@ def test_nothing_there(run, tiny):
     result = run("inspect", "Qwen/Qwen3-8B")
     assert result.exit_code == 3
     assert result.stderr.splitlines()[0] == "error: Qwen/Qwen3-8B: no such file or directory"
-    assert "hf download" in result.stderr
+    assert "hf://Qwen/Qwen3-8B" in result.stderr.splitlines()[1]
 
 
 def test_size_runs():

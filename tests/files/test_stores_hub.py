@@ -114,6 +114,21 @@ def test_all_is_of_the_commit_that_was_resolved_first(hub: Any, run: Run, tmp_pa
     assert len(shards[1]) == 2
 
 
+def test_the_address_of_a_page_is_read_like_that_of_its_repo(hub: Any, run: Run) -> None:
+    page, file = "https://huggingface.co/org/model", "https://hf.co/org/model/blob/v1/sub/model.safetensors"
+    by_page, by_file, compared, checked = run(
+        ("inspect", page, None, {}),
+        ("inspect", file, None, {}),
+        ("diff", page, f"{page}/tree/v1", {}),
+        ("verify", page, None, {"against": "hf://org/model"}),
+    )
+    assert by_page["path"] == "hf://org/model"
+    assert by_file["path"] == "hf://org/model@v1/sub/model.safetensors"
+    assert by_page["num_tensors"] == by_file["num_tensors"] == 4
+    assert compared["is_equal"]
+    assert checked["problems"] == []
+
+
 def test_faults_pass_and_signatures_are_renewed(hub: Any, run: Run, tmp_path: Path) -> None:
     for number, faults in enumerate((["403", "reset", "500", ""], ["short", "503", ""])):
         hub.faults[:] = faults  # the last comes first

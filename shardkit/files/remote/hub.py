@@ -20,6 +20,10 @@ from shardkit.files.remote.contract import Listing, Object, Refusal, attempt, go
 
 SCHEME = "hf://"
 _ROOT = re.compile(r"(?P<id>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?")
+_PAGE = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<root>[^/?#]+/[^/?#]+)"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)(?P<key>/[^?#]*)?)?/?(?:[?#].*)?"
+)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.ASCII)  # RFC 9110, 14.4
 _NO_MODELS = ("datasets/", "spaces/", "buckets/", "kernels/")  # as hf:// paths of huggingface_hub begin
@@ -50,6 +54,15 @@ def names_repo(root: str) -> bool:
     """True for `hf://organisation/name[@revision]`."""
     found = _ROOT.fullmatch(root.removeprefix(SCHEME))
     return found is not None and not found["id"].startswith(_NO_MODELS) and not found["id"].endswith(_FILES)
+
+
+def address_of(page: str) -> str | None:
+    """Return the `hf://` address of a repo's page, or of a folder or file of it as the site links them; None for others."""
+    found = _PAGE.fullmatch(page)
+    if found is None or not names_repo(found["root"]):
+        return None
+    revision = f"@{found['revision']}" if found["revision"] is not None else ""
+    return f"{SCHEME}{found['root']}{revision}{unquote(found['key'] or '').rstrip('/')}"
 
 
 def named(root: str) -> Named:

@@ -21,12 +21,14 @@ from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.home import names_in
 from shardkit.files.links import read_inside
+from shardkit.files.remote.hub import SCHEME, address_of, names_repo
 from shardkit.files.stores import SCHEMES, is_remote
 from shardkit.osft.plan import Target
 
 if TYPE_CHECKING:
     from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 
+NAME_A_REPO = "name a model on the Hub as organisation/name"
 _MAX_CONFIG = 16 << 20
 _ASSETS = (
     "tokenizer.json",
@@ -194,30 +196,49 @@ def listing(path: str) -> frozenset[str]:
         return frozenset()
 
 
-def absent(path: str, *, hint: str = "check the path") -> SourceError:
-    """Return the error for a path at which there is nothing, with the nearest name beside it."""
+def absent(path: str, *, hint: str | None = None) -> SourceError:
+    """Return the error for a path at which there is nothing, with the nearest name beside it.
+
+    Args:
+        hint: None for whoever reads `hf://`: it says how a repo of the Hub is written, if the path may name one.
+    """
     if "://" in path and not is_remote(path):
+        meant = address_of(path)
+        elsewhere = f"addresses begin with {', '.join(SCHEMES)}; download anything else first"
         return SourceError(
             f"{escape(path)}: shardkit reads no such address",
-            hint=f"addresses begin with {', '.join(SCHEMES)}; download anything else first",
+            hint=elsewhere if meant is None else f"give {escape(meant)}",
         )
-    return SourceError(
-        f"{escape(path) or 'an empty path'}: no such file or directory{_closest(path)}", hint=hint
-    )
+    if hint is None:
+        is_repo = names_repo(path) and not storage.isdir(
+            os.path.dirname(path)
+        )  # else something in there is meant
+        hint = "check the path" + (
+            f"; a model on the Hub is read as {SCHEME}{escape(path)}" if is_repo else ""
+        )
+    closest = _closest(path)
+    near = f"  (closest name: {closest})" if closest else ""
+    return SourceError(f"{escape(path) or 'an empty path'}: no such file or directory{near}", hint=hint)
 
 
 def meant_path(path: str, error: ShardkitError) -> ShardkitError:
-    """Return an error of the Hub with what to do if a path was meant and misspelt, not a repo."""
-    closest = _closest(path)
-    if closest or "/" not in path:  # only a few old repos have such names
-        error.hint = f"there is no {escape(path)} here{closest[1:]}; if a repo is meant: {error.hint}"
-    return error
+    """Return an error of the Hub that first says that no such path is here, where a path may have been meant."""
+    closest, said = _closest(path), error.message.removeprefix(f"{escape(path)}: ")
+    if said == error.message or not (closest or "/" not in path):  # only a few old repos have such names
+        return error
+    near, instead = (f" (closest name: {closest})", f"give {closest}") if closest else ("", "check the path")
+    return type(error)(
+        f"there is no {escape(path)} here{near}, and the Hub gives none: {said}",
+        problems=error.problems,
+        hint=f"{instead}; for the repo, {error.hint}" if "/" in path else f"{instead}, or {NAME_A_REPO}",
+    )
 
 
-def _closest(path: str) -> str:
+def _closest(path: str) -> str | None:
+    """Return the path whose name is nearest to that of a path, escaped; None if no name there is like it."""
     around, name = os.path.split(path.rstrip("/"))
     found = nearest(name, sorted(listing(around or os.curdir)))
-    return "" if found is None else f"  (closest name: {escape(os.path.join(around, found))})"
+    return None if found is None else escape(os.path.join(around, found))
 
 
 def matching(names: Iterable[str], *patterns: str) -> list[str]:

@@ -16,12 +16,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files import storage
-from shardkit.files.remote.hub import Response, causes, explain, status_of
+from shardkit.files.remote.hub import (
+    SCHEME,
+    Response,
+    address_of,
+    causes,
+    explain,
+    named,
+    names_repo,
+    status_of,
+)
 from shardkit.formats.contract import HubModel
 from shardkit.formats.hub.assets import list_weights
 from shardkit.formats.hub.directory import Elsewhere, open_weights, weight_files, with_beside
@@ -34,10 +42,6 @@ _SMALL_FILES = ("config.json", "generation_config.json", "*.py")
 # huggingface_hub 2.4, utils/_validators.py, validate_repo_id
 _REPO_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _MAX_REPO_ID = 96
-_PAGE = re.compile(
-    r"(?:hf://|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(?P<id>[^/@?#]+/[^/@?#]+)"
-    r"(?:@(?P<at>[^/@?#]+)|/tree/(?P<tree>[^/?#]+))?/?(?:[?#].*)?"
-)
 _NUM_CONNECTIONS = 8
 _DOWNLOADED = "{name}: what a legacy file holds can be told only once it is here: the weights were downloaded into the cache"
 # Weights of an earlier upload in other files would be a second model beside the new ones.
@@ -78,11 +82,12 @@ def named_repo(text: str, revision: str | None = None) -> Repo | None:
     Raises:
         UsageError: the text has another revision.
     """
-    page = _PAGE.fullmatch(text)
-    if page is None:
+    address = (address_of(text) or text).rstrip("/")
+    if not address.startswith(SCHEME):
         return Repo(text, revision) if looks_like_repo_id(text) else None
-    repo_id, theirs = page["id"], page["at"] or page["tree"]
-    theirs = None if theirs is None else unquote(theirs)
+    if not names_repo(address):  # a folder, or a file
+        return None
+    repo_id, theirs = named(address)
     if not looks_like_repo_id(repo_id):
         return None
     if theirs is not None and revision not in (None, theirs):

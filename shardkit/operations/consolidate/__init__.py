@@ -16,7 +16,7 @@ from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import MIB, count, escape, parse_size
 from shardkit.core.threads import OnStep, Progress, silent
 from shardkit.errors import IntegrityError, UsageError
-from shardkit.files import storage
+from shardkit.files import storage, stores
 from shardkit.files.links import may_follow_links
 from shardkit.files.stores import is_remote
 from shardkit.formats.contract import Checkpoint
@@ -212,7 +212,7 @@ def consolidate(
         allow_unsafe_store=allow_unsafe_store,
     )
     request = _Request(
-        checkpoint=os.fspath(checkpoint),
+        checkpoint=stores.as_path(checkpoint),
         output=None if output is None else os.fspath(output),
         base=None if base is None else os.fspath(base),
         base_revision=base_revision,

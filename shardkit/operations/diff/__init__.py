@@ -20,7 +20,7 @@ from shardkit.core.result import Result
 from shardkit.core.text import KIB, MIB, count, escape, listed, parse_size
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import UsageError
-from shardkit.files import storage
+from shardkit.files import storage, stores
 from shardkit.files.links import may_follow_links
 from shardkit.operations.answers import Gathering, PartAnswer, Question, State, answers_to
 from shardkit.operations.diff.sides import Pair, Side, find_ties, open_sides, pairs
@@ -281,8 +281,8 @@ def diff(
     """
     gathering = Gathering.of("diff", locals())
     options = _options(rtol, atol, stats, sort, max_memory)
-    given = (os.fspath(a), os.fspath(b))
-    taken = (take(a, strict=strict), take(b, strict=strict))
+    given = (stores.as_path(a), stores.as_path(b))
+    taken = (take(given[0], strict=strict), take(given[1], strict=strict))
     comparison = Comparison(
         given,
         taken,

@@ -19,7 +19,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.result import Result
 from shardkit.core.text import escape, fold, listed
 from shardkit.errors import LayoutError
-from shardkit.files import manifest, storage
+from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of, path_in
 from shardkit.files.links import may_follow_links
 from shardkit.files.strict_json import status_of
@@ -176,12 +176,9 @@ def inspect(
         SourceError: nothing there, not a model or a checkpoint, or damaged.
         ResourceError: a file may not be read.
     """
-    path = os.fspath(path)
+    path = stores.as_path(path)
     if not storage.lexists(path):
-        raise absent(
-            path,
-            hint="inspect reads local paths and those of object stores; bring a Hub model here with: hf download ORGANISATION/NAME",
-        )
+        raise absent(path)
     found = stands_for(path)
     result = _inspect(found.path, tensors=tensors, holdings=holdings)
     return replace(

@@ -19,7 +19,7 @@ from shardkit.core.result import Result
 from shardkit.core.text import count, escape, listed
 from shardkit.core.threads import NoProgress, Progress, choose_jobs
 from shardkit.errors import IntegrityError, ResourceError, UsageError
-from shardkit.files import manifest, storage
+from shardkit.files import manifest, storage, stores
 from shardkit.files.digest import FileBytes, Scan, combine, place_of
 from shardkit.files.home import home_of, path_in
 from shardkit.files.links import is_snapshot, may_follow_links
@@ -110,7 +110,7 @@ def write_manifest(
         ResourceError: a file cannot be read, or the manifest cannot be written.
     """
     begun, gathering = time.monotonic(), Gathering.of("write_manifest", locals())
-    given, num_threads = os.fspath(path), choose_jobs(jobs)
+    given, num_threads = stores.as_path(path), choose_jobs(jobs)
     path = stands_for(given, strict=True).path if storage.lexists(given) else given
     directory = home_of(directory_of(path))
     may_be_ours = overwrite or (gathering is not None and gathering.has_begun)

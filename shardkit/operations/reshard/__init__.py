@@ -15,7 +15,7 @@ from shardkit.core.mesh import parse_mesh
 from shardkit.core.text import MIB
 from shardkit.core.threads import Progress
 from shardkit.errors import MeshError
-from shardkit.files import manifest, storage
+from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.files.links import may_follow_links
 from shardkit.files.stores import is_remote
@@ -165,7 +165,7 @@ def reshard(
     if executor is not None or num_parts is not None:
         return in_pool(reshard, locals())
     command, share = None if part is None else Command.of("reshard", locals()), as_share(part)
-    source, parsed = os.fspath(checkpoint), parse_mesh(mesh, world_size)
+    source, parsed = stores.as_path(checkpoint), parse_mesh(mesh, world_size)
     if parsed.pp > 1:
         raise MeshError(
             f"--mesh {parsed}: which stage holds what needs the model",

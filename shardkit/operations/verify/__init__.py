@@ -12,7 +12,7 @@ from functools import partial
 from shardkit.core.text import count, parse_size
 from shardkit.core.threads import NoProgress, Progress, choose_jobs
 from shardkit.errors import UsageError
-from shardkit.files import storage
+from shardkit.files import storage, stores
 from shardkit.files.digest import place_of
 from shardkit.files.links import may_follow_links
 from shardkit.formats.contract import Checkpoint
@@ -89,7 +89,7 @@ def verify(
         IncompleteError: `answers` without `part`, and parts are missing.
         ResourceError: a directory cannot be listed, or the Hub cannot be reached.
     """
-    gathering, given = Gathering.of("verify", locals()), os.fspath(path)
+    gathering, given = Gathering.of("verify", locals()), stores.as_path(path)
     path = given
     share, size = _parse_read(read)
     if full and read is not None:
@@ -132,7 +132,9 @@ def verify(
         from shardkit.operations.verify.against import Against
 
         opened = structure.checkpoint
-        kinds.append(Against(path, opened, os.fspath(against), other, rounded=rounded, progress=progress))
+        kinds.append(
+            Against(path, opened, stores.as_path(against), other, rounded=rounded, progress=progress)
+        )
     commit = None
     if hub is not None:
         from shardkit.operations.verify.against import AgainstRepo

@@ -13,6 +13,7 @@ import pytest
 
 from shardkit import formats
 from shardkit.errors import SourceError, UsageError
+from shardkit.files.remote.hub import address_of
 from shardkit.formats.hub.repo import looks_like_repo_id, named_repo
 from tests.hub_server import serving
 
@@ -418,6 +419,25 @@ def test_addresses_of_repos(text, revision):
 )  # fmt: skip
 def test_not_addresses_of_models(text):
     assert named_repo(text) is None
+
+
+@pytest.mark.parametrize(
+    ("page", "address"),
+    [
+        ("https://huggingface.co/org/name", "hf://org/name"),
+        ("https://hf.co/org/name/?library=transformers", "hf://org/name"),
+        ("https://huggingface.co/org/name/tree/main", "hf://org/name@main"),
+        ("https://huggingface.co/org/name/tree/refs%2Fpr%2F1/sub/", "hf://org/name@refs%2Fpr%2F1/sub"),
+        ("https://huggingface.co/org/name/blob/main/a%20b.safetensors", "hf://org/name@main/a b.safetensors"),
+        ("https://huggingface.co/org/name/resolve/v1/m.bin?download=true", "hf://org/name@v1/m.bin"),
+        ("https://huggingface.co/org/name/discussions/1", None),
+        ("https://huggingface.co/datasets/org/name", None),
+        ("https://other.co/org/name", None),
+        ("org/name", None),
+    ],
+)
+def test_pages_are_hub_addresses(page, address):
+    assert address_of(page) == address
 
 
 def test_one_revision_is_enough():

@@ -543,7 +543,10 @@ class TestBase:
         monkeypatch.setattr("shardkit.formats.hub.base.fetch_files", fetch)
         with pytest.raises(ResourceError) as caught:
             shardkit.consolidate(trained, base="qwen3-bse")
-        assert caught.value.hint == "there is no qwen3-bse here; if a repo is meant: check the network"
+        assert caught.value.message.startswith(
+            "there is no qwen3-bse here, and the Hub gives none: cannot be"
+        )
+        assert caught.value.hint == "check the path, or name a model on the Hub as organisation/name"
         with pytest.raises(ResourceError) as caught:
             shardkit.consolidate(trained, base="org/qwen3")
         assert caught.value.hint == "check the network"
