@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 
-from shardkit.core.text import escape, suggestion
+from shardkit.core.text import escape, listed, suggestion
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
@@ -349,20 +349,22 @@ def _nothing(path: str) -> SourceError:
         None,
     )
     below = list(_checkpoints_below(path, names)) if guess is None else []
+    if len(below) == 1:
+        return SourceError(
+            f"{escape(path)} is not a checkpoint but holds one: {escape(below[0])}",
+            hint=f"give it by its own path: {escape(os.path.join(path, below[0]))}",
+        )
     if below:
-        guess = f"it holds checkpoints: {', '.join(map(escape, below))}"
+        return SourceError(
+            f"{escape(path)} is not a checkpoint but a run's directory, with {listed(below)}",
+            hint=f'give one of them; shardkit.resolve_checkpoint("{escape(path)}").path is the newest complete one',
+        )
     looked_for = [] if guess else [f"looked for: {row.what}" for row in _FORMATS.values()]
     return SourceError(
         f"{escape(path)} is not a checkpoint{f': {guess}' if guess else ''}",
         problems=[f"it holds: {shown}", *looked_for],
-        hint=_give_one(path, below) if below else "give the directory that the trainer's save made",
+        hint="give the directory that the trainer's save made",
     )
-
-
-def _give_one(path: str, below: list[str]) -> str:
-    if len(below) > 1:
-        return "give one of them; shardkit.resolve_checkpoint finds the newest complete one"
-    return f"give it by its own path: {escape(os.path.join(path, below[0]))}"
 
 
 def _no_hub_model(names: frozenset[str], path: str) -> SourceError:

@@ -153,7 +153,7 @@ def test_no_hub_model(tmp_path, names, message):
 
 def test_run_directory_names_its_checkpoints(save_dcp, weights, tmp_path):
     save_dcp(weights, tmp_path / "step-2")
-    with pytest.raises(SourceError, match="it holds checkpoints: step-2"):
+    with pytest.raises(SourceError, match="a run's directory, with step-2"):
         formats.open(str(tmp_path))
 
 

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import shardkit
 from shardkit.errors import LayoutError, SourceError, UsageError
 from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.model.fit import ModelInitializationContext
@@ -199,6 +201,47 @@ def test_alone_a_source_that_is_absent_is_an_error(hub: str, tmp_path: Path) -> 
         prepare(hub, tmp_path / "absent/")
     with pytest.raises(SourceError):
         prepare(hub, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_what_no_model_can_be_built_from_is_named(
+    hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the thing is, and what to give; where a run's directory is the source, the line that takes its newest."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(hub, "model")
+    state = load_file("model/model.safetensors")
+    for step in (10, 20):
+        dcp.save({"model": state}, checkpoint_id=f"run/step-{step}", no_dist=True)
+    torch.save(state, "model.pt")
+    Path("lora").mkdir()
+    save_file({"a": torch.ones(1)}, "lora/adapter_model.safetensors")
+    Path("lora/adapter_config.json").write_text("{}")
+    Path("tiny.gguf").write_bytes(b"GGUF" + bytes(64))
+    Path("other").mkdir()
+    newest = 'shardkit.resolve_checkpoint("run").path'
+    for given, what, hinted in (
+        ("run", "a run's directory", newest),
+        ("run/step-10", "a checkpoint", '"run/step-10"'),
+        ("model.pt", "a file with weights", '"model.pt"'),
+        ("lora", "a PEFT adapter", ""),
+        ("tiny.gguf", "a model in GGUF format", ""),
+        ("other", "no checkpoint", ""),
+    ):
+        with pytest.raises(LayoutError, match=r"no config\.json to build a model from") as caught:
+            prepare(given, "model")
+        assert type(caught.value) is LayoutError
+        assert caught.value.message.startswith(f"{given} is {what}, and")
+        assert str(caught.value.hint).partition("prepare(MODEL, ")[2].removesuffix(")") == hinted
+        if hinted:
+            assert prepare("model", eval(hinted, {"shardkit": shardkit})).weights is not None
+    with pytest.raises(SourceError, match="a run's directory, with step-10, step-20") as refused:
+        prepare("model", "run")
+    assert newest in str(refused.value.hint)
+    assert not refused.value.problems
+    for pair in (("./modle", "model"), ("model", "./modle")):
+        with pytest.raises(SourceError, match=r"closest name: \./model"):
+            prepare(*pair)
 
 
 def test_files_of_the_same_directory_do_not_mix(hub: str, tmp_path: Path) -> None:

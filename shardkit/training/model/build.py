@@ -20,9 +20,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit.core.dtypes import BY_NAME, CASTS, short_dtype
 from shardkit.core.text import count, escape
-from shardkit.errors import LayoutError, SourceError, UsageError
+from shardkit.errors import LayoutError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.home import home_of
+from shardkit.formats.contract import NAME_A_REPO, absent, meant_path
+from shardkit.formats.hub.assets import CONFIG
+from shardkit.formats.hub.files import OTHER_FILES
+from shardkit.formats.registry import recognise
 from shardkit.keys.names import clean_name
 from shardkit.keys.quantised import can_dequantize, method_of, refuse_quantised, why_quantised
 from shardkit.layout.classes import (
@@ -34,6 +38,7 @@ from shardkit.layout.classes import (
     safe_creation,
 )
 from shardkit.layout.layout import CannotBuildError
+from shardkit.operations.resolve import adapter_file, stands_for
 from shardkit.training.model.buffers import InitBuffers, compute_buffers
 from shardkit.training.ranks.local import buffer_places, places
 
@@ -156,7 +161,8 @@ def _record(inner: Any, old: int, rows: int) -> None:
 BuildModel = Callable[[], nn.Module] | str | os.PathLike[str] | nn.Module
 """What `build_model` takes."""
 
-_CODE_FILES = ("config.json", "generation_config.json", "*.py")
+_BUILD_IT = "give a function that builds the model"
+_CODE_FILES = (CONFIG, "generation_config.json", "*.py")
 
 
 def build_model(
@@ -299,21 +305,56 @@ def find_config(what: str, revision: str | None) -> str:
         revision: of a repo id.
 
     Raises:
-        SourceError, ResourceError: there is none, or it cannot be downloaded.
+        LayoutError: there is something, and no config; it says what it is.
+        SourceError, ResourceError: there is nothing, or it cannot be downloaded.
     """
     from shardkit.formats.hub.repo import fetch_files, named_repo
 
-    if storage.isdir(what):
-        return storage.local_config(home_of(what))
-    if storage.isfile(what):
-        return storage.local_config(home_of(os.path.dirname(what) or os.curdir))
+    if storage.lexists(what):
+        home = home_of(what if storage.isdir(what) else os.path.dirname(what) or os.curdir)
+        if not storage.lexists(os.path.join(home, CONFIG)):
+            raise _no_config(what)
+        return storage.local_config(home)
     repo = named_repo(what, revision)
-    if repo is not None:
-        return fetch_files(repo.id, _CODE_FILES, revision=repo.revision)
-    raise SourceError(
-        f"{escape(what)}: no such directory, and not a repo id either",
-        hint="the model is built from the config.json there",
+    if repo is None:
+        raise absent(what, hint=f"check the path, or {NAME_A_REPO}")
+    try:
+        directory = fetch_files(repo.id, _CODE_FILES, revision=repo.revision)
+    except ShardkitError as error:
+        raise meant_path(what, error) from error
+    if not storage.lexists(os.path.join(directory, CONFIG)):
+        raise _no_config(what, "a repo")
+    return directory
+
+
+def _no_config(path: str, kind: str = "") -> LayoutError:
+    """Return an error that says what is at a path from which no model can be built, and what to give instead."""
+    kind, source = (kind, None) if kind else _what_it_is(path)
+    give = "give the model's directory or repo id, or a function that builds it"
+    return LayoutError(
+        f"{escape(path)} is {kind}, and has no config.json to build a model from",
+        hint=give if source is None else f"{give}; this may be its source: prepare(MODEL, {source})",
     )
+
+
+def _what_it_is(path: str) -> tuple[str, str | None]:
+    """Return what is at a path, and how to give it to `prepare` as a source; None if it cannot be one."""
+    if adapter_file(path) is not None:
+        return "a PEFT adapter", None
+    ending, is_directory = os.path.splitext(path)[1].lower(), storage.isdir(path)
+    if ending in OTHER_FILES and not is_directory:
+        return OTHER_FILES[ending][0].partition(",")[0], None
+    try:
+        taken = stands_for(path).path
+    except ShardkitError:
+        return "no checkpoint", None
+    if taken != path:
+        return "a run's directory", f'shardkit.resolve_checkpoint("{escape(path)}").path'
+    row = recognise(path)
+    if row is None:
+        return "no checkpoint", None
+    what = "a checkpoint" if row.is_sharded else "a directory with weights"
+    return what if is_directory else "a file with weights", f'"{escape(path)}"'
 
 
 def _from_config(
@@ -336,7 +377,10 @@ def _from_config(
             "building a model from its config needs transformers",
             hint="pip install transformers, or give a function that builds the model",
         ) from error
-    model_class, config = find_class(directory, trust_remote_code=trust_remote_code)
+    try:
+        model_class, config = find_class(directory, trust_remote_code=trust_remote_code)
+    except CannotBuildError as error:  # which has a meaning for `preshard` alone
+        raise LayoutError(error.message, problems=error.problems, hint=error.hint or _BUILD_IT) from error
     _without_quantisation(config, directory, dequantize=dequantize)
     options = {} if dtype is None else {"dtype": dtype}
     try:
@@ -350,8 +394,9 @@ def _from_config(
         # The model's code reads values that it made, or only __init__ computes a buffer: meta has neither.
         return _call(lambda: model_class._from_config(config, **options))
     except ImportError as error:
-        raise CannotBuildError(
-            f"{model_class.__name__} needs a package that is not here: {escape(str(error))}"
+        raise LayoutError(
+            f"{model_class.__name__} needs a package that is not here: {escape(str(error))}",
+            hint="install it",
         ) from error
 
 
