@@ -70,10 +70,10 @@ def _how_to_go_on(result: ReshardResult) -> list[str]:
     ranks = count(result.world_size, "rank")
     if result.folders != ("",):
         return [f"go on from it on {ranks}, as the trainer resumes"]
-    return [
-        f"go on from it on {ranks}, as the trainer resumes, or with stock torch:",
-        f"  torch.distributed.checkpoint.load(state_dict, checkpoint_id={result.output!r})",
-    ]
+    stock = f"  torch.distributed.checkpoint.load(state_dict, checkpoint_id={result.output!r})"
+    if result.num_optimizer_tensors:
+        return [f"go on from it on {ranks}, as the trainer resumes, or with stock torch:", stock]
+    return [f"fill a model with it on {ranks}:", f"  shardkit.load_into(model, {result.output!r})", stock]
 
 
 def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:

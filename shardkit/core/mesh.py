@@ -240,7 +240,10 @@ def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
         if world_size is None:
             raise MeshError("no mesh given", hint="pass --world-size N, or --mesh dp_replicate=2,dp_shard=16")
         if world_size < 1:
-            raise MeshError(f"--world-size must be at least 1, not {world_size}")
+            raise MeshError(
+                f"--world-size must be at least 1, not {world_size}",
+                hint="give the number of ranks that will load it, such as --world-size 8",
+            )
         _check_size(world_size)
         return Mesh((Axis("dp_shard", world_size, "shard"),))
     axes = [_parse_axis(part.strip()) for part in text.split(",")]

@@ -37,7 +37,10 @@ def choose_jobs(jobs: int | None) -> int:
     if jobs is None:
         return min(max(len(os.sched_getaffinity(0)), _FEWEST), _MOST)
     if jobs < 1:
-        raise UsageError(f"--jobs must be at least 1, not {jobs}")
+        raise UsageError(
+            f"--jobs must be at least 1, not {jobs}",
+            hint=f"leave --jobs out for one thread for each core, from {_FEWEST} to {_MOST}",
+        )
     return jobs
 
 

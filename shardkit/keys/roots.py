@@ -153,6 +153,7 @@ def locate_root(source: Source, root: str) -> Located:
         raise UsageError(
             f"--root {escape(root)!r} is not in the checkpoint{suggestion(join(path), known)}",
             problems=list_roots(source),
+            hint="give one of these paths, or leave --root out to have the model found",
         )
     located = Located(root=path)
     _take(located, [node])
@@ -230,10 +231,16 @@ def locate_other(source: Source, weights: str) -> Located:
     for node in nodes:
         if node.path[-1] == weights and node.is_module:
             return _find(source, node)
-    known = [node.path[-1] for node in nodes]
+    names = (
+        "model",
+        *(source.roots.keys() - {"optimizer"}),
+        *(node.path[-1] for node in nodes if node.is_module),
+    )
+    known = list(dict.fromkeys(map(str, names)))
     raise UsageError(
         f"--weights {escape(weights)!r}: the checkpoint has no weights of that name{suggestion(weights, known)}",
         problems=list_roots(source),
+        hint=f"give --weights {' or '.join(map(repr, known))}; --root takes a path",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -113,6 +114,24 @@ CASES = {
     "a destination that can be replaced": ("preshard tiny sharded --world-size 4", "exists", "--overwrite"),
     "nothing that was committed": ("commit x", "no part", "run the parts first"),
     "no manifest": ("verify tiny --manifest gone.json", "gone.json: no such file", "shardkit manifest tiny"),
+    "no such weights": (
+        "consolidate dcp x --weights modle",
+        "no weights of that name  (closest name: model)",
+        "give --weights 'model';",
+    ),
+    "no such root": ("consolidate dcp x --root modle", "closest name: model", "leave --root out"),
+    "no such variant": (
+        "preshard tiny x --world-size 4 --variant fp16",
+        "no weights of variant",
+        "leave --variant out",
+    ),
+    "another variant": (
+        "preshard variants x --world-size 4 --variant fp61",
+        "closest name: fp16",
+        "give --variant 'bf16' or 'fp16'",
+    ),
+    "no ranks": ("preshard tiny x --world-size 0", "must be at least 1", "such as --world-size 8"),
+    "no threads": ("preshard tiny x --world-size 4 --jobs 0", "must be at least 1", "leave --jobs out"),
     "nothing in it": ("inspect other", "is not a checkpoint", "give the directory"),
 }
 
@@ -146,6 +165,9 @@ def all_kinds(tiny, monkeypatch):
     torch.save(tensors["model"], home / "folder/model.pt")
     (home / "linked/model.safetensors").symlink_to(home / "tiny/model.safetensors")
     (home / "linked/config.json").symlink_to(home / "tf/config.json")
+    (home / "variants").mkdir()
+    for variant in ("bf16", "fp16"):
+        shutil.copy(tiny / "model.safetensors", home / f"variants/model.{variant}.safetensors")
     (home / "gguf").mkdir()
     for place in ("tiny.gguf", "gguf/tiny.gguf"):
         (home / place).write_bytes(b"GGUF" + bytes(64))
@@ -170,6 +192,14 @@ def test_what_to_type_next(run, all_kinds, subtests):
                 assert again.exit_code == 0, (command, again.output)
             named = set(OPTION.findall(re.sub("`[^`]*`", "", result.stderr)))
             assert not named - options_of(typed.split()[0]) - set(typed.split())
+
+
+def test_weights_alone_have_no_trainer_that_resumes(run, tiny):
+    result = run("reshard", "tiny", "x", "--world-size", "2")
+    first, second, third = result.stdout.splitlines()[-3:]
+    assert first == "fill a model with it on 2 ranks:"
+    assert second == f"  shardkit.load_into(model, '{tiny.parent}/x')"
+    assert third.startswith("  torch.distributed.checkpoint.load(")
 
 
 def options_of(verb: str) -> set[str]:

@@ -252,10 +252,11 @@ def _variants(names: Collection[str]) -> Iterator[tuple[str, str, Kind]]:
 
 def _no_such_variant(names: Collection[str], label: str, variant: str) -> SourceError:
     known = sorted({name for name, _, _ in _variants(names)})
-    there = ", ".join(map(escape, known)) or "none"
     return SourceError(
         f"{escape(label)} has no weights of variant {escape(variant)!r}{suggestion(variant, known)}",
-        hint=f"variants that are there: {there}",
+        hint=f"give --variant {' or '.join(map(repr, known))}"
+        if known
+        else "leave --variant out: it has none",
     )
 
 

@@ -335,6 +335,10 @@ def _may_be_tied(side: Side) -> Iterator[tuple[str, str]]:
             yield name, partner
 
 
+ALL = "--all compares all"
+"""How `diff` says, at the end of a note, that it can compare what was left out."""
+
+
 def _name_all(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Names], list[str]]:
     notes = [
         f"{label}: {count(len(checkpoint.catalog.objects), 'entry', 'entries')} that are no tensors are not compared"
@@ -364,7 +368,7 @@ def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Nam
         left_out = len(opened[side].catalog.tensors) - len(names[side])
         if left_out:
             what = count(left_out, "tensor")
-            notes.append(f"{label}: {what} beside the model's weights not compared; --all compares all")
+            notes.append(f"{label}: {what} beside the model's weights not compared; {ALL}")
     return (names[0], names[1]), notes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.repo import Repo, RepoFile, list_repo, named_repo
 from shardkit.operations.answers import Question, State
 from shardkit.operations.diff import Comparison, DiffOptions, DiffResult, TensorDiff
+from shardkit.operations.diff.sides import ALL
 from shardkit.operations.resolve import Taken, as_it_is, take
 from shardkit.operations.verify.manifest import list_files
 from shardkit.operations.verify.questions import FileQuestions
@@ -107,7 +109,10 @@ class Against:
         assert self._comparison is not None
         result = self._comparison.sum_up(answers)
         labels = {"A: ": f"{escape(path)}: ", "B: ": f"{escape(other)}: "}
-        report.add_notes(labels.get(note[:3], note[:3]) + note[3:] for note in result.notes)
+        diff = f"`shardkit diff {shlex.quote(path)} {shlex.quote(other)} --all` compares all"  # verify has no --all
+        report.add_notes(
+            labels.get(note[:3], note[:3]) + note[3:].replace(ALL, diff) for note in result.notes
+        )
         report.warnings += result.warnings
         if result.resolved_b.rstrip("/") != other.rstrip("/"):
             report.add_notes([f"{escape(other)}: took {escape(result.resolved_b)}"])

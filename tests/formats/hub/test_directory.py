@@ -139,7 +139,7 @@ CHOICES = {
     "two forms of one": (["model.fp16.safetensors", "model.safetensors.index.fp16.json"], "fp16", "2 files could"),
     "two indexes": (["x.safetensors.index.json", "y.safetensors.index.json"], None, "2 files could be"),
     "unknown variant": (["model.safetensors", "model.fp16.safetensors"], "fp61", "closest name: fp16"),
-    "no variant": (["model.safetensors"], "fp16", "variants that are there: none"),
+    "no variant": (["model.safetensors"], "fp16", "has no weights of variant 'fp16'"),
     "adapter": (["adapter_config.json", "adapter_model.safetensors"], None, "MODEL m merged`"),
     "consolidated": (["consolidated.safetensors", "consolidated.safetensors.index.json"], None, "own format"),
     "optimizer": (["optimizer.pt", "training_args.bin", "rng_state_0.pth"], None, "found optimizer.pt"),

@@ -29,7 +29,12 @@ def test_any_two_formats(checkpoint: Path, tmp_path: Path) -> None:
         result = verify(path, against=other)
         assert result.problems == ()
         assert (result.against, result.num_compared_tensors) == (str(other), len(weights()))
-    assert any(str(checkpoint) in note and "beside the model" in note for note in result.notes)
+    (note,) = (note for note in result.notes if "beside the model" in note)
+    command = f"`shardkit diff {tmp_path / 'sharded'} {checkpoint} --all`"
+    assert (note.startswith(f"{checkpoint}: "), note.endswith(f"not compared; {command} compares all")) == (
+        True,
+        True,
+    )
 
 
 def test_each_kind_of_difference(checkpoint: Path, tmp_path: Path) -> None:
