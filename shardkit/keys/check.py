@@ -48,11 +48,7 @@ def own_names_warnings(names: Iterable[str], base: Collection[str] | None) -> tu
     """
     for what, found in _matches(_OWN_NAMES, names, base):
         if what != "Megatron's" or any(map(_MEGATRON_ONLY.search, found)):
-            return (
-                f"these are not Hub names but {what} own ({_example(found)}): they are written as they are, and "
-                "transformers cannot load them; key rules turn them into the Hub's: --keys FILE, and --base MODEL for "
-                "what config.json tells",
-            )
+            return (f"the names are {what} own, not the Hub's ({_example(found)})",)
     return ()
 
 

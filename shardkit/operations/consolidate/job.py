@@ -315,7 +315,9 @@ class _Named:
     def warnings(self, base: Base | None) -> Iterator[str]:
         """Yield the warnings about the choice, without those that say that the output cannot be loaded."""
         selection = self.selection
-        yield from (*_base_warnings(base, self.chosen.kind), *self.fit.warnings)
+        if not selection.unloadable:  # else they ask for the base
+            yield from _base_warnings(base, self.chosen.kind)
+        yield from self.fit.warnings
         yield from (*selection.warnings, *selection.renaming)
         yield from selection.in_memory(list(self.names.values()), base_shapes(base))
         yield from self.chosen.warnings
@@ -341,7 +343,16 @@ def _name(
     selection = replace(selection, renamed=(*selection.renamed, *by_class, *renamed))
     chosen = replace(chosen, names=_in_order(chosen.names, base_shapes(base)) or chosen.names)
     named = _Named(chosen=chosen, selection=selection, ties=ties, fit=fit, answer=answer)
-    return replace(named, selection=selection.written_as(list(named.names.values()), base_shapes(base)))
+    selection = selection.written_as(list(named.names.values()), base_shapes(base))
+    fix = "--keys says which rules turn them into the Hub's" if _has_config(base) else "add --base MODEL"
+    return replace(
+        named,
+        selection=replace(selection, unloadable=tuple(f"{line}; {fix}" for line in selection.unloadable)),
+    )
+
+
+def _has_config(base: Base | None) -> bool:
+    return base is not None and base.config is not None
 
 
 def _tensors(
@@ -410,7 +421,8 @@ def _choose_rules(selection: Selection, chosen: Chosen, base: Base | None) -> tu
     choice = choose_shipped(_live_shapes(selection, chosen), base.config if base else None, side="model")
     if len(choice.fitting) == 1:
         return _bound(selection, chosen, *choice.fitting[0])
-    reasons = choice.reasons
+    # Without a config all of them lack the same thing, which the warning about the names asks for.
+    reasons = choice.reasons if _has_config(base) or not selection.unloadable else ()
     if choice.fitting:
         names = " and ".join(rules.name for rules, _ in choice.fitting)
         reasons = (f"several sets of key rules fit: {names}; choose one with --keys",)

@@ -204,9 +204,12 @@ def show_keys(
     if len(choice.fitting) == 1:
         ((rules, binding),) = choice.fitting
         return _result(opened, rules.name, rules.title, binding, notes=choice.reasons)
-    said = [f"{rules.name} fits: {rules.title}" for rules, _ in choice.fitting] or [
-        f"no shipped rule set knows all of these names{'' if hub is None else f', and {reason}'}"
-    ]
+    said = [f"{rules.name} fits: {rules.title}" for rules, _ in choice.fitting]
+    if choice.reasons:
+        give = "" if opened.config is not None else "; give one with --base MODEL"
+        said += [f"{why}{give}" for why in choice.reasons]
+    elif not said:
+        said.append(f"no shipped rule set knows all of these names{'' if hub is None else f', and {reason}'}")
     apart = (
         [name for name in saved_derived(opened.checkpoint) if name in opened.shapes] if hub is None else []
     )
@@ -215,7 +218,7 @@ def show_keys(
             f"consolidate takes {count(len(apart), 'tensor')} apart, as the manifest says: {listed(apart)}"
         )
     same = Binding(made={name: Stored(name, shape) for name, shape in opened.shapes.items()})
-    return _result(opened, None, "names as they are", same, notes=(*said, *choice.reasons))
+    return _result(opened, None, "names as they are", same, notes=tuple(said))
 
 
 def _open(path: str, base: str | os.PathLike[str] | None) -> _Source:

@@ -148,8 +148,10 @@ def test_without_a_config_the_reason_is_said_and_nothing_is_permuted(tmp_path: P
     _, theirs = make("torchtitan-llama3", tmp_path)
     dcp.save(theirs, checkpoint_id=tmp_path / "trained")
     done = shardkit.consolidate(tmp_path / "trained", tmp_path / "back")
-    assert any("num_attention_heads is not known" in warning for warning in done.warnings)
-    assert "torchtitan's own" in done.unloadable[0]
+    (said,) = done.warnings
+    assert said.startswith("the names are torchtitan's own")
+    assert said.endswith("; add --base MODEL")
+    assert done.unloadable == done.warnings
     written = load_file(tmp_path / "back" / "model.safetensors")
     assert all(torch.equal(written[key], theirs[key]) for key in theirs)
 
@@ -192,6 +194,15 @@ def test_check_says_yes_or_no_and_show_what_is_what(tmp_path: Path) -> None:
     expert = tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
     assert expert["sources"] == ["layers.1.moe.routed_experts.inner_experts.w3_EFD"]
     assert not expert["is_reordered"]
+
+
+def test_names_that_lack_a_config_are_said_to_lack_it(tmp_path: Path) -> None:
+    """One true statement: not that no rule set knows the names."""
+    _, theirs = make("torchtitan-llama3", tmp_path)
+    dcp.save(theirs, checkpoint_id=tmp_path / "trained")
+    (note,) = shardkit.show_keys(tmp_path / "trained").notes
+    assert note.startswith("torchtitan 0.3, Llama 3: ")
+    assert note.endswith("is not known: there is no config.json; give one with --base MODEL")
 
 
 def test_a_quantised_model_is_shown_as_the_plain_one_that_it_becomes(
