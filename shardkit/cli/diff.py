@@ -123,7 +123,7 @@ def render(result: DiffResult) -> list[str]:
     rows = list(_rows(result.differences))
     lines = table(rows[: max_lines()], indent="")
     if len(rows) > max_lines():
-        lines.append(more(len(rows)))
+        lines.append(more(len(rows) - max_lines()))
     return [*facts(_facts(result)), "", *_alike(result), *lines, "", _verdict(result)]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from shardkit.cli.output import MAX_LINES, Output, more
+from shardkit.cli.output import Output, shown
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import Interrupted, ShardkitError, UsageError
 
@@ -138,11 +138,9 @@ def _say(
         return
     label, _, rest = str(content["message"]).partition(": ")
     out.say(*(("interrupted", rest) if label == "interrupted" else ("error", content["message"])))
-    most = None if is_verbose else MAX_LINES
-    for problem in content["problems"][:most]:
-        out.detail(problem)
-    if most is not None and len(content["problems"]) > most:
-        out.detail(more(len(content["problems"])))
+    problems = content["problems"]
+    for line in problems if is_verbose else shown(problems, spreads=True):
+        out.detail(line)
     if content["hint"]:
         out.say("hint", content["hint"])
     if resume is not None:

@@ -196,7 +196,7 @@ def _file_lines(files: tuple[InspectedFile, ...]) -> list[str]:
         return table([(escape(file.name), format_size(file.file_bytes)) for file in files], right=(1,))
     rows = [(_span(files, numbers), size) for numbers, size in size_runs([file.file_bytes for file in files])]
     lines = table(rows[: max_lines()])
-    return [*lines, f"  {more(len(rows))}"] if len(rows) > max_lines() else lines
+    return [*lines, f"  {more(len(rows) - max_lines())}"] if len(rows) > max_lines() else lines
 
 
 def _span(files: tuple[InspectedFile, ...], numbers: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 import click
 
-from shardkit.core.text import LISTS_WHOLE, MIB, escape, format_size, listed
+from shardkit.core.text import LISTS_WHOLE, MIB, Fold, escape, fold_lines, format_size, listed
 from shardkit.core.text import count as count
 
 if TYPE_CHECKING:
@@ -205,12 +205,11 @@ class Output:
         """
         self.answer(result, render)
         if not (self.as_json or self.is_quiet):
-            for note in result.notes:
-                self.say("note", note)
-        for warning in result.warnings[:max_warnings]:
+            for note in folded(result.notes):
+                self.say("note", note.pattern)
+        fresh = [warning for warning in result.warnings if warning not in self._warned]
+        for warning in shown(fresh, max_warnings or sys.maxsize):
             self.warn(warning)
-        if max_warnings is not None and len(result.warnings) > max_warnings:
-            self.say("warning", more(len(result.warnings)))
 
     def answer(self, result: A, render: Callable[[A], Iterable[str]]) -> None:
         """Print what was asked for, as a document or as lines."""
@@ -295,14 +294,27 @@ def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def limited(label: str, items: Sequence[str]) -> list[tuple[str, str]]:
-    """Return one fact for each item: at most MAX_LINES of them, then how many more there are."""
-    pairs = [(label, item) for item in items[: max_lines()]]
-    return [*pairs, (label, more(len(items)))] if len(items) > max_lines() else pairs
+    """Return one fact for each of the lines that `shown` makes of items."""
+    return [(label, line) for line in shown(items)]
+
+
+def folded(items: Sequence[str], *, spreads: bool = False) -> list[Fold[None]]:
+    """Return items as `fold_lines` folds them, unless the command that runs prints its lists whole."""
+    is_whole = max_lines() == sys.maxsize
+    return [Fold(item, 1, None) for item in items] if is_whole else fold_lines(items, spreads=spreads)
+
+
+def shown(items: Sequence[str], most: int | None = None, *, spreads: bool = False) -> list[str]:
+    """Return items as folded lines: at most `most` or MAX_LINES, then how many more items there are."""
+    most = max_lines() if most is None else most
+    lines = folded(items, spreads=spreads)
+    hidden = sum(line.count for line in lines[most:])
+    return [*(line.pattern for line in lines[:most]), *([more(hidden)] if hidden else [])]
 
 
 def more(num_items: int) -> str:
-    """Return the line that stands for the items after the first MAX_LINES."""
-    return f"... {num_items - MAX_LINES} more, see {REST}"
+    """Return the line that stands for the items that are not shown."""
+    return f"... {num_items} more, see {REST}"
 
 
 def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, PageFile, answer_facts, count, facts, make_progress, max_lines, more
+from shardkit.cli.output import (
+    Output,
+    PageFile,
+    answer_facts,
+    count,
+    facts,
+    make_progress,
+    max_lines,
+    more,
+    shown,
+)
 from shardkit.core.text import escape, format_size
 from shardkit.errors import ResourceError
 from shardkit.operations.verify import verify
@@ -100,8 +110,7 @@ def render(result: VerifyResult) -> list[str]:
         f"{part}{escape(result.path)}: {verdict}",
         *facts(_facts(result)),
         *([""] if problems else []),
-        *(line for problem in problems[: max_lines()] for line in _problem(problem)),
-        *([f"  {more(len(problems))}"] if len(problems) > max_lines() else []),
+        *_problem_lines(problems),
     ]
 
 
@@ -115,12 +124,16 @@ def _verdict(result: VerifyResult) -> str:
     return "no problem found"
 
 
-def _problem(problem: VerifyProblem) -> Iterator[str]:
-    yield f"  {problem.line()}"
-    for detail in problem.details[: max_lines()]:
-        yield f"    {detail}"
-    if len(problem.details) > max_lines():
-        yield f"    {more(len(problem.details))}"
+def _problem_lines(problems: Sequence[VerifyProblem]) -> Iterator[str]:
+    """Yield the lines of all problems; what is wrong with the same tensor of many layers is one line."""
+    detailed = [problem for problem in problems if problem.details]
+    for problem in detailed[: max_lines()]:
+        yield f"  {problem.line()}"
+        yield from (f"    {detail}" for detail in shown(problem.details, spreads=True))
+    if len(detailed) > max_lines():
+        yield f"  {more(len(detailed) - max_lines())}"
+    plain = [problem.line() for problem in problems if not problem.details]
+    yield from (f"  {line}" for line in shown(plain, spreads=True))
 
 
 def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:

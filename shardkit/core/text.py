@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import product
 from math import prod
 from typing import Generic, TypeVar
 
@@ -162,6 +164,92 @@ def fold(items: Iterable[tuple[str, Key]]) -> list[Fold[Key]]:
         for (shape, key), rows in groups.items()
         for box in _boxes(rows)
     ]
+
+
+# A word with a letter near its front: `layers.0.up_proj`, `0.weight`, `__0_0.distcp`; not `1.5`, `1e-10` or `[0,`.
+_WORD = re.compile(r"(?<![\w.-])(?:[^\W\d]|[0-9]+\.[^\W\d])[\w.-]*")
+_PLACE = re.compile(r"(?:^|(?<=[._-]))(?:0|[1-9][0-9]{0,8})(?=[._-]|$)")
+
+
+def fold_lines(lines: Iterable[str], *, spreads: bool = False) -> list[Fold[None]]:
+    """Write lines that differ only in the numbers of the names in them as one: `not read: rng_state_{0..63}.pth`.
+
+    Whole parts of a name between dots, dashes or underscores count as numbers. Other numbers, such as sizes, have to be
+    equal. Numbers that are the same in each line, as in `layers.0.a = layers.0.b`, are one number.
+
+    Args:
+        lines: for people. A line that repeats counts again, and is written once.
+        spreads: fold lines about three names or more whose other numbers differ too. They show the least and the most
+            of each number, and end with how many lines they are.
+
+    Returns:
+        Patterns in the order of each pattern's first line.
+    """
+    groups: dict[tuple[str, ...], list[tuple[tuple[str, ...], tuple[int, ...]]]] = {}
+    for line in lines:
+        fixed, numbers = _places(line)
+        groups.setdefault(tuple(map(template, fixed)) if spreads else fixed, []).append((fixed, numbers))
+    return [each for rows in groups.values() for each in _fold_group(rows)]
+
+
+def _fold_group(rows: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]) -> Iterable[Fold[None]]:
+    """Fold lines of one template, each given as its texts and the numbers between them."""
+    alike: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    for fixed, numbers in rows:
+        alike.setdefault(fixed, []).append(numbers)
+    if len(alike) == 1 or len({numbers for _, numbers in rows}) < _MIN_RUN:
+        return [each for fixed, places in alike.items() for each in _fold_rows(fixed, Counter(places))]
+    texts = tuple(map(spread, zip(*alike, strict=True)))
+    found = _fold_rows(texts, Counter(numbers for _, numbers in rows))
+    return [replace(each, pattern=f"{each.pattern}  x{each.count}") for each in found]
+
+
+def _places(line: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the text between the numbers of names, and the numbers."""
+    fixed, numbers, at = list[str](), list[int](), 0
+    for word in _WORD.finditer(line):
+        for place in _PLACE.finditer(word[0]):
+            fixed.append(line[at : word.start() + place.start()])
+            numbers.append(int(place[0]))
+            at = word.start() + place.end()
+    return (*fixed, line[at:]), tuple(numbers)
+
+
+def _fold_rows(fixed: Sequence[str], rows: Counter[tuple[int, ...]]) -> Iterable[Fold[None]]:
+    columns = list(zip(*rows, strict=True))
+    free = list(dict.fromkeys(columns))
+    where = [free.index(column) for column in columns]
+    for box in _boxes(list(zip(*free, strict=True)) or [()]):
+        texts = [format_numbers(box[index]) for index in where]
+        line = "".join(part for pair in zip(fixed, [*texts, ""], strict=True) for part in pair)
+        number = sum(rows[tuple(row[index] for index in where)] for row in product(*box))
+        yield Fold(line, number, None)
+
+
+_NUMERAL = r"(?<![\w.-])-?[0-9][0-9,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?(?!\w)"
+_QUANTITY = re.compile(f"{_NUMERAL}(?:(?: to |:){_NUMERAL})?")  # one, or the two ends of a range: `0:4`
+
+
+def template(text: str) -> str:
+    """Return text with a sign in place of each number: texts that say the same of other numbers have the same."""
+    return _QUANTITY.sub("#", text)
+
+
+def spread(texts: Sequence[str]) -> str:
+    """Return texts of one `template` as one, with the least and the most of each number: `3 to 5 of 9 elements`."""
+    parts = _QUANTITY.split(texts[0])
+    ranges = map(_range, zip(*map(_QUANTITY.findall, texts), strict=True))
+    return "".join(part for pair in zip(parts, [*ranges, ""], strict=True) for part in pair)
+
+
+def _range(quantities: Sequence[str]) -> str:
+    ends = [re.split(" to |:", each) for each in quantities]
+    least, most = min((e[0] for e in ends), key=_value), max((e[-1] for e in ends), key=_value)
+    return least if least == most else f"{least}{':' if ':' in quantities[0] else ' to '}{most}"
+
+
+def _value(numeral: str) -> float:
+    return float(numeral.replace(",", ""))
 
 
 def _boxes(rows: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:

@@ -8,6 +8,8 @@ import os
 import signal
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from shardkit.files import storage
 
@@ -187,3 +189,48 @@ def test_ctrl_c(start, sharded):
     assert (process.returncode, out) == (128 + signal.SIGINT, "")
     assert err.startswith("interrupted: ")
     assert "Traceback" not in err
+
+
+@pytest.fixture
+def deep(tiny):
+    """Return a function that makes a model of twelve layers."""
+
+    def make(name, shift=0.0):
+        (tiny.parent / name).mkdir()
+        tensors = {f"model.layers.{n}.up.weight": torch.full((4, 3), n + shift) for n in range(12)}
+        save_file(tensors, str(tiny.parent / name / "model.safetensors"))
+        return tiny.parent / name
+
+    return make
+
+
+def test_layers_that_differ_are_one_line(run, deep):
+    deep("a"), deep("b", 0.1)
+    result = run("verify", "a", "--against", "b")
+    line = "  model.layers.{0..11}.up.weight: it is not that of b (12 of 12 elements differ, the first at [0, 0])"
+    assert line in result.stdout.splitlines()
+    assert "more" not in result.stdout
+    assert run("verify", "a", "--against", "b", "-v").stdout.count("it is not that of b") == 12
+    assert len(json.loads(run("verify", "a", "--against", "b", "--json").stdout)["problems"]) == 12
+
+
+def test_tensors_past_the_end_are_one_line(run, deep):
+    file = deep("a") / "model.safetensors"
+    size = os.path.getsize(file)
+    os.truncate(file, size - 300)
+    stdout = run("verify", "a").stdout
+    assert f"past the end of the file at {size - 300}  x7" in stdout
+    assert stdout.count("past the end") == 1
+    assert len(json.loads(run("verify", "a", "--json").stdout)["problems"][0]["details"]) == 7
+
+
+def test_a_note_for_all_ranks(run, tiny):
+    made = run("preshard", "tiny", "ck", "--profile", "accelerate", "--world-size", "2", "--wrap", "none")
+    assert made.exit_code == 0
+    for rank in range(64):
+        (tiny.parent / "ck" / f"rng_state_{rank}.pth").write_bytes(b"x")
+    assert run("verify", "ck").stderr.count("rng_state") == 1
+    assert "note: not read: rng_state_{0..63}.pth: state of the trainer" in run("verify", "ck").stderr
+    assert "skipped  rng_state_{0..63}.pth: state of the trainer\n" in run("inspect", "ck").stdout
+    assert len(json.loads(run("inspect", "ck", "--json").stdout)["skipped"]) == 65
+    assert run("consolidate", "ck", "x", "-n").stdout.count("rng_state") == 1

@@ -11,11 +11,14 @@ from shardkit.core.text import (
     Fold,
     escape,
     fold,
+    fold_lines,
     format_numbers,
     format_size,
     nearest,
     parse_size,
+    spread,
     suggestion,
+    template,
 )
 from shardkit.errors import UsageError
 
@@ -178,3 +181,57 @@ def test_patterns_stand_for_exactly_the_names(names, num_keys):
     expanded = [(name, f.key) for f in found for name in expand(f.pattern)]
     assert sorted(expanded) == sorted(keys.items())
     assert all(f.count == len(expand(f.pattern)) for f in found)
+
+
+def patterns(lines, **options):
+    return [(each.pattern, each.count) for each in fold_lines(lines, **options)]
+
+
+def test_lines_about_ranks_are_one_in_natural_order():
+    lines = sorted(f"not read: rng_state_{n}.pth: state of the trainer" for n in range(64))
+    assert patterns([*lines, "a"]) == [
+        ("not read: rng_state_{0..63}.pth: state of the trainer", 64),
+        ("a", 1),
+    ]
+
+
+def test_numbers_that_go_together_are_one():
+    assert patterns(f"layers.{n}.a = layers.{n}.b" for n in range(3)) == [
+        ("layers.{0..2}.a = layers.{0..2}.b", 3)
+    ]
+    crossed = [f"l.{a}.w in __{b}_0.distcp" for a in range(2) for b in range(4)]
+    assert patterns(crossed) == [("l.{0,1}.w in __{0..3}_0.distcp", 8)]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["layers.0.w: [0, 1]", "layers.1.w: [0, 2]"],
+        ["1.5 GiB", "1.6 GiB"],
+        ["off by 1e-10", "off by 1e-11"],
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        ["rank 1", "rank 2"],
+        [""],
+    ],
+)
+def test_other_numbers_keep_lines_apart(lines):
+    assert patterns(lines) == [(line, 1) for line in lines]
+
+
+def test_a_line_that_repeats_is_written_once_and_counted():
+    assert patterns(["x.0.y", "x.0.y", "x.1.y"]) == [("x.{0,1}.y", 3)]
+
+
+def test_three_lines_or_more_show_the_least_and_the_most():
+    lines = [f"l.{n}.w [{n}:{n + 1}]: bytes {n * 10} to {n * 10 + 10}, {n + 7:,} off" for n in range(12)]
+    assert patterns(lines[:2], spreads=True) == [(line, 1) for line in lines[:2]]
+    assert patterns(lines, spreads=True) == [("l.{0..11}.w [0:12]: bytes 0 to 120, 7 to 18 off  x12", 12)]
+    same = ["w: bytes 1 to 2", "w: bytes 3 to 4", "w: bytes 5 to 6"]
+    assert patterns(same, spreads=True) == [(line, 1) for line in same]
+
+
+def test_spread_numbers():
+    texts = ["8,064 of 9,000 in bf16 (0.1%), 1e-05", "99 of 9,000 in bf16 (99%), -2"]
+    assert len(set(map(template, texts))) == 1
+    assert spread(texts) == "99 to 8,064 of 9,000 in bf16 (0.1 to 99%), -2 to 1e-05"
+    assert template("fp16") == "fp16"
