@@ -17,6 +17,9 @@ from shardkit.errors import UsageError
 
 _MAX_SHOWN = 200
 _MAX_CANDIDATES = 20_000
+_MAX_CLOSE = 10  # of which the best that may be meant is taken
+_MAX_SUGGESTIONS = 20  # each searches all names
+_ALIKE = 0.75  # of two parts of a name: `wieght` is `weight`, `up_proj` is not `gate_proj`
 _MAX_LISTED = 3
 LISTS_WHOLE: ContextVar[bool] = ContextVar("lists_whole", default=False)
 """Whether whoever reads wants lists whole, however long."""
@@ -40,15 +43,30 @@ def escape(name: str) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate most like `name`, escaped, or None if nothing is like it.
+    """Return the candidate that `name` may have been meant to be, escaped, or None.
 
-    For a glob that matches none it is the glob with its parts spelt as those of the candidates: `layers.*` for `layer.*`.
+    Of names with dots it is the same one below another prefix, or one with the same numbers whose other parts are spelt
+    alike: never another layer's, nor another tensor of the same layer. For a glob that matches none it is the glob with its parts spelt as those of the candidates: `layers.*` for `layer.*`.
     """
     pool = [c for _, c in zip(range(_MAX_CANDIDATES), candidates, strict=False)]
     if _WILD.search(name):
         return _nearest_glob(name, pool)
-    found = difflib.get_close_matches(name, pool, n=1, cutoff=0.6)
+    below = [c for c in pool if f".{c}".endswith(f".{name}") or f".{name}".endswith(f".{c}")]
+    close = difflib.get_close_matches(name, pool, n=_MAX_CLOSE, cutoff=0.6)
+    found = [*sorted((c for c in below if "." in c), key=len), *(c for c in close if _may_be_meant(name, c))]
     return escape(found[0]) if found else None
+
+
+def _may_be_meant(name: str, other: str) -> bool:
+    ours, theirs = name.split("."), other.split(".")
+    if len(ours) == 1 or len(theirs) == 1:
+        return True
+    if [part for part in ours if part.isdecimal()] != [part for part in theirs if part.isdecimal()]:
+        return False
+    if len(ours) == len(theirs) and all(map(_is_spelt_alike, ours, theirs)):
+        return True
+    ends = [one for one, two in zip(ours[::-1], theirs[::-1], strict=False) if one == two]
+    return ours[-2:] == theirs[-2:] and any(not part.isdecimal() for part in ends[1:])
 
 
 def _nearest_glob(glob: str, pool: Sequence[str]) -> str | None:
@@ -65,6 +83,33 @@ def suggestion(name: str, candidates: Iterable[str]) -> str:
     """Return `  (closest name: X)` for a problem line, or the empty string."""
     found = nearest(name, candidates)
     return f"  (closest name: {found})" if found else ""
+
+
+def _is_spelt_alike(one: str, two: str) -> bool:
+    begins = one.startswith(f"{two}_") or two.startswith(f"{one}_")  # `up` for `up_proj`
+    return one == two or begins or difflib.SequenceMatcher(None, one, two).ratio() >= _ALIKE
+
+
+def suggestions(names: Iterable[str], candidates: Iterable[str]) -> dict[str, str]:
+    """Return `  (closest name: X)` for each name that has one, which is the same for the same tensor of all layers."""
+    known = set(candidates)
+    forms = dict.fromkeys(map(_form, known))
+    near = dict[str, str | None]()
+    found = dict[str, str]()
+    for name in names:
+        form, numbers = _form(name), iter(part for part in name.split(".") if part.isdecimal())
+        if form not in near:
+            near[form] = nearest(form, forms) if len(near) < _MAX_SUGGESTIONS else None
+        other = ".".join(
+            next(numbers, part) if part == "#" else part for part in (near[form] or "").split(".")
+        )
+        if other in known:
+            found[name] = f"  (closest name: {escape(other)})"
+    return found
+
+
+def _form(name: str) -> str:
+    return ".".join("#" if part.isdecimal() else part for part in name.split("."))
 
 
 def listed(names: Collection[str]) -> str:

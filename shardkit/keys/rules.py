@@ -65,6 +65,7 @@ _STEPS = {
 }
 _RULE_KEYS = ("hub", "model", "steps", "steps_to_hub", "optional", "drop", "tie")
 _TOP_KEYS = ("format", "name", "title", "model_types", "requires", "optional", "others", "numbers", "rule")
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # which patterns mostly call `{i}`
 _MAX_RULES, _MAX_SUGGESTIONS = 4096, 3
 
 Numbers = Mapping[str, int | str | tuple[str, ...]]
@@ -662,7 +663,7 @@ def _bind(
     known = [pattern for rule in rules.rules for pattern in rule.patterns(side)]
     problems += [
         f"{escape(name)} {list(shapes[name])}: no rule is about it"
-        + (suggestion(name, known) if at < _MAX_SUGGESTIONS else "")
+        + (suggestion(_NUMBER.sub("{i}", name), known) if at < _MAX_SUGGESTIONS else "")
         for at, name in enumerate(left)
     ]
     if proves and not problems:

@@ -18,6 +18,7 @@ from shardkit.core.text import (
     parse_size,
     spread,
     suggestion,
+    suggestions,
     template,
 )
 from shardkit.errors import UsageError
@@ -44,6 +45,31 @@ def test_always_printable_and_short(name: str) -> None:
 
 def test_cuts_very_long_names() -> None:
     assert len(escape("a" * 100_000)) == 203
+
+
+@pytest.mark.parametrize(
+    ("name", "candidate", "is_meant"),
+    [
+        ("layers.0.mlp.up_proj.weight", "layers.0.mlp.up.weight", True),
+        ("pooler.dense.wieght", "pooler.dense.weight", True),
+        ("norm.weight", "base_model.model.model.norm.weight", True),
+        ("net.layers.3.up.weight", "model.layers.3.up.weight", True),
+        ("layers.2.mlp.up_proj.weight", "layers.3.mlp.up_proj.weight", False),
+        ("layers.0.mlp.down_proj.weight", "layers.0.ffn_norm.weight", False),
+        ("layers.0.gate_proj.weight", "layers.0.up_proj.weight", False),
+        ("score.weight", "head.weight", False),
+    ],
+)
+def test_a_name_is_suggested_only_if_it_may_be_meant(name, candidate, is_meant):
+    assert nearest(name, [candidate]) == (candidate if is_meant else None)
+
+
+def test_suggestions_are_the_same_for_all_layers():
+    found = suggestions(
+        [f"l.{n}.up.weight" for n in range(30)], [f"model.l.{n}.up.weight" for n in range(29)]
+    )
+    assert list(found.items())[28] == ("l.28.up.weight", "  (closest name: model.l.28.up.weight)")
+    assert len(found) == 29
 
 
 def test_nearest_name() -> None:

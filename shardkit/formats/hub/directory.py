@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardkit.core.catalog import Catalog, SourceFile, subset
 from shardkit.core.regions import full_region
-from shardkit.core.text import count, escape, suggestion
+from shardkit.core.text import count, escape, suggestions
 from shardkit.core.threads import map_at_once
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage, stores
@@ -32,7 +32,6 @@ MAX_INDEX_BYTES = 256 << 20
 MAX_CONFIG_BYTES = 16 << 20
 
 # A search for the nearest name takes a second among 20,000; a wrong index lacks all of them at once.
-_MAX_SUGGESTIONS = 3
 _FILES = (".safetensors", ".safetensors.index.json", ".bin.index.json")
 _PLAIN_STEMS = ("model", "pytorch_model")
 
@@ -286,10 +285,10 @@ def _check_index(index: Index, contents: dict[str, Content], index_name: str) ->
     lacking = [
         (fqn, listed) for fqn, listed in index.weight_map.items() if listed not in holders.get(fqn, ())
     ]
-    problems = [
-        _lacking(fqn, listed, holders, suggest=row < _MAX_SUGGESTIONS)
-        for row, (fqn, listed) in enumerate(lacking)
-    ]
+    closest = suggestions(
+        [fqn for fqn, _ in lacking], (fqn for fqn in holders if fqn not in index.weight_map)
+    )
+    problems = [_lacking(fqn, listed, holders) + closest.get(fqn, "") for fqn, listed in lacking]
     for fqn, names in holders.items():
         if len(names) > 1:
             problems.append(f"{escape(fqn)}: in {len(names)} files: {', '.join(map(escape, names))}")
@@ -302,12 +301,11 @@ def _check_index(index: Index, contents: dict[str, Content], index_name: str) ->
     )
 
 
-def _lacking(fqn: str, listed: str, holders: dict[str, list[str]], *, suggest: bool) -> str:
+def _lacking(fqn: str, listed: str, holders: dict[str, list[str]]) -> str:
     found = holders.get(fqn)
     if found:
         return f"{escape(fqn)}: listed in {escape(listed)}, found in {escape(found[0])}"
-    closest = suggestion(fqn, holders) if suggest else ""
-    return f"{escape(fqn)}: listed in {escape(listed)}, which lacks it{closest}"
+    return f"{escape(fqn)}: listed in {escape(listed)}, which lacks it"
 
 
 def _catalog(

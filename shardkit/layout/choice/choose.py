@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh
-from shardkit.core.text import count, escape, listed, suggestion
+from shardkit.core.text import count, escape, listed, suggestions
 from shardkit.core.threads import OnStep, silent
 from shardkit.errors import LayoutError
 from shardkit.keys.expressions import Expression, leaves, made_name
@@ -22,7 +22,6 @@ from shardkit.layout.wrap_policy import parse_policy
 from shardkit.osft.plan import OsftPlan
 
 # Among 20,000 names a search for the nearest takes a second.
-_MAX_SUGGESTIONS = 3
 _MAX_PREFIXES = 20
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
@@ -314,7 +313,6 @@ def _name_problems(model_class: str, unknown: list[str], missing: list[str]) -> 
         (unknown, missing, f"in the files, not in {model_class}"),
         (missing, unknown, f"in {model_class}, not in the files"),
     ):
-        for at, name in enumerate(names):
-            near = suggestion(name, others) if at < _MAX_SUGGESTIONS else ""
-            lines.append(f"{escape(name)}: {place}{near}")
+        closest = suggestions(names, others)
+        lines += [f"{escape(name)}: {place}{closest.get(name, '')}" for name in names]
     return lines

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape, listed, suggestion
+from shardkit.core.text import count, escape, listed, suggestions
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.base import Base, refuse_adapter
 from shardkit.keys.check import BaseComparison, compare_with_base, holds_fused_experts
@@ -15,7 +15,6 @@ from shardkit.keys.quantised import method_of
 from shardkit.layout.traced import ModelNames
 
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
-_MAX_SUGGESTIONS = 3  # each searches all names
 _OTHER_NAMES = (
     "--rename or --root may give the base's names; --allow-missing and --allow-unexpected accept others"
 )
@@ -92,8 +91,8 @@ def check_fit(
         num_lost = 1 if found.missing else 0
         return replace(fit, missing=told[:num_lost], warnings=told[num_lost:])
     problems = [
-        *([] if allow_missing else _misfits("missing", found.missing, shapes)),
-        *([] if allow_unexpected else _misfits("unexpected", found.unexpected, theirs)),
+        *([] if allow_missing else _misfits("missing", found.missing, found.unexpected)),
+        *([] if allow_unexpected else _misfits("unexpected", found.unexpected, found.missing)),
         *(
             f"shape: {escape(name)}: {list(ours)}, in the base {list(base)}"
             for name, base, ours in found.wrong_shapes
@@ -148,9 +147,10 @@ def _explain(
     return left, [*(name for name in found.computed if name in theirs), *spare], said
 
 
-def _misfits(what: str, names: Iterable[str], others: Mapping[str, Shape]) -> Iterator[str]:
-    for row, name in enumerate(names):
-        yield f"{what}: {escape(name)}{suggestion(name, others) if row < _MAX_SUGGESTIONS else ''}"
+def _misfits(what: str, names: Sequence[str], others: Sequence[str]) -> Iterator[str]:
+    closest = suggestions(names, others)
+    for name in names:
+        yield f"{what}: {escape(name)}{closest.get(name, '')}"
 
 
 def _differences(found: BaseComparison, label: str) -> Iterator[str]:

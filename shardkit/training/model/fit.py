@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardkit.core.regions import full_region
-from shardkit.core.text import count, escape, listed, suggestion
+from shardkit.core.text import count, escape, listed, suggestion, suggestions
 from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.quantised import refuse_quantised
 from shardkit.layout.classes import BrokenTie
@@ -25,7 +25,6 @@ from shardkit.transfer.sources import same_bytes
 Missing = Literal["error", "init"] | Sequence[str]
 """What to do about tensors that the source lacks."""
 
-_MAX_SUGGESTIONS = 3  # each is a search among thousands of names
 _EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.")
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
 
@@ -287,9 +286,8 @@ def _problems(sides: _Sides, lacking: Sequence[str], unexpected: Sequence[str]) 
         ("missing", lacking, shapes, unused),
         ("unexpected", unexpected, unused, lacking),
     ):
-        for row, name in enumerate(names):
-            closest = suggestion(name, others) if row < _MAX_SUGGESTIONS else ""
-            found.append(f"{what}: {escape(name)} {list(held[name])}{closest}")
+        closest = suggestions(names, others)
+        found += [f"{what}: {escape(name)} {list(held[name])}{closest.get(name, '')}" for name in names]
     return found
 
 
