@@ -25,7 +25,7 @@ from shardkit.cli.output import (
     table,
 )
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import escape, fold, format_size
+from shardkit.core.text import escape, fold, format_size, spread, template
 from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS
 from shardkit.operations.diff import SORTS, DiffResult, TensorDiff, diff
 
@@ -120,7 +120,8 @@ def _page(result: DiffResult) -> Page:
 
 def render(result: DiffResult) -> list[str]:
     """Return a result as lines for people."""
-    rows = list(_rows(result.differences))
+    # Figures are shown of all tensors that have some, such as those that are equal after rounding.
+    rows = list(_rows([tensor for tensor in result.tensors if tensor.is_difference or tensor.stats]))
     lines = table(rows[: max_lines()], indent="")
     if len(rows) > max_lines():
         lines.append(more(len(rows) - max_lines()))
@@ -172,38 +173,28 @@ class _Row(NamedTuple):
     what: str
 
 
-def _rows(differences: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
-    """Yield the lines of the list, one for the tensors of all layers that differ alike; figures unfold them."""
-    if any(tensor.stats for tensor in differences):
-        for tensor in differences:
-            row = _row(tensor)
-            yield row.symbol, escape(tensor.name), "", row.dtypes, row.shapes, row.what
-        return
+def _rows(tensors: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
+    """Yield the lines of the list, one for the tensors of all layers that differ alike."""
     alike: dict[tuple[str, ...], list[TensorDiff]] = {}
-    for tensor in differences:
+    for tensor in tensors:
         row = _row(tensor)
-        alike.setdefault((_NUMBER.sub("*", tensor.name), *row[:3], tensor.status), []).append(tensor)
+        kind = template(_what(tensor, is_one=False))
+        alike.setdefault((_NUMBER.sub("*", tensor.name), *row[:3], tensor.status, kind), []).append(tensor)
     rows = {
-        tensor.name: row._replace(what=what)
-        for tensors in alike.values()
-        for row, what in [(_row(tensors[0]), _what_of(tensors))]
-        for tensor in tensors
+        tensor.name: _row(group[0])._replace(what=what)
+        for group in alike.values()
+        for what in [_what_of(group)]
+        for tensor in group
     }
-    for each in fold((tensor.name, rows[tensor.name]) for tensor in differences):
+    for each in fold((tensor.name, rows[tensor.name]) for tensor in tensors):
         times = f"x{each.count}" if each.count > 1 else ""
         yield each.key.symbol, escape(each.pattern), times, each.key.dtypes, each.key.shapes, each.key.what
 
 
 def _what_of(tensors: Sequence[TensorDiff]) -> str:
-    """Return what tensors have in common: the same words, or how much of them differs."""
+    """Return what tensors have in common: the same words, or the least and the most of each number."""
     said = {_what(tensor) for tensor in tensors}
-    if len(said) == 1:
-        return said.pop()
-    shares = [tensor.share_changed or 0.0 for tensor in tensors]
-    least, most = _percent(min(shares)), _percent(max(shares))
-    share = f"{least} to {most}" if least != most else most
-    dtypes = "dtypes differ; " if tensors[0].status == "dtype" else ""
-    return f"{dtypes}{share} of {tensors[0].num_elements:,} elements each"
+    return said.pop() if len(said) == 1 else spread([_what(tensor, is_one=False) for tensor in tensors])
 
 
 def _row(tensor: TensorDiff) -> _Row:
@@ -215,10 +206,12 @@ def _row(tensor: TensorDiff) -> _Row:
     )
 
 
-def _what(tensor: TensorDiff) -> str:
+def _what(tensor: TensorDiff, *, is_one: bool = True) -> str:
+    """Return what differs; of one among many alike, without what is true of it alone."""
     if tensor.status in _ALONE:
         return _ALONE[tensor.status]
-    return "; ".join([*_dtype(tensor), *_values(tensor), *(_stats(tensor.stats) if tensor.stats else ())])
+    figures = _stats(tensor.stats) if tensor.stats else ()
+    return "; ".join([*_dtype(tensor), *_values(tensor, is_one=is_one), *figures])
 
 
 def _dtype(tensor: TensorDiff) -> Iterator[str]:
@@ -232,14 +225,16 @@ def _dtype(tensor: TensorDiff) -> Iterator[str]:
         yield "dtypes differ"
 
 
-def _values(tensor: TensorDiff) -> Iterator[str]:
+def _values(tensor: TensorDiff, *, is_one: bool) -> Iterator[str]:
     if not tensor.num_changed:
         return
-    share = f"{tensor.num_changed:,} of {tensor.num_elements:,} elements"
-    if tensor.num_elements > 1:
-        share += f" ({_percent(tensor.share_changed or 0.0)})"
-    at = f", first at {list(tensor.first_changed)}" if tensor.first_changed else ""
-    yield share + at
+    percent = _percent(tensor.share_changed or 0.0)
+    if is_one:
+        share = f" ({percent})" if tensor.num_elements > 1 else ""
+        at = f", first at {list(tensor.first_changed)}" if tensor.first_changed else ""
+        yield f"{tensor.num_changed:,} of {tensor.num_elements:,} elements{share}{at}"
+    else:
+        yield f"{percent} of {tensor.num_elements:,} elements each"
     if tensor.num_outside is not None:
         yield f"{tensor.num_outside:,} beyond the tolerance"
 

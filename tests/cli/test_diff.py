@@ -109,6 +109,34 @@ def test_long_lists_are_cut_for_people(run, tiny):
     assert len(json.loads(run("diff", "a", "b", "--json").stdout)["tensors"]) == 30
 
 
+@pytest.fixture
+def layers(tiny):
+    """Two models of 30 layers whose values differ by 1 and more, the second one in two dtypes."""
+    for name, dtype in (("a", torch.float32), ("b", torch.float32), ("c", torch.bfloat16)):
+        shift = torch.arange(4.0) if name == "b" else torch.zeros(4)
+        (tiny.parent / name).mkdir()
+        tensors = {f"l.{n}.w": (torch.full((4,), 1.001 + n) + shift * (n + 1)).to(dtype) for n in range(30)}
+        save_file(tensors, tiny.parent / name / "model.safetensors")
+    return tiny.parent
+
+
+def test_figures_are_those_of_all_layers(run, layers):
+    rows = [x for x in run("diff", "a", "b", "--stats", "--atol", "2").stdout.splitlines() if x[:1] == "*"]
+    assert len(rows) == 1
+    assert rows[0].startswith(
+        "*  l.{0..29}.w  x30  fp32  [4]  75% of 4 elements each; 1 to 3 beyond the tolerance; max"
+    )
+    assert "max abs 3 to 90; max rel" in rows[0]
+    assert len(json.loads(run("diff", "a", "b", "--stats", "--json").stdout)["tensors"]) == 30
+
+
+def test_figures_of_what_is_equal_after_rounding(run, layers):
+    result = run("diff", "a", "c", "--stats")
+    assert result.exit_code == 0
+    assert "~  l.{0..29}.w  x30  fp32 -> bf16  [4]  100% of 4 elements each; max abs" in result.stdout
+    assert "max abs" not in run("diff", "a", "c").stdout
+
+
 def test_equal_after_rounding(run, tiny):
     tensors = {"w": torch.tensor([1.1, 2.0, 1e-43]), "same": torch.ones(2)}
     for name, state in (("a", tensors), ("b", {**tensors, "w": tensors["w"].bfloat16()})):
