@@ -21,6 +21,9 @@ _MAX_CLOSE = 10  # of which the best that may be meant is taken
 _MAX_SUGGESTIONS = 20  # each searches all names
 _ALIKE = 0.75  # of two parts of a name: `wieght` is `weight`, `up_proj` is not `gate_proj`
 _MAX_LISTED = 3
+_MAX_THERE = 5
+GLOBS_HINT = "globs are about whole names, and * matches dots too: '*.mlp.*'"
+"""What to do about globs that match nothing."""
 LISTS_WHOLE: ContextVar[bool] = ContextVar("lists_whole", default=False)
 """Whether whoever reads wants lists whole, however long."""
 _WILD = re.compile(r"[*?[]")
@@ -71,12 +74,59 @@ def _may_be_meant(name: str, other: str) -> bool:
 
 def _nearest_glob(glob: str, pool: Sequence[str]) -> str | None:
     parts = sorted({part for name in pool for part in name.split(".")})
-    spelt = list[str]()
-    for part in glob.split("."):
-        found = [part] if part in parts or _WILD.search(part) else difflib.get_close_matches(part, parts, n=1)
-        spelt += found or [part]
-    better = ".".join(spelt)
-    return escape(better) if better != glob and any(fnmatchcase(name, better) for name in pool) else None
+    spelt = ".".join(_nearest_part(part, parts) for part in glob.split("."))
+    # `*` matches dots too, but none matches nothing: `*.norm` is not `norm`.
+    for better in (spelt, spelt.removeprefix("*."), f"*.{spelt}"):
+        if better != glob and any(fnmatchcase(name, better) for name in pool):
+            return escape(better)
+    return None
+
+
+def _nearest_part(part: str, parts: Sequence[str]) -> str:
+    word = part.strip("*")
+    if not word or word in parts or _WILD.search(word):
+        return part
+    return part.replace(word, next(iter(difflib.get_close_matches(word, parts, n=1)), word))
+
+
+def unmatched(globs: Iterable[str], names: Collection[str]) -> list[str]:
+    """Return lines about globs that match no name: each with the closest one, then the names most like them, folded."""
+    asked = list(globs)
+    lines = [f"{escape(glob)}{suggestion(glob, names)}" for glob in asked]
+    there = [escape(each.pattern) for each in fold((name, None) for name in dict.fromkeys(names))]
+    there.sort(key=lambda pattern: -max((likeness(pattern, glob) for glob in asked), default=0.0))
+    rest = len(there) - _MAX_THERE
+    return [
+        *lines,
+        *(f"there is {each}" for each in there[:_MAX_THERE]),
+        *([f"... {rest} more"] if rest > 0 else []),
+    ]
+
+
+def match_nothing(option: str, number: int, what: str) -> str:
+    """Return the message for globs that match nothing: `2 globs of --dtype-rule match no tensor`."""
+    return f"{count(number, 'glob')} of {option} {'matches' if number == 1 else 'match'} {what}"
+
+
+def likeness(one: str, two: str) -> float:
+    """Return how much two names are spelt alike, from 0 to 1."""
+    return difflib.SequenceMatcher(None, one, two).ratio()
+
+
+def nothing_left(include: Collection[str], names: Collection[str], number: int) -> UsageError:
+    """Return the error for `--include` and `--exclude` that leave none of some tensors.
+
+    Args:
+        include: globs.
+        names: all that the globs are compared with.
+        number: of tensors, each of which may have several names.
+    """
+    idle = [glob for glob in include if not any(fnmatchcase(name, glob) for name in names)]
+    return UsageError(
+        f"--include and --exclude leave none of {count(number, 'tensor')}",
+        problems=unmatched(idle, names),
+        hint=GLOBS_HINT,
+    )
 
 
 def suggestion(name: str, candidates: Iterable[str]) -> str:
@@ -87,7 +137,7 @@ def suggestion(name: str, candidates: Iterable[str]) -> str:
 
 def _is_spelt_alike(one: str, two: str) -> bool:
     begins = one.startswith(f"{two}_") or two.startswith(f"{one}_")  # `up` for `up_proj`
-    return one == two or begins or difflib.SequenceMatcher(None, one, two).ratio() >= _ALIKE
+    return one == two or begins or likeness(one, two) >= _ALIKE
 
 
 def suggestions(names: Iterable[str], candidates: Iterable[str]) -> dict[str, str]:

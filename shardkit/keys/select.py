@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape, suggestion
+from shardkit.core.text import count, escape, nothing_left, suggestion
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.keys.check import in_memory_warnings, own_names_warnings
 from shardkit.keys.names import (
@@ -361,10 +361,8 @@ def _without_modules(located: Located, base: Collection[str] | None) -> int:
 
 def _refuse_bad_names(names: Mapping[str, str], located: Located, naming: Naming) -> None:
     if not names:
-        raise UsageError(
-            f"--include and --exclude leave none of {len(located.names)} tensors",
-            problems=[escape(join(path)) for path in list(located.names.values())[:5]],
-        )
+        known = [name for stored, path in located.names.items() for name in (join(path), stored)]
+        raise nothing_left(naming.include, known, len(located.names))
     stored_by_name: dict[str, list[str]] = {}
     for stored, name in names.items():
         stored_by_name.setdefault(name, []).append(stored)

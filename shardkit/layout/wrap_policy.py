@@ -13,20 +13,20 @@ Nothing is imported here. What a name means is decided where the model or the te
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from shardkit.core.text import count, escape, suggestion
+from shardkit.core.text import count, escape, likeness, suggestion
 from shardkit.errors import PolicyError
 
 # One part of a dotted name: an identifier, an index of a numbered container, or a `*`.
 _NAME = re.compile(r"(?:\w+|\*)(?:\.(?:\w+|\*))*")
 _FUNCTION = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 _MAX_SUGGESTIONS = 3
+_MAX_CANDIDATES = 5
 
 
 class Wording(NamedTuple):
@@ -188,11 +188,12 @@ def unknown_names(
 
 
 def list_candidates(candidates: Mapping[str, int], asked: Iterable[str] = ()) -> list[str]:
-    """Return one line for each candidate, those most like the given names first."""
+    """Return lines about the candidates that are most like the given names, and how many more there are."""
     wanted = tuple(asked)
     ordered = sorted(candidates, key=lambda name: -_likeness(name, wanted))
-    return [f"{escape(name)}  ({count(candidates[name], 'module')})" for name in ordered]
+    shown = [f"{escape(name)}  ({count(candidates[name], 'module')})" for name in ordered[:_MAX_CANDIDATES]]
+    return [*shown, *([f"... {len(ordered) - len(shown)} more"] if len(ordered) > len(shown) else [])]
 
 
 def _likeness(name: str, asked: tuple[str, ...]) -> float:
-    return max((difflib.SequenceMatcher(None, name, wanted).ratio() for wanted in asked), default=0.0)
+    return max((likeness(name, wanted) for wanted in asked), default=0.0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, CASTS, DType, most_bytes, narrower, short_dtype, wide_among_half
-from shardkit.core.text import count, escape, listed, suggestion
+from shardkit.core.text import GLOBS_HINT, count, escape, listed, match_nothing, unmatched
 from shardkit.errors import UsageError
 from shardkit.files import manifest, storage
 from shardkit.keys.expressions import Expression, leaves
@@ -120,12 +120,13 @@ def apply_rules(
         matched = [name for name in names if fnmatchcase(name, rule.glob)]
         changed |= {name: CASTS.get(rule.dtype, held[name]) for name in matched}
         if not matched:
-            idle.append(f"{escape(rule.glob)}{suggestion(rule.glob, names)}")
-    UsageError.raise_for(
-        idle,
-        f"{count(len(idle), 'glob')} of --dtype-rule match no floating tensor of the output",
-        hint="globs are about whole names: '*.gate.weight'; --dry-run shows what would be written",
-    )
+            idle.append(rule.glob)
+    if idle:
+        raise UsageError(
+            match_nothing("--dtype-rule", len(idle), "no floating tensor of the output"),
+            problems=unmatched(idle, names),
+            hint=f"{GLOBS_HINT}; --dry-run shows what would be written",
+        )
     return changed
 
 

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape, listed, suggestion
+from shardkit.core.text import count, escape, listed, match_nothing, unmatched
 from shardkit.errors import LayoutError, UsageError
 
 AUTO = "auto"
@@ -286,8 +286,8 @@ def _matching(
             unused.append(glob)
     if unused:
         raise UsageError(
-            f"{wording.targets}: {count(len(unused), 'glob')} {'matches' if len(unused) == 1 else 'match'} no weight",
-            problems=[f"{escape(glob)}{suggestion(glob, weights)}" for glob in unused],
+            match_nothing(wording.targets, len(unused), "no weight"),
+            problems=unmatched(unused, weights),
             hint="globs are compared with names of weights and of their modules: '*.mlp.up_proj'",
         )
     chosen = [name for name in weights if name in wanted and name not in without]
@@ -364,11 +364,12 @@ def _bad_division(target: Target) -> str:
 def _check_ranks(plan: OsftPlan, targets: Sequence[Target], wording: PlanWording) -> None:
     names = [target.weight for target in targets]
     unused = [glob for glob in plan.ranks if not _named(glob, names, None)]
-    UsageError.raise_for(
-        [f"{escape(glob)}{suggestion(glob, names)}" for glob in unused],
-        f"{wording.ranks}: {count(len(unused), 'glob')} without a target",
-        hint=f"globs are compared with names of targets: {wording.ranks_value.format('*.mlp.up_proj', 256)}",
-    )
+    if unused:
+        raise UsageError(
+            f"{wording.ranks}: {count(len(unused), 'glob')} without a target",
+            problems=unmatched(unused, names),
+            hint=f"globs are compared with names of targets: {wording.ranks_value.format('*.mlp.up_proj', 256)}",
+        )
 
 
 def factored_names(names: Collection[str]) -> dict[str, tuple[str, ...]]:

@@ -94,8 +94,18 @@ CASES = {
     ),
     "a typo in a glob": (
         "preshard tiny x --world-size 4 --dtype-rule layer.*.weight=fp32",
-        "layer.*.weight  (closest name: layers.*.weight)",
+        "layer.*.weight  (closest name: layers.*.weight)\n  there is layers.{0,1}.up.weight",
         "--dry-run shows",
+    ),
+    "a typo in what is chosen": (
+        "diff tiny tiny --include layer.*",
+        "layer.*  (closest name: layers.*)\n  there is layers.{0,1}.up.weight",
+        "* matches dots too",
+    ),
+    "a typo in a rule of cuts": (
+        "preshard tiny x --mesh dp_shard=2,tp=2 --wrap none --parallel-rule *.embd=rowwise",
+        "--parallel-rule matches no tensor and no module\n  *.embd  (closest name: embed)",
+        "globs are about whole names",
     ),
     "a typo in an option": ("preshard tiny x --worldsize 4", "no such option", "shows its options"),
     "a typo in a command": ("inspct tiny", "closest name: inspect", "shows its options"),

@@ -15,11 +15,13 @@ from shardkit.core.text import (
     format_numbers,
     format_size,
     nearest,
+    nothing_left,
     parse_size,
     spread,
     suggestion,
     suggestions,
     template,
+    unmatched,
 )
 from shardkit.errors import UsageError
 
@@ -77,6 +79,9 @@ def test_nearest_name() -> None:
     assert nearest("up_proj", ["x"]) is None
     assert nearest("layer.*.up.wieght", ["layers.0.up.weight", "layers.0.x"]) == "layers.*.up.weight"
     assert nearest("layer.*.down.weight", ["layers.0.x.weight"]) is None
+    assert nearest("*.lmhead.*", ["lm_head.weight"]) == "lm_head.*"
+    assert nearest("*up_prj*", ["layers.0.up_proj.weight"]) == "*up_proj*"
+    assert nearest("layers.*", ["model.layers.0.up.weight"]) == "*.layers.*"
     assert nearest("up\nproj", ["up\n_proj"]) == "up\\n_proj"
     assert suggestion("up_proj", ["up_prj"]) == "  (closest name: up_prj)"
     assert suggestion("up_proj", []) == ""
@@ -261,3 +266,17 @@ def test_spread_numbers():
     assert len(set(map(template, texts))) == 1
     assert spread(texts) == "99 to 8,064 of 9,000 in bf16 (0.1 to 99%), -2 to 1e-05"
     assert template("fp16") == "fp16"
+
+
+def test_globs_that_match_nothing():
+    names = [
+        f"model.layers.{n}.{part}.weight" for n in range(4) for part in ("up", "down", "gate", "q", "k", "v")
+    ]
+    lines = unmatched(["model.layer.*.up.*", "x"], names)
+    assert lines[:2] == ["model.layer.*.up.*  (closest name: model.layers.*.up.*)", "x"]
+    assert lines[2] == "there is model.layers.{0..3}.up.weight"
+    assert lines[-1] == "... 1 more"
+    error = nothing_left(["model.layer.*", "model.*"], names, 24)
+    assert error.message == "--include and --exclude leave none of 24 tensors"
+    assert error.problems[0] == "model.layer.*  (closest name: model.layers.*)"
+    assert "there is model.layers.{0..3}.q.weight" in error.problems

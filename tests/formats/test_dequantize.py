@@ -129,5 +129,5 @@ def test_rules_give_some_tensors_another_dtype(tmp_path: Path) -> None:
         "fp8",
         (("*.q_proj.weight", "fp32"), ("model.norm.weight", "fp16")),
     )
-    with pytest.raises(UsageError, match="1 glob of dtype_rules match no floating tensor"):
+    with pytest.raises(UsageError, match="1 glob of dtype_rules matches no floating tensor"):
         shardkit.consolidate(source, tmp_path / "other", dequantize=True, dtype_rules=["lost*=fp32"])

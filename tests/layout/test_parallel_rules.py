@@ -100,7 +100,7 @@ def test_rules_write_what_the_models_own_plans_write(
         (
             "dp_shard=2,tp=2",
             ["*.q_poj=colwise", "*=rowwise", "x=replicate"],
-            r"2 rules match(?s:.*)q_poj(?s:.*)x=",
+            r"2 globs of parallel_rules match(?s:.*)q_poj(?s:.*)  x",
         ),
         ("dp_shard=2,tp=2", ["*.q_proj=replicate"], "cuts anything over tp"),
         ("dp_shard=2,tp=2,ep=2", ["*.q_proj=colwise"], "cuts anything over ep"),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shardkit.core.mesh import Axis, Mesh
 from shardkit.core.placements import REPLICATE, Placement
-from shardkit.core.text import count, escape, suggestion
+from shardkit.core.text import GLOBS_HINT, count, escape, match_nothing, suggestion, unmatched
 from shardkit.errors import PolicyError, UsageError
 from shardkit.layout.layout import Layout, TensorLayout
 
@@ -117,10 +117,13 @@ def _matches(name: str, glob: str) -> bool:
 
 def _check_globs(rules: Sequence[ParallelRule], names: Sequence[str]) -> None:
     idle = [rule for rule in rules if not any(_matches(name, rule.glob) for name in names)]
-    PolicyError.raise_for(
-        [f"{escape(rule.glob)}={rule.style}{suggestion(rule.glob, names)}" for rule in idle],
-        f"{count(len(idle), 'rule matches', 'rules match')} no tensor and no module",
-    )
+    if idle:
+        modules = [name.rpartition(".")[0] for name in names]
+        raise PolicyError(
+            match_nothing("--parallel-rule", len(idle), "no tensor and no module"),
+            problems=unmatched([rule.glob for rule in idle], [*names, *filter(None, modules)]),
+            hint=GLOBS_HINT,
+        )
 
 
 def _check_axes(mesh: Mesh, styles: set[str]) -> None:

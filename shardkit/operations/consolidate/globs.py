@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape
-from shardkit.errors import ShardkitError, UsageError
+from shardkit.core.text import nothing_left
+from shardkit.errors import ShardkitError
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.base import Base, saved_derived
 from shardkit.keys.expressions import Opaque
@@ -20,8 +20,6 @@ from shardkit.keys.select import Globs, Naming, Selection
 from shardkit.layout.traced import ModelNames, may_differ_in_memory
 from shardkit.operations.consolidate.adapter import Chosen
 from shardkit.operations.keys import AUTO, NONE
-
-_NUM_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +47,8 @@ class Sieve:
         }
         kept = {source: name for source, name in chosen.names.items() if self.globs.take(*known[source])}
         if not kept:
-            raise UsageError(
-                f"--include and --exclude leave none of {count(len(known), 'tensor')}",
-                problems=[escape(name) for name in list(chosen.names.values())[:_NUM_SHOWN]],
+            raise nothing_left(
+                self.globs.include, [name for names in known.values() for name in names], len(known)
             )
         idle = [note for note in self.globs.idle(known.values()) if note in selection.notes]
         return replace(chosen, names=kept, notes=(*chosen.notes, *idle))

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.regions import Shape, blocks, full_region
-from shardkit.core.text import MIB, count
-from shardkit.errors import ShardkitError, SourceError, UsageError
+from shardkit.core.text import MIB, count, nothing_left
+from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import link_notes
 from shardkit.formats.contract import Checkpoint
@@ -171,7 +171,8 @@ def open_sides(
     names, said = _name_all(opened) if all_tensors else _name_model(opened)
     kept = tuple(_filter(each, include, exclude) for each in names)
     if not any(kept) and any(names):
-        raise UsageError("--include and --exclude leave no tensor to compare")
+        known = [name for each in names for pair in each.items() for name in pair]
+        raise nothing_left(include, known, len({name for each in names for name in each}))
     a, b = (
         Side(
             given=path,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardkit.core.regions import full_region
-from shardkit.core.text import count, escape, listed, suggestion, suggestions
+from shardkit.core.text import GLOBS_HINT, count, escape, listed, match_nothing, suggestions, unmatched
 from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.quantised import refuse_quantised
 from shardkit.layout.classes import BrokenTie
@@ -269,8 +269,9 @@ def _choose(sides: _Sides, lacking: Sequence[str], missing: Missing) -> list[str
     idle = [glob for glob in missing if not any(fnmatchcase(name, glob) for name in every)]
     if idle:
         raise UsageError(
-            f"{count(len(idle), 'glob')} of missing= match nothing in the model",
-            problems=[f"{escape(glob)}{suggestion(glob, every)}" for glob in idle],
+            match_nothing("missing=", len(idle), "nothing in the model"),
+            problems=unmatched(idle, every),
+            hint=GLOBS_HINT,
         )
     return [
         fqn

@@ -377,7 +377,7 @@ def test_the_memory_bounds_the_processes(tmp_path: Path) -> None:
         ({"profile": "verl"}, UsageError, "has none for factors"),
         ({"keys": "torchtitan-llama3"}, UsageError, "keys"),
         ({"osft": OsftPlan(ratio=0.3, targets="*.nothing")}, UsageError, "matches no weight"),
-        ({"dtype_rules": ["*osft_U_high=bf16"]}, UsageError, "match no floating tensor"),
+        ({"dtype_rules": ["*osft_U_high=bf16"]}, UsageError, "matches no floating tensor"),
     ],
 )
 def test_what_cannot_be_is_refused(

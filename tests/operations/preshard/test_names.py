@@ -107,4 +107,4 @@ def test_globs_are_about_names_in_the_output(knows_how: str, tmp_path: Path, fas
     ]  # of 21 that are stored
     with pytest.raises(UsageError, match=r"leave none of 2[46] tensors") as caught:
         consolidate(sharded, tmp_path / "none", include=["*.experts.7.*"], **options)  # type: ignore[arg-type]
-    assert ".experts.0.w1." in caught.value.problems[0]
+    assert any(".experts.{0..3}.w1." in line or ".experts.0.w1." in line for line in caught.value.problems)
