@@ -190,7 +190,7 @@ def held_folded(
     notes, others = list[str](), [name for name in folded if name not in theirs]
     if len(others) < len(folded) and base is not None:
         changed = sum(chosen[name] is not held[name] for name in held if name not in folded)
-        beside = f", and {count(changed, 'tensor')} beside them that OSFT held in float32" if changed else ""
+        beside = f", and {count(changed, 'tensor')} beside them that OSFT held in fp32" if changed else ""
         notes.append(
             f"folded weights have the dtypes of {escape(base.label)}{beside}; --dtype fp32 keeps all digits"
         )

@@ -348,7 +348,9 @@ class _Search:
             why = why.format(tracker=tracked[0] if tracked else "")
             for path, reason in others:
                 self._skip(path, reason)
-            reason = "; ".join(part for part in (f"{escape(name)}: {why}", best.reason) if part)
+            # That checkpoints lie where trainers put them is no reason to tell beside that for one of them.
+            told = (None if rule == HOME and best.reason else f"{escape(name)}: {why}", best.reason)
+            reason = "; ".join(part for part in told if part)
             return replace(best, reason=reason, skipped=tuple(self.skipped))
         return None
 

@@ -151,7 +151,7 @@ def test_equal_after_rounding(run, tiny):
     result = run("verify", "b", "--against", "a")
     assert result.exit_code == 0
     assert "compared with  a: 2 tensors, 1 after rounding\n" in result.stdout
-    assert "note: b holds 1 tensor of a rounded to bfloat16; 1 value became 0\n" in result.stderr
+    assert "note: b holds 1 tensor of a rounded to bf16; 1 value became 0\n" in result.stderr
 
 
 def test_quiet(run, other):

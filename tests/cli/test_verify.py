@@ -145,7 +145,7 @@ def test_against(run, sharded, tiny):
     assert other.exit_code == 1
     assert other.stdout.splitlines()[-1] == (
         "  embed.weight: it is not that of out (1 of 15 elements differ, the first at [3, 0]), though equal after "
-        "rounding out's to bfloat16; --rounded accepts it"  # the damaged bit is one that bf16 lacks
+        "rounding out's to bf16; --rounded accepts it"  # the damaged bit is one that bf16 lacks
     )
 
 

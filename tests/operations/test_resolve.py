@@ -420,6 +420,11 @@ def test_a_run_that_also_holds_its_final_model(tmp_path: Path) -> None:
     assert resolve_checkpoint(tmp_path, strict=True).reason == "checkpoint-30: it is the only one"
 
 
+def test_that_it_lies_where_trainers_put_it_is_no_reason_beside_another(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint/step-2", weight=1)
+    assert resolve_checkpoint(tmp_path).reason == "step-2: it is the only one"
+
+
 @pytest.mark.parametrize("is_link", [True, False])
 def test_a_last_one_that_is_older_than_a_numbered_one(tmp_path: Path, is_link: bool) -> None:
     """Lightning goes on from last.ckpt; a run that was resumed elsewhere leaves an old one behind."""

@@ -24,6 +24,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 from shardkit.core.catalog import subset
+from shardkit.core.dtypes import short_dtype
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError
@@ -254,13 +255,13 @@ def _dtypes(state: ModelStates) -> set[str]:
 
 def _notes_on_masters(state: ModelStates, optimizers: Sequence[OptimizerStates]) -> list[str]:
     """Return a note that says which of the two sets of weights was taken; none if they do not differ."""
-    masters = sorted({ref.dtype.name for ref in optimizers[0].flat})
-    module = sorted(_dtypes(state) - set(masters))
+    masters = {ref.dtype.name for ref in optimizers[0].flat}
+    module = _dtypes(state) - masters
     if not module:
         return []
+    held, ran = (", ".join(sorted(map(short_dtype, names))) for names in (masters, module))
     return [
-        f"the weights are the optimizer's {', '.join(masters)} masters; the model ran in {', '.join(module)}, "
-        "which a cast gives again"
+        f"the weights are the optimizer's {held} masters; the model ran in {ran}, which a cast gives again"
     ]
 
 

@@ -598,7 +598,7 @@ def _choose_dtypes(
             kept += [fqn] if is_kept else []
     if kept:
         notes.append(
-            f"stored in float32, as the model asks for it and from_pretrained does: {count(len(kept), 'tensor')}: "
+            f"stored in fp32, as the model asks for it and from_pretrained does: {count(len(kept), 'tensor')}: "
             f"{listed(kept)}"
         )
     notes += quantised_notes(held)

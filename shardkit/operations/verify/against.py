@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import count, escape
 from shardkit.core.threads import Progress
 from shardkit.errors import SourceError
@@ -130,7 +131,7 @@ def _report_rounded(result: DiffResult, path: str, other: str, report: Report, *
     one, two = escape(path), escape(other)
     if result.rounded_side == "b":
         one, two = two, one
-    dtypes = " or ".join(sorted({str(tensor.rounded_to) for tensor in found}))
+    dtypes = " or ".join(sorted({short_dtype(tensor.rounded_to) for tensor in found}))
     flushed = f"; {count(result.num_flushed, 'value')} became 0" if result.num_flushed else ""
     report.add_notes([f"{one} holds {count(len(found), 'tensor')} of {two} rounded to {dtypes}{flushed}"])
     report.num_rounded_tensors += len(found)
@@ -138,7 +139,7 @@ def _report_rounded(result: DiffResult, path: str, other: str, report: Report, *
         if not tensor.is_said_by_dtypes:
             report.problem(
                 f"it is not that of {escape(other)}{_values(tensor)}, though equal after rounding {two}'s to "
-                f"{tensor.rounded_to}; --rounded accepts it",
+                f"{short_dtype(tensor.rounded_to)}; --rounded accepts it",
                 tensor=tensor.name,
             )
 

@@ -210,7 +210,7 @@ def test_joined_partitions(
     assert_same(read(checkpoint), truth())
     assert (checkpoint.format, checkpoint.writer) == ("deepspeed-zero2", "DeepSpeed ZeRO-2")
     assert checkpoint.roots == {"model": ()}
-    assert any("float32 masters; the model ran in bfloat16" in note for note in checkpoint.notes)
+    assert any("fp32 masters; the model ran in bf16" in note for note in checkpoint.notes)
 
 
 def test_stage_1_keeps_frozen_parameters_in_the_module_alone(tmp_path: Path, deepspeed_classes: Any) -> None:

@@ -58,7 +58,7 @@ def test_the_base_tells_the_dtypes(is_wide: bool, dtype: str, tmp_path: Path) ->
     checkpoint = save(training_state(state), tmp_path / "step-3")
     result = shardkit.consolidate(checkpoint, tmp_path / "out", base=base, dtype=dtype)
     assert_nearly_equal(load(tmp_path / "out"), dense)
-    beside = ", and 19 tensors beside them that OSFT held in float32" if is_wide else ""
+    beside = ", and 19 tensors beside them that OSFT held in fp32" if is_wide else ""
     assert f"folded weights have the dtypes of {base}{beside}; --dtype fp32 keeps all digits" in result.notes
     assert not result.warnings
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -119,7 +119,7 @@ def test_an_export_is_its_run_rounded(dtype: str, tmp_path: Path) -> None:
         assert checked.problems == ()
         assert checked.num_rounded_tensors == len(state)
         (note,) = (note for note in checked.notes if "rounded" in note)
-        assert note.startswith(f"{out} holds {len(state)} tensors of {run} rounded to {name}")
+        assert note.startswith(f"{out} holds {len(state)} tensors of {run} rounded to {dtype}")
         assert f"{num_flushed} value" in note
     plain = json.loads(json.dumps(diff(run, out).to_json(), allow_nan=False))
     assert (plain["rounded_side"], plain["num_rounded"], plain["num_flushed"]) == (
@@ -147,7 +147,7 @@ def test_rounded_values_under_the_dtype_of_the_others(tmp_path: Path) -> None:
     refused = verify(other, against=run)
     assert len(refused.problems) == len(kept) - 1
     assert all("--rounded" in problem.message for problem in refused.problems)
-    assert all(f"after rounding {run}'s to bfloat16" in problem.message for problem in refused.problems)
+    assert all(f"after rounding {run}'s to bf16" in problem.message for problem in refused.problems)
     assert verify(other, against=run, rounded=True).ok
     with pytest.raises(UsageError, match="against"):
         verify(other, rounded=True)
