@@ -48,14 +48,14 @@ _IN_REPO = (
     f"{_ORIGINAL}; they often lie in the same repo: `hf download ORGANISATION/NAME "
     "--include '*.safetensors' --include '*.json'` brings them here"
 )
-_OTHER_FILES = {
+OTHER_FILES = {
     ".gguf": ("a model in GGUF format", _ORIGINAL),
     ".onnx": ("a model in ONNX format", _IN_REPO),
     ".h5": ("a model of TensorFlow", _IN_REPO),
     ".msgpack": ("a model of Flax", _IN_REPO),
 }
 """By the ending of a file: what it is, and what to do."""
-OTHER_NAMES = (*(f"*{ending}" for ending in _OTHER_FILES), "onnx")
+OTHER_NAMES = (*(f"*{ending}" for ending in OTHER_FILES), "onnx")
 """Patterns of names of models in forms that are not read."""
 TORCH_FILES = (".pt", ".pth", ".ckpt")
 """Endings of files of `torch.save`, which may hold anything."""
@@ -103,7 +103,7 @@ _LOOKS_LIKE: tuple[tuple[str, str, str], ...] = (
     ),
     *(
         (f"{what} only, which is not read", f"*{ending}", hint)
-        for ending, (what, hint) in _OTHER_FILES.items()
+        for ending, (what, hint) in OTHER_FILES.items()
     ),
     ("a model in ONNX format only, which is not read", "onnx", _IN_REPO),
     *(
@@ -189,7 +189,7 @@ def select_file(name: str) -> Weights:
 
 def other_form(path: str) -> SourceError | None:
     """Return the error for a file with a model in a form that is not read; None if its name tells no such form."""
-    what, hint = _OTHER_FILES.get(os.path.splitext(path)[1].lower(), (None, None))
+    what, hint = OTHER_FILES.get(os.path.splitext(path)[1].lower(), (None, None))
     return None if what is None else SourceError(f"{escape(path)}: {what}, which is not read", hint=hint)
 
 

@@ -343,7 +343,7 @@ def _what_it_is(path: str) -> tuple[str, str | None]:
         return "a PEFT adapter", None
     ending, is_directory = os.path.splitext(path)[1].lower(), storage.isdir(path)
     if ending in OTHER_FILES and not is_directory:
-        return OTHER_FILES[ending][0].partition(",")[0], None
+        return OTHER_FILES[ending][0], None
     try:
         taken = stands_for(path).path
     except ShardkitError:
