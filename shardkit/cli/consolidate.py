@@ -14,6 +14,7 @@ from shardkit.cli.output import (
     count,
     ending,
     facts,
+    format_name,
     headline,
     is_unfinished,
     limited,
@@ -107,7 +108,7 @@ def render(result: ConsolidateResult) -> list[str]:
 
 def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     would = "to " if result.dry_run else ""
-    yield "found", escape(result.writer)
+    yield "found", format_name(result.writer)
     if result.resolved != result.checkpoint:
         yield took(result.resolved, result.reason)
     yield from _names(result)
@@ -158,7 +159,8 @@ def _base(result: ConsolidateResult) -> str:
 def _skipped(part: SkippedPart) -> str:
     counts = [count(part.num_tensors, "tensor")] if part.num_tensors else []
     counts += [f"{part.num_objects} other"] if part.num_objects else []
-    return ": ".join(filter(None, [escape(part.what), escape(part.where), ", ".join(counts)]))
+    names = dict.fromkeys([escape(part.what), escape(part.where)])  # an optimizer may lie in `optimizer`
+    return ": ".join(filter(None, [*names, ", ".join(counts)]))
 
 
 def _written(result: ConsolidateResult) -> str:

@@ -19,6 +19,7 @@ from shardkit.cli.output import (
     count,
     drawn,
     facts,
+    format_name,
     make_progress,
     max_lines,
     more,
@@ -135,7 +136,7 @@ def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
     )
     for label, given, resolved, format in sides:
         is_adapter = os.path.basename(resolved) == ADAPTER_WEIGHTS
-        yield label, f"{escape(given)} ({'PEFT adapter' if is_adapter else escape(format)})"
+        yield label, f"{escape(given)} ({'PEFT adapter' if is_adapter else format_name(format)})"
         if resolved != given:
             yield label, f"took {escape(resolved)}"
     if result.rtol is not None:

@@ -18,6 +18,7 @@ from shardkit.cli.output import (
     count,
     drawn,
     facts,
+    format_name,
     limited,
     max_lines,
     more,
@@ -107,9 +108,10 @@ def _title(result: InspectResult) -> str:
         return f"DCP checkpoint, pre-sharded by {escape(result.made_by or '')}"
     if result.kind == "dcp":
         is_plain = result.made_by in (None, "torch.distributed.checkpoint")
-        return "DCP checkpoint" if is_plain else f"DCP checkpoint of {escape(result.made_by or '')}"
+        return format_name(result.kind) if is_plain else f"DCP checkpoint of {escape(result.made_by or '')}"
     if result.kind == "sharded":
-        return f"checkpoint of {escape(result.made_by or result.format)}"
+        by = result.made_by or result.format
+        return format_name(by) if result.format == "full-file" else f"checkpoint of {escape(by)}"
     if os.path.basename(result.resolved) == ADAPTER_WEIGHTS:
         return f"PEFT adapter, {result.format}"
     model_class = f" of {escape(result.model_class)}" if result.model_class else ""

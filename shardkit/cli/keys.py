@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import REST, Output, count, facts, max_lines
+from shardkit.cli.output import REST, Output, count, facts, format_name, max_lines
 from shardkit.core.text import escape, listed
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _facts(result: KeysResult) -> Iterator[tuple[str, str]]:
     sides = {"hub": "the Hub's", "model": "the model's own"}
     yield (
         "source",
-        f"{escape(result.source)} ({escape(result.format)}); its names are taken as {sides[result.side]}",
+        f"{escape(result.source)} ({format_name(result.format)}); its names are taken as {sides[result.side]}",
     )
     yield "rules", escape(result.title) + (f" ({escape(result.rules)})" if result.rules else "")
     if not result.ok:

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, answer_facts, count, facts, headline, make_progress, max_lines
+from shardkit.cli.output import (
+    Output,
+    answer_facts,
+    count,
+    facts,
+    format_name,
+    headline,
+    make_progress,
+    max_lines,
+)
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
@@ -62,7 +71,7 @@ def render(result: ManifestResult) -> list[str]:
 
 
 def _facts(result: ManifestResult) -> Iterator[tuple[str, str]]:
-    yield "checkpoint", escape(result.writer)
+    yield "checkpoint", format_name(result.writer)
     would = "to " if result.dry_run else ""
     if result.part is not None:
         part = result.part

@@ -63,6 +63,20 @@ def check_facts(result: WriteResult | CommitResult) -> Iterator[tuple[str, str]]
         )
 
 
+_FORMAT_NAMES = {
+    "dcp": "DCP checkpoint",
+    "torch.distributed.checkpoint": "DCP checkpoint",
+    "hub": "Hub model",
+    "full-file": "torch.save file",
+    "torch.save": "torch.save file",
+}
+
+
+def format_name(said: str) -> str:
+    """Return the name that people read for a format, or for whoever wrote it; documents keep what `said` is."""
+    return _FORMAT_NAMES.get(said, escape(said))
+
+
 def took(path: str, reason: str) -> tuple[str, str]:
     """Return the fact that a checkpoint was taken from a run's directory, and why; its name is said once."""
     return "took", f"{escape(path)}: {reason.removeprefix(f'{escape(os.path.basename(path))}: ')}"
@@ -87,7 +101,11 @@ def answer_facts(part: PartAnswer | None) -> Iterator[tuple[str, str]]:
     """Yield what became of a part of an answer, while others lack something."""
     if part is not None:
         yield "all parts", f"{part.answered_questions} of {count(part.all_questions, 'answer')} are there"
-        yield "missing", f"parts {listed(part.missing)}; the last to finish makes the report"
+        yield "missing", f"{_parts(part.missing)}; the last to finish makes the report"
+
+
+def _parts(missing: Sequence[str]) -> str:
+    return f"{'part' if len(missing) == 1 else 'parts'} {listed(missing)}"
 
 
 def part_lines(result: WriteResult, *more: tuple[str, str]) -> list[str]:
@@ -120,7 +138,7 @@ def part_lines(result: WriteResult, *more: tuple[str, str]) -> list[str]:
     if result.dry_run:
         pairs += [*more, *ending(result)]
     elif part.missing:
-        pairs.append(("missing", f"parts {listed(part.missing)}; the last to finish makes the output"))
+        pairs.append(("missing", f"{_parts(part.missing)}; the last to finish makes the output"))
         pairs.append(("time", f"{result.elapsed_s:.2f} s"))
     return [head, *facts(pairs)]
 

@@ -85,7 +85,10 @@ def _gc_facts(result: GcResult) -> Iterator[tuple[str, str]]:
     verb = "to remove" if result.dry_run else "removed"
     for each in result.removed:
         yield verb, _describe(each)
-    yield f"{verb}, in all", f"{count(len(result.removed), 'name')}, {format_size(result.removed_bytes)}"
+    if result.removed:
+        yield f"{verb}, in all", f"{count(len(result.removed), 'name')}, {format_size(result.removed_bytes)}"
+    else:
+        yield verb, "nothing"
     if result.num_ended:
         yield "to end" if result.dry_run else "ended", count(result.num_ended, "unfinished upload")
     for each in result.young:

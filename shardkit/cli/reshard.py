@@ -13,6 +13,7 @@ from shardkit.cli.output import (
     count,
     ending,
     facts,
+    format_name,
     headline,
     is_unfinished,
     limited,
@@ -78,7 +79,7 @@ def _how_to_go_on(result: ReshardResult) -> list[str]:
 
 def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:
     would = "to " if result.dry_run else ""
-    yield "found", escape(result.writer)
+    yield "found", format_name(result.writer)
     if result.checkpoint.rstrip("/") != result.source.rstrip("/"):
         yield took(result.checkpoint, result.reason)
     yield "mesh", f"{escape(result.mesh)}; world size {result.world_size}"

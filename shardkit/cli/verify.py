@@ -15,6 +15,7 @@ from shardkit.cli.output import (
     answer_facts,
     count,
     facts,
+    format_name,
     make_progress,
     max_lines,
     more,
@@ -140,9 +141,10 @@ def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
     if result.resolved != result.path:
         yield "took", escape(result.resolved)
     if result.format is not None:
-        yield "checkpoint", escape(result.writer or result.format)
+        yield "checkpoint", format_name(result.writer or result.format)
     seed = f", seed {result.seed}" if result.seed is not None else ""
-    yield "level", f"{result.level}{seed}"
+    read = ": names, headers and sizes; --full reads the bytes" if result.level == "structure" else ""
+    yield "level", f"{result.level}{seed}{read}"
     if result.level == "store":
         for name in result.manifests:
             yield "held against", escape(name)
@@ -159,10 +161,8 @@ def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
         yield "compared with", f"{escape(result.against)}: {tensors}{rounded}"
     if result.repo is not None:
         yield "compared with", f"{escape(result.repo)} at {escape(result.commit or '')}"
-    if result.level != "structure" or result.repo is not None:
+    if result.num_checked_files or result.num_checked_chunks:
         files = f", {count(result.num_checked_files, 'whole file')}" if result.num_checked_files else ""
         chunks = count(result.num_checked_chunks, "chunk")
         yield "compared", f"{format_size(result.read_bytes)}: {chunks}{files}"
-    if result.num_unrecorded_chunks:
-        yield "no checksum", count(result.num_unrecorded_chunks, "chunk")
     yield from answer_facts(result.part)

@@ -112,8 +112,8 @@ def link_notes(directory: str, paths: Mapping[str, str]) -> tuple[str, ...]:
     ]
     if not found:
         return ()
-    are = count(len(found), "weight file is a link", "weight files are links")
-    return (f"{are} to files outside of {escape(directory)}: {listed(found)}",)
+    are = count(len(found), "weight file is a link to a file", "weight files are links to files")
+    return (f"{are} outside of {escape(directory)}: {listed(found)}",)
 
 
 def locate_all(directory: str, names: Sequence[str]) -> list[str]:

@@ -64,7 +64,7 @@ RESULT = ConsolidateResult(
 
 HUMAN = """\
 wrote /run/step-10-hf
-  found     torch.distributed.checkpoint
+  found     DCP checkpoint
   took      /run/step-10: the highest step
   weights   model, everything below app.model; also there: ema
   stripped  app.model. from 20 names
@@ -90,7 +90,7 @@ load it:
 
 DRY = """\
 dry run: nothing was written to /run/step-10-hf
-  found      torch.distributed.checkpoint
+  found      DCP checkpoint
   weights    model, names as they are
   to read    20 tensors, 16.0 GiB
   to write   2 weight files, 8.0 GiB, 4,294,967,296 parameters

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 EQUAL = """\
-  A     tiny (hub)
-  B     out (dcp)
+  A     tiny (Hub model)
+  B     out (DCP checkpoint)
   read  232 B in TIME s
 
 =  4 tensors
@@ -19,8 +19,8 @@ EQUAL = """\
 equal
 """
 DIFFERS = """\
-  A     tiny (hub)
-  B     other (hub)
+  A     tiny (Hub model)
+  B     other (Hub model)
   read  208 B in TIME s
 
 =  1 tensor

@@ -6,6 +6,7 @@ import json
 import os
 
 import pytest
+import torch
 
 from shardkit.cli.output import size_runs
 
@@ -108,3 +109,13 @@ def test_nothing_there(run, tiny):
 def test_size_runs():
     sizes = [2 << 30, (2 << 30) + 5, 1 << 10]
     assert size_runs(sizes) == [("0-1", "2.0 GiB each"), ("2", "1.0 KiB")]
+
+
+def test_a_format_has_one_name(run, tiny):
+    state = {f"layers.{n}.up.weight": torch.full((4, 3), n, dtype=torch.bfloat16) for n in range(2)}
+    torch.save({**state, "embed.weight": torch.ones(5, 3)}, tiny.parent / "whole.pt")
+    assert run("inspect", "whole.pt").stdout.startswith("whole.pt: torch.save file\n")
+    assert ["found", "torch.save", "file"] in rows(run("consolidate", "whole.pt", "x", "-n").stdout)
+    assert "  checkpoint  torch.save file\n" in run("verify", "whole.pt").stdout
+    assert "(torch.save file)\n" in run("diff", "whole.pt", "tiny").stdout
+    assert json.loads(run("diff", "whole.pt", "tiny", "--json").stdout)["format_a"] == "full-file"

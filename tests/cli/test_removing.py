@@ -59,6 +59,7 @@ def test_it_says_what_goes(tmp_path, run):
         "  removed          model-4567abcd-00001-of-00001.safetensors: 1 file, 2.0 KiB, AGE\n"
         "  removed, in all  1 name, 2.0 KiB\n"
     )
+    assert run("gc", str(tmp_path)).stdout.endswith("\n  removed  nothing\n")
     said = json.loads(run("gc", str(tmp_path), "--json").stdout)
     assert (said["removed"], said["removed_bytes"], said["older_than_s"]) == ([], 0, 86400)
 

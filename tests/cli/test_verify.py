@@ -234,3 +234,15 @@ def test_a_note_for_all_ranks(run, tiny):
     assert "skipped  rng_state_{0..63}.pth: state of the trainer\n" in run("inspect", "ck").stdout
     assert len(json.loads(run("inspect", "ck", "--json").stdout)["skipped"]) == 65
     assert run("consolidate", "ck", "x", "-n").stdout.count("rng_state") == 1
+
+
+def test_each_thing_is_said_once(run, tiny):
+    plain = run("verify", "tiny")
+    assert "  level       structure: names, headers and sizes; --full reads the bytes\n" in plain.stdout
+    assert "no checksum" not in plain.stdout
+    assert plain.stderr.count("no checksum is recorded") == 1
+    assert "compared" not in run("verify", "tiny", "--full").stdout.partition("\n")[2]
+    os.truncate(tiny / "model.safetensors", os.path.getsize(tiny / "model.safetensors") - 1)
+    stdout = run("verify", "tiny").stdout
+    assert "\n  model.safetensors: truncated: " in stdout
+    assert stdout.count("model.safetensors:") == 1

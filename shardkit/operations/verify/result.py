@@ -48,6 +48,8 @@ class VerifyProblem:
     def line(self) -> str:
         """Return it as one line, safe to print."""
         parts = [escape(self.file)] if self.file is not None else []
+        if parts and self.message.startswith((f"{parts[0]}:", f"{parts[0]} ")):
+            parts = []  # the message begins with it
         if self.tensor is not None:
             at = f" {_box(self.region)}" if self.region is not None and self.region[0] else ""
             parts.append(f"{escape(self.tensor)}{at}")

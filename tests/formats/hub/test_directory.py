@@ -277,7 +277,7 @@ def test_links(sharded, tmp_path):
     (sharded / A).symlink_to(outside)
     model = open_model(str(sharded))
     assert len(model.catalog.tensors) == 3
-    note = f"1 weight file is a link to files outside of {sharded}: {A} -> {outside}"
+    note = f"1 weight file is a link to a file outside of {sharded}: {A} -> {outside}"
     assert model.catalog.notes == (note,)
     (linked,) = (file for file in model.catalog.files if file.name == A)
     assert linked.stamp is not None

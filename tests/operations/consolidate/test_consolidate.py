@@ -575,7 +575,7 @@ class TestBase:
         (model / "model.safetensors").rename(tmp_path / "blob")
         (model / "model.safetensors").symlink_to(tmp_path / "blob")
         note = (
-            f"1 weight file is a link to files outside of {model}: model.safetensors -> {tmp_path / 'blob'}"
+            f"1 weight file is a link to a file outside of {model}: model.safetensors -> {tmp_path / 'blob'}"
         )
         made = shardkit.consolidate(model, tmp_path / "out")
         split = shardkit.preshard(model, tmp_path / "split", world_size=2, wrap="none")
