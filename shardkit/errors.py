@@ -15,14 +15,16 @@ A message says what is wrong and where (file, tensor, offset); `problems` lists 
 and `hint` says what to do next. Names that came from a file must be escaped (`core.text.escape`) before
 they are put into a message.
 
-Messages and hints name options as the command line has them, `--overwrite`. A Python traceback shows the same
-text with arguments instead: `overwrite=True`. A command that can be run as it stands is put between backticks.
+Messages and hints are written with options as the command line has them, `--overwrite`. Whoever reads an error in
+Python finds arguments in their place, `overwrite=True`, in its attributes as in a traceback; while a command runs,
+options stay (`speaking_options`). A command that can be run as it stands is put between backticks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 _SHOWN_PROBLEMS = 20
 
@@ -53,6 +55,20 @@ _OPTION = re.compile(
 )
 
 
+# Of the process, as threads of a command raise errors too.
+_readers = ["python"]
+
+
+@contextmanager
+def speaking_options() -> Iterator[None]:
+    """Let errors name options, not arguments: the command line runs, or a process that works for whoever reads errors."""
+    _readers.append("shell")
+    try:
+        yield
+    finally:
+        _readers.pop()
+
+
 def as_arguments(text: str) -> str:
     """Return a message with the arguments of functions in place of options; commands in backticks stay."""
 
@@ -73,6 +89,10 @@ def as_arguments(text: str) -> str:
     return _OPTION.sub(spell, text)
 
 
+def _spoken(text: str) -> str:
+    return as_arguments(text) if _readers[-1] == "python" else text
+
+
 class ShardkitError(Exception):
     """Base of everything that a user can cause.
 
@@ -86,9 +106,22 @@ class ShardkitError(Exception):
 
     def __init__(self, message: str, *, problems: Iterable[str] = (), hint: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
-        self.problems = tuple(problems)
-        self.hint = hint
+        self._written = (message, tuple(problems), hint)
+
+    @property
+    def message(self) -> str:
+        """One line, what is wrong."""
+        return _spoken(self._written[0])
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One line for each instance."""
+        return tuple(map(_spoken, self._written[1]))
+
+    @property
+    def hint(self) -> str | None:
+        """What to do next; None if there is nothing to say."""
+        return None if self._written[2] is None else _spoken(self._written[2])
 
     @classmethod
     def raise_for(cls, problems: Collection[str], message: str, *, hint: str | None = None) -> None:
@@ -97,24 +130,23 @@ class ShardkitError(Exception):
             raise cls(message, problems=problems, hint=hint)
 
     def __str__(self) -> str:
-        """Return the error as a traceback shows it, with arguments of functions where the text names options."""
-        lines = [
-            as_arguments(self.message),
-            *(f"  {as_arguments(each)}" for each in self.problems[:_SHOWN_PROBLEMS]),
-        ]
-        if len(self.problems) > _SHOWN_PROBLEMS:
-            lines.append(f"  ... {len(self.problems) - _SHOWN_PROBLEMS} more")
+        """Return the error as a traceback shows it."""
+        problems = self.problems
+        lines = [self.message, *(f"  {each}" for each in problems[:_SHOWN_PROBLEMS])]
+        if len(problems) > _SHOWN_PROBLEMS:
+            lines.append(f"  ... {len(problems) - _SHOWN_PROBLEMS} more")
         if self.hint:
-            lines.append(f"hint: {as_arguments(self.hint)}")
+            lines.append(f"hint: {self.hint}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, object]:
-        """Return the error as plain data: type, message, every problem, hint, exit code."""
+        """Return the error as plain data, with options: type, message, every problem, hint, exit code."""
+        message, problems, hint = self._written
         return {
             "error": type(self).__name__,
-            "message": self.message,
-            "problems": list(self.problems),
-            "hint": self.hint,
+            "message": message,
+            "problems": list(problems),
+            "hint": hint,
             "exit_code": self.exit_code,
         }
 

@@ -24,7 +24,7 @@ import click
 from shardkit._version import __version__
 from shardkit.cli.errors import report, report_usage
 from shardkit.cli.output import REST
-from shardkit.errors import Terminated
+from shardkit.errors import Terminated, speaking_options
 
 _COMMANDS = {
     "cache": "Show what is kept of transformers' answers, or remove it.",
@@ -115,6 +115,7 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
 
+    @speaking_options()
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command, and turn every error but click's own into an exit code."""
         _give_streams()

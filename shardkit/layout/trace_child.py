@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import class_before_sharding, init_fake_world
 from shardkit.core.mesh import Axis, Mesh
 from shardkit.core.text import escape
-from shardkit.errors import LayoutError, PolicyError, SourceError, UsageError
+from shardkit.errors import LayoutError, PolicyError, SourceError, UsageError, speaking_options
 from shardkit.keys.expressions import to_json
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import (
@@ -81,6 +81,7 @@ def main() -> None:
     os._exit(0)  # an orderly end of a fake process group takes time and serves nothing
 
 
+@speaking_options()  # the parent's errors are made of these
 def answer_request(request: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a request, errors included. This makes a world, so it works once in a process."""
     if "asked_ns" not in request:

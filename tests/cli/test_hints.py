@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import shardkit
 from shardkit.cli import main
-from shardkit.errors import ARGUMENTS, FLAGS, VALUED, as_arguments
+from shardkit.errors import ARGUMENTS, FLAGS, VALUED, as_arguments, speaking_options
 
 PACKAGE = Path(shardkit.__file__).parent
 COMMAND = re.compile(r"`(shardkit [^`]*)`")
@@ -261,6 +261,9 @@ def test_options_and_commands_that_texts_name_exist():
 def test_python_is_told_of_arguments(text: str, in_python: str):
     assert as_arguments(text) == in_python
     error = shardkit.UsageError(text, hint=text)
+    assert (error.message, error.hint) == (in_python, in_python)
+    with speaking_options():
+        assert (error.message, error.hint, str(error)) == (text, text, f"{text}\nhint: {text}")
     assert str(error) == f"{in_python}\nhint: {in_python}"
     assert (error.to_json()["message"], error.to_json()["hint"]) == (text, text)
 

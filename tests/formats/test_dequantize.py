@@ -49,7 +49,7 @@ def test_without_the_option_it_is_refused(method: str, move: str, tmp_path: Path
     ) as caught:
         MOVES[move](source, tmp_path / "out")
     assert method in caught.value.message
-    assert ("--dequantize" in str(caught.value.hint)) == (method in ("fp8", "mxfp4"))
+    assert ("dequantize=True" in str(caught.value.hint)) == (method in ("fp8", "mxfp4"))
     assert not (tmp_path / "out").exists()
 
 

@@ -62,7 +62,7 @@ def test_consolidate(tmp_path: Path, options: dict[str, object]) -> None:
         shardkit.consolidate(saved, tmp_path / "other", **options)
     (problem,) = caught.value.problems
     assert problem.startswith(f"{NAME}: __0_0.distcp: bytes ")
-    assert "--check-source off" in str(caught.value.hint)
+    assert "check_source=False" in str(caught.value.hint)
     assert sorted(os.listdir(tmp_path)) == ["c", "out"]
     result = shardkit.consolidate(saved, out, overwrite=True, check_source=False, **options)
     assert (result.checked_bytes, result.unchecked) == (0, ())
@@ -317,7 +317,7 @@ def test_copied_files_are_compared_with_a_manifest(tmp_path: Path) -> None:
             with pytest.raises(IntegrityError) as caught:
                 MOVES[name](source, tmp_path / "out", **options)
             assert caught.value.problems[0].startswith(f"{file}: its bytes have CRC-32 ")
-            assert "--check-source off" in str(caught.value.hint)
+            assert "check_source=False" in str(caught.value.hint)
         MOVES[name](source, tmp_path / name, check_source=False)
         assert (tmp_path / name / file).read_bytes() == (source / file).read_bytes()
 

@@ -562,7 +562,7 @@ class TestBase:
         (base / "config.json").symlink_to(tmp_path / "config")
         with pytest.raises(SourceError, match=r"config\.json: a symbolic link that leaves") as caught:
             shardkit.consolidate(trained, tmp_path / "out", base=str(base))
-        assert "--follow-links" in (caught.value.hint or "")
+        assert "follow_links=True" in (caught.value.hint or "")
         result = shardkit.consolidate(trained, tmp_path / "out", base=str(base), follow_links=True)
         copied = tmp_path / "out" / "tokenizer.json"
         assert (copied.read_text(), copied.is_symlink()) == ("s", False)

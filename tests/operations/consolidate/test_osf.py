@@ -66,7 +66,7 @@ def test_an_untrained_adapter_changes_nothing(tmp_path: Path) -> None:
 def test_without_a_base(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="holds no frozen part") as caught:
         shardkit.consolidate(adapter(tmp_path / "adapter", part("adapter")))
-    assert "--base" in str(caught.value.hint)
+    assert "base" in str(caught.value.hint)
 
 
 def test_every_misfit_is_named(tmp_path: Path) -> None:

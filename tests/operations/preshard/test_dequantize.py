@@ -44,7 +44,7 @@ def test_what_stock_torch_loads_is_what_transformers_dequantises(
     expected = by_transformers(source)
     with pytest.raises(LayoutError, match=r"^quantised: ") as caught:
         shardkit.preshard(source, tmp_path / "out", world_size=4)
-    assert "--dequantize" in str(caught.value.hint)
+    assert "dequantize=True" in str(caught.value.hint)
     done = shardkit.preshard(source, tmp_path / "out", world_size=4, dequantize=True)
     assert done.layout == "traced"
     assert any("quantization_config" in note for note in done.notes)
@@ -167,7 +167,7 @@ def test_other_methods_are_refused_in_one_way(method: str, dequantize: bool, tmp
     )
     with pytest.raises(LayoutError, match=rf"^quantised: .*\({method}\)") as caught:
         shardkit.preshard(tmp_path / "hub", tmp_path / "out", world_size=2, dequantize=dequantize)
-    assert "--dequantize" not in str(caught.value.hint)
+    assert "dequantize=True" not in str(caught.value.hint)
     assert not (tmp_path / "out").exists()
 
 

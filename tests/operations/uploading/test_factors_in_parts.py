@@ -441,7 +441,7 @@ def test_parts_do_not_mend_an_output(source: Path, out: str, monkeypatch: pytest
     for is_dry in (True, False):
         with pytest.raises(UsageError, match="has lost some of its files") as caught:
             preshard(source, out, "1/1", overwrite=True, dry_run=is_dry)
-        assert "--overwrite, without --part" in (caught.value.hint or "")
+        assert "overwrite=True, without part" in (caught.value.hint or "")
     assert objects(out) == left
     assert len(Counting.asked) == NUM_WEIGHTS, "those of the first run"
     preshard(source, out, overwrite=True)
