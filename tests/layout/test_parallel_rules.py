@@ -150,5 +150,5 @@ def test_a_function_and_rules_are_too_much(
 
 
 def test_styles_are_named_in_the_docs() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "preshard.md").read_text()
     assert all(f"`{style}`" in text for style in STYLES)
