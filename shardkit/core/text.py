@@ -21,6 +21,7 @@ _MAX_CLOSE = 10  # of which the best that may be meant is taken
 _MAX_SUGGESTIONS = 20  # each searches all names
 _ALIKE = 0.75  # of two parts of a name: `wieght` is `weight`, `up_proj` is not `gate_proj`
 _MAX_LISTED = 3
+_MAX_PLACES = 16  # numbers in a name that may be folded: no model has more than five
 _MAX_THERE = 5
 GLOBS_HINT = "globs are about whole names, and * matches dots too: '*.mlp.*'"
 """What to do about globs that match nothing."""
@@ -252,6 +253,8 @@ def fold(items: Iterable[tuple[str, Key]]) -> list[Fold[Key]]:
     for name, key in items:
         parts = name.split(".")
         shape = tuple(None if _NUMBER.fullmatch(part) else part for part in parts)
+        if shape.count(None) > _MAX_PLACES:
+            shape = tuple(parts)
         numbers = tuple(int(part) for part, fixed in zip(parts, shape, strict=True) if fixed is None)
         groups.setdefault((shape, key), []).append(numbers)
     return [
@@ -307,6 +310,8 @@ def _places(line: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
             fixed.append(line[at : word.start() + place.start()])
             numbers.append(int(place[0]))
             at = word.start() + place.end()
+    if len(numbers) > _MAX_PLACES:
+        return (line,), ()
     return (*fixed, line[at:]), tuple(numbers)
 
 

@@ -50,7 +50,7 @@ def status_of(path: str) -> os.stat_result:
 
 def is_about_links(error: ShardkitError) -> bool:
     """True if links alone keep something from being read: it may be whole."""
-    return error.hint == FOLLOW_OR_COPY
+    return error.to_json()["hint"] == FOLLOW_OR_COPY
 
 
 @contextmanager

@@ -194,11 +194,17 @@ def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replac
         )
     if seen is not None and not overwrite:
         raise UsageError(f"{shown} exists", hint=_ANOTHER)
-    is_here = os.path.samestat(storage.stat(path), storage.stat(os.curdir))
-    if seen is None and is_here:  # a shell in it would stay in what was replaced
+    if seen is None and _is_working_directory(path):  # a shell in it would stay in what was replaced
         raise UsageError(
             f"{shown} is the working directory: it is not replaced", hint="choose a directory in it"
         )
+
+
+def _is_working_directory(path: str) -> bool:
+    try:
+        return os.path.samestat(storage.stat(path), storage.stat(os.curdir))
+    except OSError:  # one of them is gone
+        return False
 
 
 _OF_A_MESH = re.compile(rf"(?<=.)(-({'|'.join(MAIN_AXES)})\d+)+$")

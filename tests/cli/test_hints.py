@@ -49,7 +49,7 @@ CASES = {
     "an adapter to merge": ("consolidate lora x --merge-lora", "an adapter alone", "tiny lora merged`"),
     "a quantised base": ("consolidate dcp x --base gptq", "is quantised (gptq)", "it was quantised from"),
     "a model of TensorFlow": ("reshard tf x --world-size 4", "TensorFlow only", "hf download"),
-    "a file of torch.save in a directory": ("inspect folder", "it holds checkpoints", "folder/model.pt"),
+    "a file of torch.save in a directory": ("inspect folder", "holds one: model.pt", "folder/model.pt"),
     "the same for preshard": (
         "preshard folder x --world-size 4",
         "a file of torch.save",

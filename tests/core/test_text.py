@@ -277,6 +277,6 @@ def test_globs_that_match_nothing():
     assert lines[2] == "there is model.layers.{0..3}.up.weight"
     assert lines[-1] == "... 1 more"
     error = nothing_left(["model.layer.*", "model.*"], names, 24)
-    assert error.message == "--include and --exclude leave none of 24 tensors"
+    assert error.message == "include and exclude leave none of 24 tensors"
     assert error.problems[0] == "model.layer.*  (closest name: model.layers.*)"
     assert "there is model.layers.{0..3}.q.weight" in error.problems

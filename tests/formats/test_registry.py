@@ -153,7 +153,7 @@ def test_no_hub_model(tmp_path, names, message):
 
 def test_run_directory_names_its_checkpoints(save_dcp, weights, tmp_path):
     save_dcp(weights, tmp_path / "step-2")
-    with pytest.raises(SourceError, match="a run's directory, with step-2"):
+    with pytest.raises(SourceError, match="holds one: step-2"):
         formats.open(str(tmp_path))
 
 
@@ -161,7 +161,7 @@ def test_directory_names_its_file_of_torch_save(weights, tmp_path):
     for name in ("weights.pt", "optimizer.pt"):
         torch.save(weights, tmp_path / name)
     (tmp_path / "notes.pt").write_text("mine")
-    with pytest.raises(SourceError, match=r"it holds checkpoints: weights\.pt") as caught:
+    with pytest.raises(SourceError, match=r"holds one: weights\.pt") as caught:
         formats.open(str(tmp_path))
     assert caught.value.hint == f"give it by its own path: {tmp_path}/weights.pt"
 

@@ -408,7 +408,7 @@ def test_a_dead_run_beside_an_output_that_exists(source: Path, out: Path) -> Non
 def test_what_cannot_be_moved_is_refused_first(moving: Moving, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         Writer("copy", moving, Writing())
-    assert said in caught.value.message
+    assert said in str(caught.value.to_json()["message"])
 
 
 def test_a_source_that_is_not_compared_is_warned_of(source: Path, out: Path) -> None:

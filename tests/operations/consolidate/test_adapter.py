@@ -176,7 +176,7 @@ def test_an_adapter_is_merged_by_peft(state: dict[str, torch.Tensor], tmp_path: 
         assert shlex.split(command)[-3:] == [model, str(place), "merged"]
     with pytest.raises(SourceError, match="an adapter alone") as caught:
         shardkit.consolidate(save({"model": alone}, tmp_path / "c"), merge_lora=True)
-    assert "write the adapter without --merge-lora first" in str(caught.value.hint)
+    assert "write the adapter without --merge-lora first" in str(caught.value.to_json()["hint"])
 
 
 @pytest.mark.parametrize("named", ["org/mo\x1bdel", None])

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardkit
-from shardkit.core.dtypes import BY_NAME
+from shardkit.core.dtypes import BY_NAME, short_dtype
 from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.files import manifest
@@ -502,4 +502,4 @@ def test_what_the_model_keeps_in_fp32_is_never_narrowed(held: str, dtype: str, e
     found, notes = chosen(held, dtype)
     assert found == expected
     assert bool(notes) == (dtype in ("bf16", "fp16"))
-    assert all(expected in note for note in notes)
+    assert all(short_dtype(expected) in note for note in notes)
