@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 import click
 
+from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import LISTS_WHOLE, MIB, Fold, escape, fold_lines, format_size, listed
 from shardkit.core.text import count as count
 
@@ -167,6 +168,16 @@ def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True)
     rate = result.written_bytes / result.moving_s if is_told else 0
     moved = f"; bytes moved in {result.moving_s:.2f} s: {format_size(round(rate))}/s" if is_told else ""
     yield "time", f"{result.elapsed_s:.2f} s{moved}"
+
+
+def converted(result: WriteResult) -> Iterator[tuple[str, str]]:
+    """Yield a fact for each pair of dtypes of what is converted."""
+    for each in result.converted:
+        dtypes = f"{short_dtype(each.stored)} -> {short_dtype(each.written)}"
+        yield (
+            "to convert" if result.dry_run else "converted",
+            f"{dtypes}: {count(each.num_tensors, 'tensor')}",
+        )
 
 
 class Answer(Protocol):

@@ -14,6 +14,7 @@ from shardkit.cli.output import (
     UNEVEN,
     Output,
     PageFile,
+    converted,
     count,
     ending,
     facts,
@@ -217,6 +218,7 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
         num_read -= (len(FACTORS) - 1) * sum(kind.num_targets for kind in result.osft.kinds)
     yield f"{would}read", f"{count(num_read, 'tensor')}, {format_size(result.read_bytes)}"
     yield f"{would}write", f"{count(result.num_files, 'shard file')}, {format_size(result.written_bytes)}"
+    yield from converted(result)
     if result.copied:
         yield f"{would}copy", f"{count(len(result.copied), 'file')}: {listed(result.copied)}"
     if result.imbalance >= UNEVEN:

@@ -10,6 +10,7 @@ import click
 from shardkit.cli import options as opt
 from shardkit.cli.output import (
     Output,
+    converted,
     count,
     ending,
     facts,
@@ -91,6 +92,7 @@ def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:
     yield "holds", ", ".join(part for part in parts if part)
     yield f"{would}read", format_size(result.read_bytes)
     yield f"{would}write", f"{count(result.num_files, 'shard file')}, {format_size(result.written_bytes)}"
+    yield from converted(result)
     if result.dry_run and result.num_files > 1:
         files = [f"file {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
         yield from limited("per file", files)

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -172,6 +173,17 @@ class Writing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """Tensors of one dtype that are written in another."""
+
+    stored: str
+    """torch's name of the dtype in the source."""
+    written: str
+    """The same of the dtype in the output."""
+    num_tensors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WriteResult(Result):
     """What every verb that writes a directory answers: what it wrote, or with `dry_run` would write."""
 
@@ -187,6 +199,8 @@ class WriteResult(Result):
     """Of the source's tensors, once."""
     written_bytes: int
     """Size of all these files."""
+    converted: tuple[Converted, ...]
+    """What has another dtype in the output than in the source. What becomes factors is not among it."""
     checked_bytes: int
     """Bytes of the source that were compared, as they moved, with the CRC-32 recorded for them."""
     unchecked: tuple[Unchecked, ...]
@@ -206,6 +220,14 @@ class WriteResult(Result):
     """Of `elapsed_s`, how long bytes moved; 0 if this process moved none."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+
+
+def _converted(plan: TransferPlan) -> Iterator[Converted]:
+    every = (holes for holes in plan.images.tensors() if holes.source not in plan.made_of)
+    counts = Counter((plan.catalog.tensors[holes.source].dtype, holes.dtype) for holes in every)
+    for (stored, written), number in counts.items():
+        if stored is not written:
+            yield Converted(stored=stored.name, written=written.name, num_tensors=number)
 
 
 class Images(ImageSet, Protocol):
@@ -508,6 +530,7 @@ class Writer:
             "file_bytes": sizes,
             "read_bytes": plan.read_bytes,
             "written_bytes": plan.written_bytes,
+            "converted": tuple(_converted(plan)),
             "checked_bytes": source.checked_bytes,
             "unchecked": source.unchecked,
             "peak_memory_bytes": self.options.peak_bytes(self._moved or plan),

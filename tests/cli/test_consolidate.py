@@ -48,6 +48,7 @@ RESULT = ConsolidateResult(
     file_bytes=(5 << 30, 3 << 30),
     read_bytes=16 << 30,
     written_bytes=8 << 30,
+    converted=(),
     checked=True,
     peak_memory_bytes=128 << 20,
     free_bytes=100 << 30,

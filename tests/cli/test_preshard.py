@@ -17,6 +17,7 @@ import shardkit
 from shardkit.cli import preshard as preshard_command
 from shardkit.operations.preshard import PreshardResult
 from shardkit.operations.preshard.factors import OsftKind, OsftResult
+from shardkit.operations.write import Converted
 from shardkit.osft.plan import OsftPlan
 
 ARGS = ["preshard", "tiny", "--world-size", "4", "--wrap", "none"]
@@ -35,6 +36,7 @@ RESULT = PreshardResult(
     num_files=4,
     read_bytes=8 << 30,
     written_bytes=8 << 30,
+    converted=(),
     file_bytes=(2 << 30, 2 << 30, 2 << 30, 1 << 30),
     imbalance=1.1429,
     num_tensors_with_empty_shards=2,
@@ -94,6 +96,15 @@ dry run: nothing was written to /data/model-dp_shard4
   memory     at most 128.0 MiB of buffers
   free disk  100.0 GiB
 """
+
+
+def test_what_is_converted_is_said() -> None:
+    converted = (Converted(stored="float32", written="bfloat16", num_tensors=19),)
+    assert "  converted  fp32 -> bf16: 19 tensors" in preshard_command.render(
+        replace(RESULT, converted=converted)
+    )
+    dry = preshard_command.render(replace(RESULT, converted=converted, dry_run=True))
+    assert "  to convert  fp32 -> bf16: 19 tensors" in dry
 
 
 @pytest.mark.parametrize(("dry_run", "text"), [(False, HUMAN), (True, DRY)])

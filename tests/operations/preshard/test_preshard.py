@@ -8,6 +8,7 @@ import os
 import threading
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,6 +156,11 @@ def test_casts_round_as_torch_and_leave_the_rest(
     floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     expected = {k: t.to(dtype) if t.dtype in floats else t for k, t in tensors.items()}
     assert_bit_equal(loaded(out, expected), expected)
+    changed = Counter(t.dtype for key, t in tensors.items() if expected[key].dtype != t.dtype)
+    assert {each.stored: each.num_tensors for each in result.converted} == {
+        str(dtype).removeprefix("torch."): number for dtype, number in changed.items()
+    }
+    assert {each.written for each in result.converted} == {str(dtype).removeprefix("torch.")}
     assert any("fp8" in note for note in result.notes)
 
 

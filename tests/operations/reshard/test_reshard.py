@@ -17,6 +17,7 @@ import shardkit
 from shardkit.cli import main
 from shardkit.core.threads import NoProgress
 from shardkit.formats.dcp import directory as dcp_module
+from shardkit.operations.write import Converted
 
 # torch's own: a save without a process group, and the ShardedTensor that its converter still looks for.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled")
@@ -131,6 +132,7 @@ def test_no_cast_rounds_a_count(tmp_path: Path, name: str, is_flat: bool) -> Non
     dcp.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
     kept = shardkit.reshard(tmp_path / "saved", str(tmp_path / "kept"), world_size=2, dtype="bf16")
     assert (kept.num_tensors, kept.num_optimizer_tensors) == (5, 3 + len(COUNTED[name]))
+    assert kept.converted == (Converted(stored="float32", written="bfloat16", num_tensors=1),)
     expected = dict(flat(saved))
     weight = next(key for key in expected if key.endswith("model/weight") or key.endswith("model.weight"))
     found = flat(loaded(tmp_path / "kept", tmp_path))
