@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from shardkit.cli.output import (
 )
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import escape, fold, format_size, spread, template
-from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS
+from shardkit.formats.hub.adapter import ADAPTER, is_adapter_file
 from shardkit.operations.diff import SORTS, DiffResult, TensorDiff, diff
 
 if TYPE_CHECKING:
@@ -135,8 +134,8 @@ def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
         ("B", result.b, result.resolved_b, result.format_b),
     )
     for label, given, resolved, format in sides:
-        is_adapter = os.path.basename(resolved) == ADAPTER_WEIGHTS
-        yield label, f"{escape(given)} ({'PEFT adapter' if is_adapter else format_name(format)})"
+        name = ADAPTER if is_adapter_file(resolved) else format_name(format)
+        yield label, f"{escape(given)} ({name})"
         if resolved != given:
             yield label, f"took {escape(resolved)}"
     if result.rtol is not None:

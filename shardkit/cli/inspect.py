@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -28,7 +27,7 @@ from shardkit.cli.output import (
 )
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import escape, format_size
-from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS
+from shardkit.formats.hub.adapter import ADAPTER, is_adapter_file
 from shardkit.operations.inspect import InspectedFile, InspectedTargets, InspectResult, inspect
 
 if TYPE_CHECKING:
@@ -112,8 +111,8 @@ def _title(result: InspectResult) -> str:
     if result.kind == "sharded":
         by = result.made_by or result.format
         return format_name(by) if result.format == "full-file" else f"checkpoint of {escape(by)}"
-    if os.path.basename(result.resolved) == ADAPTER_WEIGHTS:
-        return f"PEFT adapter, {result.format}"
+    if is_adapter_file(result.resolved):
+        return f"{ADAPTER}, {result.format}"
     model_class = f" of {escape(result.model_class)}" if result.model_class else ""
     return f"Hub model{model_class}, {result.format}"
 

@@ -50,7 +50,8 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that `name` may have been meant to be, escaped, or None.
 
     Of names with dots it is the same one below another prefix, or one with the same numbers whose other parts are spelt
-    alike: never another layer's, nor another tensor of the same layer. For a glob that matches none it is the glob with its parts spelt as those of the candidates: `layers.*` for `layer.*`.
+    alike: never another layer's, nor another tensor of the same layer. For a glob that matches none it is the glob with
+    its parts spelt as those of the candidates: `layers.*` for `layer.*`.
     """
     pool = [c for _, c in zip(range(_MAX_CANDIDATES), candidates, strict=False)]
     if _WILD.search(name):

@@ -369,11 +369,6 @@ def close_number(number: int) -> None:
         _open.pop(number, None)
 
 
-def size_of(number: int) -> int:
-    """Return the bytes of an open file."""
-    return _open[number].size
-
-
 def truncate(number: int, size: int) -> None:
     """Set the size of an open file."""
     _open[number].truncate(size)

@@ -15,7 +15,7 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardkit.core.catalog import Catalog, Computation, OnRead, SourceFile, SourceReader, TensorEntry
+from shardkit.core.catalog import Catalog, Computation, OnRead, SourceFile, SourceReader
 from shardkit.core.regions import (
     Region,
     Shape,
@@ -444,8 +444,3 @@ def _as_elements(memory: memoryview, sizes: Shape, itemsize: int) -> numpy.ndarr
 
 def _window(box: Region) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
-
-
-def is_direct(catalog: Catalog, entry: TensorEntry) -> bool:
-    """True if no part of a tensor has to be computed."""
-    return all(catalog.files[catalog.chunks.file[row]].compute is None for row in entry.chunk_ids)

@@ -235,27 +235,24 @@ class Entries:
     def _make_columns(self) -> _Columns:
         import numpy as np
 
-        tables = list(self.tables)
-        last = max((table.stops[-1] for table in tables if len(table)), default=0)
+        last = max((table.stops[-1] for table in self.tables if len(table)), default=0)
+        held = [(number, table) for number, table in enumerate(self.tables) if len(table)]
         # What is recorded of foreseen records is seen while they are read.
-        if self._catalog.is_foreseen or len(tables) << last.bit_length() >= 1 << 63:
-            tables = []
-        starts, stops, crcs = (
-            np.concatenate(
-                [np.zeros(0, dtype=np.int64), *(np.frombuffer(each, dtype=np.int64) for each in columns)]
-            )
-            for columns in (
-                [table.starts for table in tables if len(table)],
-                [table.stops for table in tables if len(table)],
-                [table.crcs for table in tables if len(table)],
-            )
-        )
-        numbers = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+        if self._catalog.is_foreseen or len(self.tables) << last.bit_length() >= 1 << 63:
+            held = []
+
+        def column(name: str) -> Ints:
+            parts = [np.frombuffer(getattr(table, name), dtype=np.int64) for _, table in held]
+            return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+        starts = column("starts")
+        numbers = np.array([number for number, _ in held], dtype=np.int64)
+        numbers = np.repeat(numbers, [len(table) for _, table in held])
         return _Columns(
             table_of=np.array(self.table_of, dtype=np.int64),
             keys=(numbers << last.bit_length()) + starts,
-            nbytes=stops - starts,
-            crcs=crcs,
+            nbytes=column("stops") - starts,
+            crcs=column("crcs"),
             shift=last.bit_length(),
         )
 

@@ -170,11 +170,6 @@ def limited(nbytes: int) -> Iterator[None]:
             memory.limit = before
 
 
-def limit_nbytes() -> int:
-    """Return how much this process may hold and fetch."""
-    return _memory.limit
-
-
 def request_nbytes(num_places: int) -> int:
     """Return the size of requests, where so many places are read in turn."""
     return max(min(MAX_REQUEST_NBYTES, _memory.limit // (num_places + 2)), _MIN_REQUEST_NBYTES)

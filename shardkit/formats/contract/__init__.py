@@ -210,12 +210,9 @@ def absent(path: str, *, hint: str | None = None) -> SourceError:
             hint=elsewhere if meant is None else f"give {escape(meant)}",
         )
     if hint is None:
-        is_repo = names_repo(path) and not storage.isdir(
-            os.path.dirname(path)
-        )  # else something in there is meant
-        hint = "check the path" + (
-            f"; a model on the Hub is read as {SCHEME}{escape(path)}" if is_repo else ""
-        )
+        hint = "check the path"
+        if names_repo(path) and not storage.isdir(os.path.dirname(path)):  # else something in there is meant
+            hint += f"; a model on the Hub is read as {SCHEME}{escape(path)}"
     closest = _closest(path)
     near = f"  (closest name: {closest})" if closest else ""
     return SourceError(f"{escape(path) or 'an empty path'}: no such file or directory{near}", hint=hint)
@@ -227,10 +224,14 @@ def meant_path(path: str, error: ShardkitError) -> ShardkitError:
     if said == error.message or not (closest or "/" not in path):  # only a few old repos have such names
         return error
     near, instead = (f" (closest name: {closest})", f"give {closest}") if closest else ("", "check the path")
+    if "/" not in path:
+        instead += f", or {NAME_A_REPO}"
+    elif error.hint:
+        instead += f"; for the repo, {error.hint}"
     return type(error)(
         f"there is no {escape(path)} here{near}, and the Hub gives none: {said}",
         problems=error.problems,
-        hint=f"{instead}; for the repo, {error.hint}" if "/" in path else f"{instead}, or {NAME_A_REPO}",
+        hint=instead,
     )
 
 

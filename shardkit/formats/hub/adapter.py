@@ -5,6 +5,7 @@ Source: peft 0.21, CONFIG_NAME and SAFETENSORS_WEIGHTS_NAME.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Collection
 
@@ -14,6 +15,8 @@ from shardkit.files.links import read_inside
 from shardkit.files.strict_json import parse_object
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER = "PEFT adapter"
+"""What people read."""
 _MAX_CONFIG_BYTES = 16 << 20
 # Names are arguments of the command: what a file says never becomes code.
 _MERGE = (
@@ -21,6 +24,11 @@ _MERGE = (
     'model = AutoModelForCausalLM.from_pretrained(argv[1], dtype="auto"); '
     "PeftModel.from_pretrained(model, argv[2]).merge_and_unload().save_pretrained(argv[3])"
 )
+
+
+def is_adapter_file(path: str) -> bool:
+    """True for the path of a file that holds an adapter, as its name tells."""
+    return os.path.basename(path) == ADAPTER_WEIGHTS
 
 
 def is_adapter(names: Collection[str]) -> bool:

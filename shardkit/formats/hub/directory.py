@@ -18,7 +18,7 @@ from shardkit.files import manifest, storage, stores
 from shardkit.files.links import is_below, link_notes, locate, locate_weights, read_inside
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
 from shardkit.formats.contract import Checkpoint, HubModel, Opener, absent, asset_directories, listing
-from shardkit.formats.hub.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted_model
+from shardkit.formats.hub.adapter import ADAPTER, ADAPTER_CONFIG, adapted_model, is_adapter_file
 from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
 from shardkit.formats.hub.files import Kind, Weights, select_file, select_weights
 from shardkit.formats.hub.safetensors import SafetensorsHeader, read_header
@@ -420,11 +420,11 @@ def open_hub_directory(path: str) -> Checkpoint:
 def as_checkpoint(path: str, model: HubModel) -> Checkpoint:
     """Return an opened Hub model as a checkpoint."""
     catalog = model.catalog
-    is_adapter = [file.name for file in catalog.files] == [ADAPTER_WEIGHTS]
+    names = [file.name for file in catalog.files]
     return Checkpoint(
         path=path,
         format="hub",
-        writer="PEFT adapter" if is_adapter else "Hub model",
+        writer=ADAPTER if len(names) == 1 and is_adapter_file(names[0]) else "Hub model",
         catalog=catalog,
         select=lambda names: subset(catalog, names),
         hub=model,

@@ -25,9 +25,8 @@ from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.base import Base
 from shardkit.keys.expressions import made_name
 from shardkit.keys.renaming import name_as_hub
-from shardkit.operations.consolidate.adapter import STEM, as_bytes, read_tensor
+from shardkit.operations.consolidate.adapter import as_bytes, read_tensor
 
-_FILE = f"{STEM}.safetensors"
 _FACTOR = re.compile(r"(.+)\.osf_svd_params\.(?:[^.]+\.)?([USV])_low$")
 _PREFIX = "base_model.model."
 _BLOCK_ROWS = 256
