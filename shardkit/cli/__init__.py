@@ -23,8 +23,8 @@ import click
 
 from shardkit._version import __version__
 from shardkit.cli.errors import report, report_usage
-from shardkit.cli.output import REST
-from shardkit.errors import Terminated, speaking_options
+from shardkit.cli.output import REST, printing
+from shardkit.errors import ResourceError, Terminated, speaking_options
 
 _COMMANDS = {
     "cache": "Show what is kept of transformers' answers, or remove it.",
@@ -92,7 +92,10 @@ class Commands(click.Group):
         args = _behind_command(args)
         ctx.obj = tuple(args)
         try:
-            return super().parse_args(ctx, args)
+            with printing():  # the help and the version
+                return super().parse_args(ctx, args)
+        except ResourceError as error:
+            ctx.exit(report(error, ctx.obj))
         except click.UsageError as error:
             if isinstance(error, _NO_ARGUMENTS):
                 raise
@@ -122,7 +125,8 @@ class Commands(click.Group):
         try:
             with signals_raised(), _collecting_seldom():
                 super().invoke(ctx)
-                sys.stdout.flush()
+                with printing():
+                    sys.stdout.flush()
         except (click.exceptions.Exit, click.Abort):
             raise
         except click.ClickException as error:

@@ -20,9 +20,9 @@ from typing import Any
 
 import click
 
-from shardkit.cli.output import Output, shown
+from shardkit.cli.output import Output, remark, shown, silence
 from shardkit.core.text import escape, suggestion
-from shardkit.errors import Interrupted, ShardkitError, UsageError
+from shardkit.errors import Interrupted, ResourceError, ShardkitError, UsageError
 
 _ENVIRONMENT, _BUG, _BROKEN_PIPE = 5, 70, 141
 _SIGINT = 2
@@ -38,19 +38,20 @@ def report(error: BaseException, args: Sequence[str]) -> int:
         args: what was typed after the program's name.
     """
     if isinstance(error, BrokenPipeError):
-        return _silence_stdout()
+        silence(sys.stdout)
+        return _BROKEN_PIPE
     out = Output(as_json="--json" in args)
     content, is_verbose = describe(error), not {"-v", "--verbose"}.isdisjoint(args)
     resume = resume_command(args) if isinstance(error, Interrupted) else None
     if resume is not None:
         content = {**content, "hint": None, "resume_command": resume}
-    try:
-        _say(out, error, content, resume, is_verbose=is_verbose)
-        if out.as_json:
+    _say(out, error, content, resume, is_verbose=is_verbose)
+    if out.as_json:
+        try:
             out.document(content)
             sys.stdout.flush()
-    except BrokenPipeError:
-        _silence_stdout()
+        except (OSError, ResourceError):  # the lines above have said it
+            silence(sys.stdout)
     return int(content["exit_code"])
 
 
@@ -111,12 +112,22 @@ def describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, MemoryError):
         hint = "lower --max-memory or --jobs, or use a machine with more memory"
         return _plain("ResourceError", "out of memory", hint, _ENVIRONMENT)
+    if isinstance(error, FileNotFoundError) and error.filename is None and _has_no_cwd():
+        return _plain("ResourceError", "the current directory is gone", "cd to one that exists", _ENVIRONMENT)
     if isinstance(error, OSError):
         place = f"{escape(os.fsdecode(error.filename))}: " if isinstance(error.filename, (str, bytes)) else ""
         return _plain("ResourceError", f"{place}{error.strerror or error}", None, _ENVIRONMENT)
     message = f"{type(error).__name__}: {escape(str(error))}"
     hint = "please report it with the output of `shardkit env`; SHARDKIT_DEBUG=1 shows where it happened"
     return _plain("InternalError", message, hint, _BUG)
+
+
+def _has_no_cwd() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _plain(name: str, message: str, hint: str | None, code: int) -> dict[str, Any]:
@@ -130,9 +141,9 @@ def _say(
         whole = traceback.TracebackException.from_exception(error)
         lines = list(whole.format())
         # What the error says comes below, in the words of the command line.
-        print(
-            "".join(lines[: len(lines) - len(list(whole.format_exception_only()))]), end="", file=sys.stderr
-        )
+        way = "".join(lines[: len(lines) - len(list(whole.format_exception_only()))]).rstrip()
+        if way:
+            remark(way)
     if content["exit_code"] == _BUG:
         out.say("internal error", f"{content['message']}; {content['hint']}")
         return
@@ -182,12 +193,3 @@ def _program() -> list[str]:
     found = shutil.which(name)
     is_on_path = found is not None and os.path.realpath(found) == os.path.realpath(script)
     return [name if is_on_path else script]
-
-
-def _silence_stdout() -> int:
-    """Let the interpreter's last flush of stdout go nowhere, and return the exit code as after SIGPIPE."""
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):  # a stdout without a descriptor
-        pass
-    return _BROKEN_PIPE

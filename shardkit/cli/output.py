@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 import click
@@ -16,6 +17,7 @@ import click
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import LISTS_WHOLE, MIB, Fold, escape, fold_lines, format_size, listed
 from shardkit.core.text import count as count
+from shardkit.errors import ResourceError
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -249,25 +251,62 @@ class Output:
 
     def document(self, content: Mapping[str, Any]) -> None:
         """Print a result as JSON; ASCII only, so that no name can act on a terminal."""
-        print(json.dumps(content, indent=2), file=sys.stdout)
+        with printing():
+            print(json.dumps(content, indent=2), file=sys.stdout)
 
     def lines(self, lines: Iterable[str]) -> None:
         """Print lines of a result for people."""
         for line in lines:
-            print(printable(line, sys.stdout), file=sys.stdout)
+            with printing():
+                print(printable(line, sys.stdout), file=sys.stdout)
 
     def say(self, label: str, text: str) -> None:
         """Print `label: text` on stderr, e.g. a warning, an error or a hint."""
-        print(f"{painted(label, sys.stderr)}: {printable(text, sys.stderr)}", file=sys.stderr)
+        remark(f"{painted(label, sys.stderr)}: {printable(text, sys.stderr)}")
 
     def step(self, text: str) -> None:
         """Print what takes a while and has no bar, where somebody watches."""
         if self.shows_bars and sys.stderr.isatty():
-            print(printable(text, sys.stderr), file=sys.stderr, flush=True)
+            remark(printable(text, sys.stderr))
 
     def detail(self, text: str) -> None:
         """Print a line that belongs to what was said before."""
-        print(f"  {printable(text, sys.stderr)}", file=sys.stderr)
+        remark(f"  {printable(text, sys.stderr)}")
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Say what failed where stdout cannot be written, as when it is a file on a full disk.
+
+    Raises:
+        ResourceError: it cannot. Nothing more is written to it.
+        BrokenPipeError: whoever read it went away.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        silence(sys.stdout)
+        raise ResourceError(
+            f"the result cannot be printed: {error.strerror or error} (nothing else failed)"
+        ) from None
+
+
+def remark(text: str) -> None:
+    """Print a line on stderr. One that cannot be printed is lost: that is no reason to stop what a command does."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        silence(sys.stderr)
+
+
+def silence(stream: TextIO) -> None:
+    """Let all else that is written to a stream go nowhere, the interpreter's last flush too."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except (OSError, ValueError):  # a stream without a descriptor
+        pass
 
 
 _COLORS = {"error": "red", "internal error": "red", "warning": "yellow", "hint": "cyan", "note": "blue"}

@@ -9,6 +9,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from shardkit._version import __version__
+from shardkit.cli.output import printing
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -55,7 +56,8 @@ def completion_command(ctx: click.Context, shell: str) -> None:
     assert found is not None  # click brings these three
     script = found(ctx.find_root().command, {}, _PROGRAM, _VARIABLE)
     # Not `source()`: it looks for the version of a bash, which may be that of another machine.
-    click.echo(script.source_template % script.source_vars())
+    with printing():
+        click.echo(script.source_template % script.source_vars())
 
 
 def _commands(context: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -98,7 +100,8 @@ def help_command(ctx: click.Context, names: tuple[str, ...], man: bool) -> None:
     if man:
         root = click.Context(root.command, info_name=_PROGRAM, **root.command.context_settings)
     at = _typed(root, names)
-    click.echo(manual(at) if man else at.get_help())
+    with printing():
+        click.echo(manual(at) if man else at.get_help())
 
 
 def manual(at: click.Context) -> str:

@@ -41,7 +41,7 @@ def start(tmp_path):
     def begin(*args, **options):
         env = {**os.environ, "PYTHONPATH": root, **options.pop("env", {})}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([sys.executable, *args], cwd=tmp_path, env=env, **pipes, **options)
+        return subprocess.Popen([sys.executable, *args], cwd=tmp_path, env=env, **{**pipes, **options})
 
     # A background job of a plain shell starts with Ctrl-C ignored, and what it starts inherits that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,10 +7,12 @@ import signal
 import sys
 
 import pytest
+import torch
 
 from shardkit import errors
 from shardkit.cli import env as env_command
 from shardkit.cli.errors import resume_command
+from tests.operations.consolidate.checkpoints import save
 
 PROBLEMS = [f"tensor {n}" for n in range(25)]
 
@@ -214,6 +216,43 @@ def test_closed_stdout_is_quiet(start, tiny):
     process = start("-c", code)
     assert process.communicate() == ("", "")
     assert process.returncode == 141
+
+
+@pytest.mark.parametrize(
+    "args", [("inspect", "tiny"), ("inspect", "tiny", "--json"), ("--version",), ("help",)]
+)
+def test_full_stdout_is_an_error_that_says_so(start, tiny, args):
+    with open("/dev/full", "w") as full:
+        process = start("-m", "shardkit", *args, stdout=full)
+        _, said = process.communicate()
+    assert (process.returncode, said) == (
+        5,
+        "error: the result cannot be printed: No space left on device (nothing else failed)\n",
+    )
+
+
+def test_full_stderr_does_not_stop_a_command(start, tmp_path):
+    save({"model": {"a.weight": torch.ones(2)}}, tmp_path / "step-1")
+    with open("/dev/full", "w") as full:
+        process = start("-m", "shardkit", "consolidate", "step-1", stderr=full)
+        printed, _ = process.communicate()
+    assert process.returncode == 0  # it had to warn that there is no config.json
+    assert printed.startswith("wrote ")
+    with open("/dev/full", "w") as full:
+        process = start("-m", "shardkit", "inspect", "nowhere", stdout=full, stderr=full)
+        process.communicate()
+    assert process.returncode == 3
+
+
+def test_current_directory_that_is_gone(start, tmp_path):
+    (tmp_path / "gone").mkdir()
+    code = f"import os; os.chdir({str(tmp_path / 'gone')!r}); os.rmdir({str(tmp_path / 'gone')!r}); "
+    process = start("-c", code + "from shardkit.cli import main; main(['inspect', '.'])")
+    assert process.communicate() == (
+        "",
+        "error: the current directory is gone\nhint: cd to one that exists\n",
+    )
+    assert process.returncode == 5
 
 
 def test_signal_handlers_are_put_back(run, tiny):
