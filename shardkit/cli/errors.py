@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import sys
 import traceback
@@ -21,7 +20,7 @@ from typing import Any
 import click
 
 from shardkit.cli.output import Output, remark, shown, silence
-from shardkit.core.text import escape, suggestion
+from shardkit.core.text import escape, in_shell, suggestion
 from shardkit.errors import Interrupted, ResourceError, ShardkitError, UsageError
 
 _ENVIRONMENT, _BUG, _BROKEN_PIPE = 5, 70, 141
@@ -181,7 +180,7 @@ def typed_command(args: Sequence[str], without: Collection[str], flags: Collecti
             next(rest, None)
         elif arg not in flags and not arg.startswith(tuple(f"{name}=" for name in without)):
             kept.append(arg)
-    return shlex.join(kept)
+    return " ".join(map(in_shell, kept))
 
 
 def _program() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextvars import ContextVar
@@ -44,6 +45,20 @@ def escape(name: str) -> str:
         c if c.isprintable() and c != "\\" else c.encode("unicode_escape", "backslashreplace").decode("ascii")
         for c in name
     )
+
+
+def in_shell(word: str) -> str:
+    """Return a path or another word as a shell takes it, for commands that are shown.
+
+    What a terminal might act on becomes an escape that bash and zsh undo.
+    """
+    if word.isprintable():
+        return shlex.quote(word)
+    raw = word.encode("utf-8", "surrogateescape")
+    plain = (
+        chr(byte) if 0x20 <= byte < 0x7F and chr(byte) not in "\\'" else f"\\x{byte:02x}" for byte in raw
+    )
+    return f"$'{''.join(plain)}'"
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:

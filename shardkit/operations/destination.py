@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from shardkit.core.mesh import MAIN_AXES, Mesh
-from shardkit.core.text import escape, format_size, listed
+from shardkit.core.text import escape, format_size, in_shell, listed
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.links import is_snapshot
@@ -113,6 +113,10 @@ def check_destination(
         UsageError: it exists, or is the source, lies in it or around it; or it is an address that is no store's.
         ResourceError: its parent directory is missing or cannot be written.
     """
+    if not output:  # an unset variable in a script is not a request for the default
+        raise UsageError(
+            "the output is an empty path", hint="name a directory, or leave it out for the default"
+        )
     if "://" in output:
         raise UsageError(
             f"{escape(output)}: shardkit writes to no such address",
@@ -138,7 +142,9 @@ def check_destination(
 def _check_parent(path: str) -> None:
     parent = os.path.dirname(path)
     if not storage.isdir(parent):
-        raise ResourceError(f"{escape(parent)} does not exist", hint=f"create it: mkdir -p {escape(parent)}")
+        raise ResourceError(
+            f"{escape(parent)} does not exist", hint=f"create it: mkdir -p {in_shell(parent)}"
+        )
     if not storage.access(parent, os.W_OK | os.X_OK):
         raise ResourceError(f"{escape(parent)} cannot be written", hint="choose another destination")
 

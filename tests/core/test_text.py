@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from itertools import product
 
 import pytest
@@ -14,6 +16,7 @@ from shardkit.core.text import (
     fold_lines,
     format_numbers,
     format_size,
+    in_shell,
     nearest,
     nothing_left,
     parse_size,
@@ -280,3 +283,13 @@ def test_globs_that_match_nothing():
     assert error.message == "include and exclude leave none of 24 tensors"
     assert error.problems[0] == "model.layer.*  (closest name: model.layers.*)"
     assert "there is model.layers.{0..3}.q.weight" in error.problems
+
+
+@given(st.lists(st.binary(min_size=1, max_size=20).map(lambda raw: raw.replace(b"\0", b"")), max_size=5))
+def test_bash_gets_the_words_back_and_a_terminal_only_text(raws: list[bytes]) -> None:
+    words = [in_shell(os.fsdecode(raw)) for raw in raws]
+    assert all(word.isprintable() for word in words)
+    given = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {' '.join(words)}"], capture_output=True, check=True, timeout=60
+    )
+    assert given.stdout == b"".join(raw + b"\0" for raw in raws or [b""])

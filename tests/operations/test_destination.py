@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 
 import shardkit
 from shardkit.core.mesh import parse_mesh
-from shardkit.errors import UsageError
+from shardkit.errors import ResourceError, UsageError
 from shardkit.operations.destination import check_replaceable, default_output, is_sharded_checkpoint
-from tests.operations.consolidate.checkpoints import save, weights
+from tests.operations.consolidate.checkpoints import hub, save, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled")
 
@@ -119,3 +120,27 @@ def test_an_empty_directory_that_no_rename_can_replace(
         with pytest.raises(UsageError, match=why):
             shardkit.reshard(trainers, str(place), world_size=2)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_empty_path_is_not_the_default(
+    trainers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script whose variable is not set must not write somewhere else."""
+    monkeypatch.chdir(tmp_path)
+    hub(tmp_path / "model", weights())
+    for write in (
+        lambda: shardkit.preshard("model", "", world_size=2),
+        lambda: shardkit.consolidate(trainers, ""),
+        lambda: shardkit.reshard(trainers, "", world_size=2),
+    ):
+        with pytest.raises(UsageError, match="the output is an empty path"):
+            write()
+    assert sorted(os.listdir(tmp_path)) == ["model", "run"]
+
+
+def test_the_command_that_makes_a_missing_parent_works(trainers: Path, tmp_path: Path) -> None:
+    output = tmp_path / "a b" / "it's $HOME" / "out"
+    with pytest.raises(ResourceError, match="does not exist") as caught:
+        shardkit.consolidate(trainers, output)
+    subprocess.run(["bash", "-c", str(caught.value.hint).partition(": ")[2]], check=True, timeout=60)
+    assert shardkit.consolidate(trainers, output).output == str(output)

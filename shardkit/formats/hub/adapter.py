@@ -6,10 +6,9 @@ Source: peft 0.21, CONFIG_NAME and SAFETENSORS_WEIGHTS_NAME.
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Collection
 
-from shardkit.core.text import escape
+from shardkit.core.text import in_shell
 from shardkit.errors import ShardkitError
 from shardkit.files.links import read_inside
 from shardkit.files.strict_json import parse_object
@@ -56,5 +55,5 @@ def merge_command(adapter: str, model: str | None, output: str) -> str:
         model: directory or repo; None leaves a place for it.
         output: the directory to make.
     """
-    arguments = (escape(shlex.quote(text)) for text in (model or "MODEL", adapter, output))
-    return f"`python -c {shlex.quote(_MERGE)} {' '.join(arguments)}`"
+    arguments = (in_shell(text) for text in (model or "MODEL", adapter, output))
+    return f"`python -c {in_shell(_MERGE)} {' '.join(arguments)}`"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from typing import NamedTuple
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Shape
-from shardkit.core.text import escape
+from shardkit.core.text import escape, in_shell
 from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import is_data_folder
@@ -329,11 +328,11 @@ def _no_config(label: str, directory: str) -> SourceError:
         hint = "give the directory of a Hub model, or its repo id"
         return SourceError(f"--base {escape(label)} has no {CONFIG}", hint=hint)
     part = models[0]
-    place, copy = shlex.quote(os.path.join(label, part)), shlex.quote(os.path.join("OUT", part))
+    place, copy = in_shell(os.path.join(label, part)), in_shell(os.path.join("OUT", part))
     return SourceError(
         f"--base {escape(label)} has no {CONFIG}: its {MODULES} says that the model lies in a directory below",
         problems=[f"{escape(each)}: a model of its own" for each in models],
-        hint=f"write into a copy, which keeps the other modules: cp -r {shlex.quote(label)} OUT; "
+        hint=f"write into a copy, which keeps the other modules: cp -r {in_shell(label)} OUT; "
         f"`shardkit consolidate CHECKPOINT {copy} --base {place} --overwrite`",
     )
 
@@ -347,7 +346,7 @@ def refuse_adapter(base: Base) -> None:
     if base.config is not None or not storage.lexists(os.path.join(base.directory, ADAPTER_CONFIG)):
         return
     model = adapted_model(base.directory)
-    named = "" if model is None else f": {escape(shlex.quote(model))}, as its {ADAPTER_CONFIG} says"
+    named = "" if model is None else f": {in_shell(model)}, as its {ADAPTER_CONFIG} says"
     raise SourceError(
         f"--base {escape(base.label)} is a PEFT adapter, not a model: it has no {CONFIG}",
         hint=f"give as --base the model that the adapter was trained on{named}",

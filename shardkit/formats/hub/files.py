@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from shardkit.core.text import escape, suggestion
+from shardkit.core.text import escape, in_shell, suggestion
 from shardkit.errors import SourceError
 from shardkit.formats.hub.adapter import merge_command
 from shardkit.formats.hub.assets import may_be_model
@@ -303,10 +302,10 @@ def _what_to_do(hint: str, file: str, label: str, adapted: str | None, *, is_rep
     """Return a hint of `_LOOKS_LIKE` with what it names; files of a repo have to be downloaded first."""
     directory = "DIRECTORY" if is_repo else label
     told = hint.format(
-        place=escape(shlex.quote(directory)),
-        file=escape(shlex.quote(os.path.join(directory, file))),
+        place=in_shell(directory),
+        file=in_shell(os.path.join(directory, file)),
         merge=merge_command(label, adapted, "merged"),
     )
     if directory not in told or not is_repo:
         return told
-    return f"`hf download {escape(shlex.quote(label))}` brings it into a DIRECTORY; {told}"
+    return f"`hf download {in_shell(label)}` brings it into a DIRECTORY; {told}"

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shardkit.core.text import escape
+from shardkit.core.text import escape, in_shell
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.remote.hub import (
@@ -463,5 +463,5 @@ def _refused(error: Exception, directory: str, repo_id: str) -> ResourceError:
     login = "check HF_TOKEN or log in with `hf auth login`, then " if status in (401, 403) else ""
     return ResourceError(
         f"{escape(repo_id)}: the model cannot be uploaded: {reason}",
-        hint=f"it is complete in {escape(directory)}: {login}run `hf upload {escape(repo_id)} {escape(directory)}`",
+        hint=f"it is complete in {escape(directory)}: {login}run `hf upload {escape(repo_id)} {in_shell(directory)}`",
     )

@@ -6,7 +6,6 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from inspect import signature
 
 from shardkit._version import __version__
 from shardkit.core.result import Result
-from shardkit.core.text import escape, listed
+from shardkit.core.text import escape, in_shell, listed
 from shardkit.core.threads import Progress
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files.stores import is_remote
@@ -232,7 +231,7 @@ def _check_harmless(command: Command) -> None:
 
 
 def _give_up(destination: str) -> str:
-    return f"`shardkit status {shlex.quote(destination)} --abort`"
+    return f"`shardkit status {in_shell(destination)} --abort`"
 
 
 def _check_same(destination: str, agreement: Agreement, here: Agreement) -> None:
@@ -272,7 +271,7 @@ def _only_one(place: Place) -> Staging | None:
     if len(found) > 1:
         raise UsageError(
             f"parts of {len(found)} plans were begun for {escape(path)}: {listed([_hash_in(each) for each in found])}",
-            hint=f"see `shardkit status {shlex.quote(path)}`; {_give_up(path)} gives up all of them",
+            hint=f"see `shardkit status {in_shell(path)}`; {_give_up(path)} gives up all of them",
         )
     return found[0] if found else None
 

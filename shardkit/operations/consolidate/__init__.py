@@ -318,7 +318,8 @@ def _consolidate(
     resolved = taken.resolved
     writer.warn(resolved.warnings)
     beside = request.checkpoint if adapter else resolved.path
-    path = writer.check_destination(request.output or default_output(beside), resolved.path)
+    output = default_output(beside) if request.output is None else request.output
+    path = writer.check_destination(output, resolved.path)
     share = writer.writing.share
     made = os.path.join(path, HUB_INDEX) if is_remote(path) else path
     may_be_ours = writer.writing.overwrite or (isinstance(share, Part) and storage.lexists(made))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.shared import Found
@@ -214,7 +213,7 @@ class Agreement:
             raise SourceError(
                 error.message,
                 hint="give up what the parts have written, and begin anew: "
-                f"`shardkit status {shlex.quote(staging.destination)} --abort`",
+                f"`shardkit status {in_shell(staging.destination)} --abort`",
             ) from None
 
     @classmethod

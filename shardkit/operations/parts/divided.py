@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.core.threads import Progress
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, ShardkitError, UsageError
 from shardkit.files.digest import sha256_of
@@ -237,7 +236,7 @@ class Divided(ABC):
             f"{self._agreement.plan[:16]} here",
             problems=problems,
             hint="give all parts the same command, source and version of shardkit; or give up what is there: "
-            f"`shardkit status {shlex.quote(self._destination)} --abort`",
+            f"`shardkit status {in_shell(self._destination)} --abort`",
         )
 
     def _tell(self, part: Part, *, is_done: bool) -> None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
-from shardkit.core.text import escape
+from shardkit.core.text import escape, in_shell
 from shardkit.core.threads import Progress
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.files import storage
@@ -113,7 +112,7 @@ class DividedOnDisk(Divided):
         UsageError.raise_for(
             closed,
             f"parts have committed {escape(self._destination)}, and it is another one by now",
-            hint=f"remove what they left: `shardkit status {shlex.quote(self._destination)} --abort`",
+            hint=f"remove what they left: `shardkit status {in_shell(self._destination)} --abort`",
         )
         folders = {os.path.dirname(image.name) for image in self._images} - {""}
         is_ours = self.staging.create(self._agreement.dump(), folders)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from shardkit import formats
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.mesh import Mesh, parse_mesh
-from shardkit.core.text import MIB, escape
+from shardkit.core.text import MIB, escape, in_shell
 from shardkit.core.threads import OnStep, Progress, silent
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
@@ -266,9 +265,8 @@ def preshard(
     writer.find_manifests([opened.hub.catalog], local or opened.hub.directory)
     plain = take_plain(opened, dequantize=dequantize, dtype=dequantized_as(dtype, options.dtype_rules))
     assert plain.hub is not None
-    path = writer.check_destination(
-        os.fspath(output or default_output(plain.hub.label, local, parsed)), local
-    )
+    chosen = default_output(plain.hub.label, local, parsed) if output is None else output
+    path = writer.check_destination(os.fspath(chosen), local)
 
     def expect() -> Expected[PreshardJob] | None:
         expected = expect_job(plain, parsed, options)
@@ -319,7 +317,7 @@ def _of_a_training(source: str, mesh: Mesh, error: SourceError) -> SourceError:
     found = recognise(taken)
     if found is None or found.name == "hub":
         return error
-    place = shlex.quote(source)
+    place = in_shell(source)
     ways = [f"`shardkit consolidate {place}` makes a Hub model of it"]
     if mesh.pp == 1:
         ways.insert(0, f"`shardkit reshard {place} --mesh {mesh}` writes it for this mesh")

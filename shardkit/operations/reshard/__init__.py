@@ -196,7 +196,7 @@ def reshard(
     resolved = taken.resolved
     writer.warn(resolved.warnings)
     named = source if adapter_file(source) else resolved.path
-    chosen = output or default_output(label_of(named), named, parsed)
+    chosen = default_output(label_of(named), named, parsed) if output is None else output
     writer.check_destination(os.fspath(chosen), resolved.path)
     parts = take_apart(taken, check_source=check_source)
     writer.warn(parts.warnings)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardkit.core.text import escape
+from shardkit.core.text import escape, in_shell
 from shardkit.core.threads import at_once
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files.remote.contract import Stored
@@ -141,7 +140,7 @@ class DividedInStore(Divided):
         """Refuse to go on if what is there is neither what was there at the beginning nor this plan's."""
         there = self._store.head(self._files.marker_path)
         if (None if there is None else there.etag) != agreement.replaces and not self._files.is_named:
-            place = shlex.quote(self._destination)
+            place = in_shell(self._destination)
             raise UsageError(
                 f"{escape(self._destination)} is not what it was when the parts began: another run has written there",
                 hint=f"when all parts are done, `shardkit commit {place} --overwrite` replaces it; or give up what they "

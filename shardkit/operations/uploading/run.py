@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shlex
 import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardkit.core.text import escape
+from shardkit.core.text import escape, in_shell
 from shardkit.core.threads import Progress, at_once
 from shardkit.errors import IncompleteError, IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.files import storage
@@ -329,7 +328,7 @@ def interrupted(interrupt: KeyboardInterrupt, target: Target, kept: str) -> Inte
         f"interrupted: {escape(target.path)} was not made; {kept}",
         signum=getattr(interrupt, "signum", signal.SIGINT),
         hint=f"run the same command again to resume, or give it up: "
-        f"`shardkit status {shlex.quote(target.path)} --abort`",
+        f"`shardkit status {in_shell(target.path)} --abort`",
     )
 
 

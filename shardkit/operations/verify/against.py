@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import count, escape
+from shardkit.core.text import count, escape, in_shell
 from shardkit.core.threads import Progress
 from shardkit.errors import SourceError
 from shardkit.files import storage
@@ -110,7 +109,7 @@ class Against:
         assert self._comparison is not None
         result = self._comparison.sum_up(answers)
         labels = {"A: ": f"{escape(path)}: ", "B: ": f"{escape(other)}: "}
-        diff = f"`shardkit diff {shlex.quote(path)} {shlex.quote(other)} --all` compares all"  # verify has no --all
+        diff = f"`shardkit diff {in_shell(path)} {in_shell(other)} --all` compares all"  # verify has no --all
         report.add_notes(
             labels.get(note[:3], note[:3]) + note[3:].replace(ALL, diff) for note in result.notes
         )

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import os
-import shlex
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from shardkit import formats
 from shardkit.core.catalog import Catalog
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import Archive, FileBytes, Stretch, place_of
@@ -105,7 +104,7 @@ def _manifest_beside(directory: str, manifest_path: str | None, report: Report) 
         if not storage.lexists(manifest_path):
             raise SourceError(
                 f"{escape(manifest_path)}: no such file",
-                hint=f"`shardkit manifest {shlex.quote(directory)}` writes one",
+                hint=f"`shardkit manifest {in_shell(directory)}` writes one",
             )
         return manifest_path
     found = manifest.sidecar_of(directory)
