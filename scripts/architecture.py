@@ -62,6 +62,7 @@ ELSEWHERE = {
     "__init__.py": "cli",
     "__main__.py": "cli",
     "errors.py": "ground",
+    "_folding.py": "ground",
     "_version.py": "ground",
     "_torch.py": "ground",
 }

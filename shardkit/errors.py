@@ -26,6 +26,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
+from shardkit._folding import fold_lines
+
 _SHOWN_PROBLEMS = 20
 
 FLAGS = frozenset(
@@ -130,11 +132,11 @@ class ShardkitError(Exception):
             raise cls(message, problems=problems, hint=hint)
 
     def __str__(self) -> str:
-        """Return the error as a traceback shows it."""
-        problems = self.problems
-        lines = [self.message, *(f"  {each}" for each in problems[:_SHOWN_PROBLEMS])]
-        if len(problems) > _SHOWN_PROBLEMS:
-            lines.append(f"  ... {len(problems) - _SHOWN_PROBLEMS} more")
+        """Return the error as a traceback shows it: layers and ranks are folded, as on the command line."""
+        found = fold_lines(self.problems, spreads=True)
+        lines = [self.message, *(f"  {each.pattern}" for each in found[:_SHOWN_PROBLEMS])]
+        if hidden := sum(each.count for each in found[_SHOWN_PROBLEMS:]):
+            lines.append(f"  ... {hidden} more")
         if self.hint:
             lines.append(f"hint: {self.hint}")
         return "\n".join(lines)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from shardkit._folding import fold, spread, template
 from shardkit.cli import options as opt
 from shardkit.cli.output import (
     Output,
@@ -25,7 +26,7 @@ from shardkit.cli.output import (
     table,
 )
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import escape, fold, format_size, spread, template
+from shardkit.core.text import escape, format_size
 from shardkit.formats.hub.adapter import ADAPTER, is_adapter_file
 from shardkit.operations.diff import SORTS, DiffResult, TensorDiff, diff
 

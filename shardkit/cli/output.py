@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 import click
 
+from shardkit._folding import Fold, fold_lines
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import LISTS_WHOLE, MIB, Fold, escape, fold_lines, format_size, listed
+from shardkit.core.text import LISTS_WHOLE, MIB, escape, format_size, listed
 from shardkit.core.text import count as count
 from shardkit.errors import ResourceError
 

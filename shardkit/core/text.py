@@ -1,19 +1,15 @@
-"""Text for people: names made safe to print, suggestions, plurals, sizes, many names written as one."""
+"""Text for people: names made safe to print, suggestions, plurals, sizes."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import shlex
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import product
-from math import prod
-from typing import Generic, TypeVar
 
+from shardkit._folding import fold
 from shardkit.errors import UsageError
 
 _MAX_SHOWN = 200
@@ -22,7 +18,6 @@ _MAX_CLOSE = 10  # of which the best that may be meant is taken
 _MAX_SUGGESTIONS = 20  # each searches all names
 _ALIKE = 0.75  # of two parts of a name: `wieght` is `weight`, `up_proj` is not `gate_proj`
 _MAX_LISTED = 3
-_MAX_PLACES = 16  # numbers in a name that may be folded: no model has more than five
 _MAX_THERE = 5
 GLOBS_HINT = "globs are about whole names, and * matches dots too: '*.mlp.*'"
 """What to do about globs that match nothing."""
@@ -230,177 +225,3 @@ def format_size(num_bytes: int) -> str:
         if value < 1023.95:
             return f"{value:.1f} {unit}"
     return f"{value / 1024:.1f} PiB"
-
-
-# Without leading zeros: `01` and `1` are two names.
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
-_MIN_RUN = 3
-
-Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass(frozen=True, slots=True)
-class Fold(Generic[Key]):
-    """Names that are written as one pattern.
-
-    A pattern stands for exactly the names that went into it: where layers and experts are both folded, every
-    listed layer has every listed expert.
-    """
-
-    pattern: str
-    count: int
-    """How many names."""
-    key: Key
-    """What they have in common."""
-
-
-def fold(items: Iterable[tuple[str, Key]]) -> list[Fold[Key]]:
-    """Write names that differ only in their numbers as one: `layers.{0..35}.mlp.up_proj.weight`.
-
-    Only whole parts between dots count as numbers.
-
-    Args:
-        items: (name, key). Names are distinct, and only names with equal keys are folded together.
-
-    Returns:
-        Patterns in the order of each pattern's first name.
-    """
-    groups: dict[tuple[tuple[str | None, ...], Key], list[tuple[int, ...]]] = {}
-    for name, key in items:
-        parts = name.split(".")
-        shape = tuple(None if _NUMBER.fullmatch(part) else part for part in parts)
-        if shape.count(None) > _MAX_PLACES:
-            shape = tuple(parts)
-        numbers = tuple(int(part) for part, fixed in zip(parts, shape, strict=True) if fixed is None)
-        groups.setdefault((shape, key), []).append(numbers)
-    return [
-        Fold(_pattern(shape, box), prod(map(len, box)), key)
-        for (shape, key), rows in groups.items()
-        for box in _boxes(rows)
-    ]
-
-
-# A word with a letter near its front: `layers.0.up_proj`, `0.weight`, `__0_0.distcp`; not `1.5`, `1e-10` or `[0,`.
-_WORD = re.compile(r"(?<![\w.-])(?:[^\W\d]|[0-9]+\.[^\W\d])[\w.-]*")
-_PLACE = re.compile(r"(?:^|(?<=[._-]))(?:0|[1-9][0-9]{0,8})(?=[._-]|$)")
-
-
-def fold_lines(lines: Iterable[str], *, spreads: bool = False) -> list[Fold[None]]:
-    """Write lines that differ only in the numbers of the names in them as one: `not read: rng_state_{0..63}.pth`.
-
-    Whole parts of a name between dots, dashes or underscores count as numbers. Other numbers, such as sizes, have to be
-    equal. Numbers that are the same in each line, as in `layers.0.a = layers.0.b`, are one number.
-
-    Args:
-        lines: for people. A line that repeats counts again, and is written once.
-        spreads: fold lines about three names or more whose other numbers differ too. They show the least and the most
-            of each number, and end with how many lines they are.
-
-    Returns:
-        Patterns in the order of each pattern's first line.
-    """
-    groups: dict[tuple[str, ...], list[tuple[tuple[str, ...], tuple[int, ...]]]] = {}
-    for line in lines:
-        fixed, numbers = _places(line)
-        groups.setdefault(tuple(map(template, fixed)) if spreads else fixed, []).append((fixed, numbers))
-    return [each for rows in groups.values() for each in _fold_group(rows)]
-
-
-def _fold_group(rows: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]) -> Iterable[Fold[None]]:
-    """Fold lines of one template, each given as its texts and the numbers between them."""
-    alike: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
-    for fixed, numbers in rows:
-        alike.setdefault(fixed, []).append(numbers)
-    if len(alike) == 1 or len({numbers for _, numbers in rows}) < _MIN_RUN:
-        return [each for fixed, places in alike.items() for each in _fold_rows(fixed, Counter(places))]
-    texts = tuple(map(spread, zip(*alike, strict=True)))
-    found = _fold_rows(texts, Counter(numbers for _, numbers in rows))
-    return [replace(each, pattern=f"{each.pattern}  x{each.count}") for each in found]
-
-
-def _places(line: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the text between the numbers of names, and the numbers."""
-    fixed, numbers, at = list[str](), list[int](), 0
-    for word in _WORD.finditer(line):
-        for place in _PLACE.finditer(word[0]):
-            fixed.append(line[at : word.start() + place.start()])
-            numbers.append(int(place[0]))
-            at = word.start() + place.end()
-    if len(numbers) > _MAX_PLACES:
-        return (line,), ()
-    return (*fixed, line[at:]), tuple(numbers)
-
-
-def _fold_rows(fixed: Sequence[str], rows: Counter[tuple[int, ...]]) -> Iterable[Fold[None]]:
-    columns = list(zip(*rows, strict=True))
-    free = list(dict.fromkeys(columns))
-    where = [free.index(column) for column in columns]
-    for box in _boxes(list(zip(*free, strict=True)) or [()]):
-        texts = [format_numbers(box[index]) for index in where]
-        line = "".join(part for pair in zip(fixed, [*texts, ""], strict=True) for part in pair)
-        number = sum(rows[tuple(row[index] for index in where)] for row in product(*box))
-        yield Fold(line, number, None)
-
-
-_NUMERAL = r"(?<![\w.-])-?[0-9][0-9,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?(?!\w)"
-_QUANTITY = re.compile(f"{_NUMERAL}(?:(?: to |:){_NUMERAL})?")  # one, or the two ends of a range: `0:4`
-
-
-def template(text: str) -> str:
-    """Return text with a sign in place of each number: texts that say the same of other numbers have the same."""
-    return _QUANTITY.sub("#", text)
-
-
-def spread(texts: Sequence[str]) -> str:
-    """Return texts of one `template` as one, with the least and the most of each number: `3 to 5 of 9 elements`."""
-    parts = _QUANTITY.split(texts[0])
-    ranges = map(_range, zip(*map(_QUANTITY.findall, texts), strict=True))
-    return "".join(part for pair in zip(parts, [*ranges, ""], strict=True) for part in pair)
-
-
-def _range(quantities: Sequence[str]) -> str:
-    ends = [re.split(" to |:", each) for each in quantities]
-    least, most = min((e[0] for e in ends), key=_value), max((e[-1] for e in ends), key=_value)
-    return least if least == most else f"{least}{':' if ':' in quantities[0] else ' to '}{most}"
-
-
-def _value(numeral: str) -> float:
-    return float(numeral.replace(",", ""))
-
-
-def _boxes(rows: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
-    """Cut rows of numbers into boxes: one tuple of values for each place, with every combination present."""
-    if not rows[0]:
-        return [()]
-    tails: dict[int, list[tuple[int, ...]]] = {}
-    for first, *rest in rows:
-        tails.setdefault(first, []).append(tuple(rest))
-    firsts: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-    for first, tail in tails.items():
-        firsts.setdefault(tuple(sorted(tail)), []).append(first)
-    return [(tuple(sorted(values)), *box) for tail, values in firsts.items() for box in _boxes(tail)]
-
-
-def _pattern(shape: Sequence[str | None], box: Sequence[Sequence[int]]) -> str:
-    places = iter(box)
-    return ".".join(format_numbers(next(places)) if part is None else part for part in shape)
-
-
-def format_numbers(values: Sequence[int]) -> str:
-    """Return ascending numbers as a shell would expand them: `7`, `{0..35}`, `{1..47..2}`, `{0..2,5,9}`."""
-    if len(values) == 1:
-        return str(values[0])
-    step = values[1] - values[0]
-    if step > 1 and len(values) >= _MIN_RUN and list(values) == list(range(values[0], values[-1] + 1, step)):
-        return f"{{{values[0]}..{values[-1]}..{step}}}"
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    return "{" + ",".join(map(_run, runs)) + "}"
-
-
-def _run(run: Sequence[int]) -> str:
-    return f"{run[0]}..{run[-1]}" if len(run) >= _MIN_RUN else ",".join(map(str, run))

@@ -75,6 +75,16 @@ def test_for_people(fail, case):
     assert (result.exit_code, result.stdout, result.stderr.splitlines()) == (code, "", lines)
 
 
+def test_a_traceback_folds_as_the_command_line_does(fail):
+    """Every problem stays in `problems`: what is folded is only what people read."""
+    lines = [f"layers.{n}.up.weight in rank_{rank}.pt" for n in range(36) for rank in range(8)]
+    error = errors.LayoutError("288 differ", problems=[*lines, *PROBLEMS], hint="use another copy")
+    shown = ["  layers.{0..35}.up.weight in rank_{0..7}.pt", *(f"  {each}" for each in PROBLEMS[:19])]
+    assert str(error).splitlines() == ["288 differ", *shown, "  ... 6 more", "hint: use another copy"]
+    assert fail(error).stderr.splitlines()[1:-2] == shown
+    assert error.problems == (*lines, *PROBLEMS)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_as_json(fail, case):
     error, code, lines = CASES[case]

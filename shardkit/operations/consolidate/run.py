@@ -11,8 +11,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shardkit._folding import fold
 from shardkit.core.catalog import FileStamp
-from shardkit.core.text import count, escape, fold, listed
+from shardkit.core.text import count, escape, listed
 from shardkit.core.threads import NoProgress, OnStep
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage

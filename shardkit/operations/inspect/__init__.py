@@ -13,11 +13,12 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from shardkit import formats
+from shardkit._folding import fold
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Shape
 from shardkit.core.result import Result
-from shardkit.core.text import escape, fold, listed
+from shardkit.core.text import escape, listed
 from shardkit.errors import LayoutError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of, path_in

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardkit import formats
+from shardkit._folding import fold
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.regions import Shape
 from shardkit.core.result import Result
-from shardkit.core.text import count, escape, fold, listed, suggestion
+from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links

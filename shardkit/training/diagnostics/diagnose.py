@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
+from shardkit._folding import fold
 from shardkit._torch import (
     Fsdp1Unit,
     Fsdp2Unit,
@@ -25,7 +26,7 @@ from shardkit._torch import (
     is_checkpointed,
     shard_of,
 )
-from shardkit.core.text import MIB, count, escape, fold, listed
+from shardkit.core.text import MIB, count, escape, listed
 from shardkit.keys.names import clean_name
 from shardkit.training.ranks.agree import world
 from shardkit.training.ranks.local import full_name, local_tensor
