@@ -87,6 +87,14 @@ CASES = {
     "a typo in what is verified": ("verify tinny", "closest name: tiny", "check the path"),
     "a typo in what is compared": ("diff tiny tinny", "closest name: tiny", "check the path"),
     "a typo in a base": ("consolidate run x --base tinny", "closest name: tiny", "give tiny"),
+    **{
+        f"a typo in the path of a base, {verb}": (
+            f"{verb} --base ./tinny",
+            "./tinny: no such file or directory  (closest name: ./tiny)",
+            "check the path of --base, or name a model on the Hub as organisation/name",
+        )
+        for verb in ("consolidate run x", "keys show run")
+    },
     "a typo in a module path": (
         "preshard tiny x --world-size 4 --wrap layer.*",
         "closest name: layers",

@@ -20,7 +20,7 @@ from shardkit.core.text import escape, in_shell
 from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import is_data_folder
-from shardkit.formats.contract import NAME_A_REPO, Checkpoint, HubModel, has_model_config, meant_path
+from shardkit.formats.contract import NAME_A_REPO, Checkpoint, HubModel, absent, has_model_config, meant_path
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG, adapted_model
 from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
 from shardkit.formats.hub.directory import open_model, read_config
@@ -126,10 +126,7 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
                 return _fetch(repo.id, repo.revision)
             except ShardkitError as error:
                 raise meant_path(base, error) from error
-        raise SourceError(
-            f"--base {escape(base)}: no such path, and not a repo id either",
-            hint=f"check the path, or {NAME_A_REPO}",
-        )
+        raise absent(base, hint=f"check the path of --base, or {NAME_A_REPO}")
     if revision is not None:
         raise UsageError(f"--base {escape(base)} is a local path, it has no revision {escape(revision)!r}")
     if not storage.isdir(base):
