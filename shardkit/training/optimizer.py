@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from shardkit.core.text import count, escape, suggestion
+from shardkit.core.text import count, escape, suggestions
 from shardkit.errors import UsageError
 from shardkit.keys.names import clean_name
 from shardkit.training.ranks.local import reshard
@@ -163,11 +163,20 @@ def _mismatches(
 ) -> Iterator[str]:
     places = Counter(map(id, stepped_by(optimizer)))
     taken: dict[int, str] = {}
+    asked = dict.fromkeys(clean_name(name) for group_names in names for name in group_names)
+    known = {
+        id(by_name[name]) for name in asked if name in by_name
+    }  # under one of its names, where it is tied
+    closest = suggestions(
+        (name for name in asked if name not in by_name),
+        [name for name, parameter in by_name.items() if id(parameter) not in known],
+    )
     for group, group_names in zip(optimizer.param_groups, names, strict=True):
         for name, old in zip(group_names, group["params"], strict=True):
             new = by_name.get(clean_name(name))
             if new is None:
-                yield f"{escape(name)}: the model has no parameter of that name{suggestion(name, by_name)}"
+                near = closest.get(clean_name(name), "")
+                yield f"{escape(name)}: the model has no parameter of that name{near}"
             # A shape that occurs in several places says nothing.
             elif new.shape != old.shape and places[id(old)] == 1:
                 yield f"{escape(name)}: {tuple(old.shape)} in the optimizer, {tuple(new.shape)} in the model"

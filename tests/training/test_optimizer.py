@@ -134,6 +134,21 @@ def test_another_shape_is_refused() -> None:
     assert optimizer.param_groups[0]["params"][0] is model.weight
 
 
+@pytest.mark.parametrize(
+    ("names", "near"),
+    [
+        (["wieght", "bias"], "  (closest name: weight)"),
+        (["weight", "weights"], ""),  # `weight` has its place already
+    ],
+)
+def test_only_a_name_that_is_free_is_suggested(names: list[str], near: str) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
+    with pytest.raises(UsageError) as caught:
+        rebind_optimizer(nn.Linear(3, 3), optimizer, [names])
+    lost = next(name for name in names if name.startswith("w") and name != "weight")
+    assert caught.value.problems == (f"{lost}: the model has no parameter of that name{near}",)
+
+
 def test_what_stands_in_several_places_is_repaired() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     (weight, bias), others = list(model[0].parameters()), list(model[1].parameters())
