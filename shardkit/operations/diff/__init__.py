@@ -23,7 +23,7 @@ from shardkit.errors import UsageError
 from shardkit.files import storage, stores
 from shardkit.files.links import may_follow_links
 from shardkit.operations.answers import Gathering, PartAnswer, Question, State, answers_to
-from shardkit.operations.diff.sides import Pair, Side, find_ties, open_sides, pairs
+from shardkit.operations.diff.sides import OF_DIFF, Pair, Side, Wording, find_ties, open_sides, pairs
 from shardkit.operations.parts.part import Part
 from shardkit.operations.resolve import Taken, take
 from shardkit.osft.plan import HIGH, factor_of
@@ -326,6 +326,7 @@ class Comparison:
         all_tensors: as for `diff`.
         include: as for `diff`.
         exclude: as for `diff`.
+        wording: of the notes.
 
     Raises:
         UsageError, SourceError, ResourceError: as `diff`.
@@ -341,10 +342,11 @@ class Comparison:
         all_tensors: bool = False,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
+        wording: Wording = OF_DIFF,
     ) -> None:
         self._begun, self._options, self._progress = time.monotonic(), options, progress
         self._a, self._b, self._notes = open_sides(
-            given, taken, all_tensors=all_tensors, include=include, exclude=exclude
+            given, taken, all_tensors=all_tensors, include=include, exclude=exclude, wording=wording
         )
         self._pairs = pairs(self._a, self._b)
         self._read = [pair for pair in self._pairs if _is_read(self._a, self._b, pair)]

@@ -131,6 +131,17 @@ class Pair(NamedTuple):
     in_b: bool
 
 
+class Wording(NamedTuple):
+    """How notes speak of a comparison."""
+
+    sides: tuple[str, str]
+    compares_all: str
+    """What compares the tensors that are left out."""
+
+
+OF_DIFF = Wording(("A", "B"), "--all compares all")
+
+
 def open_sides(
     given: tuple[str, str],
     taken: tuple[Taken, Taken],
@@ -138,6 +149,7 @@ def open_sides(
     all_tensors: bool,
     include: Sequence[str],
     exclude: Sequence[str],
+    wording: Wording,
 ) -> tuple[Side, Side, list[str]]:
     """Open both checkpoints, and only the tensors of them that are compared.
 
@@ -147,6 +159,7 @@ def open_sides(
         all_tensors: everything under its stored name, not the model's weights under theirs.
         include: globs over names in the model or stored names; only these.
         exclude: globs; not these.
+        wording: of the notes.
 
     Returns:
         Both sides, and what a person should know.
@@ -166,9 +179,9 @@ def open_sides(
         )
     if not all_tensors:
         for alike in (_both_plain, _in_one_state):
-            opened, told = alike(opened)
+            opened, told = alike(opened, wording)
             notes += told
-    names, said = _name_all(opened) if all_tensors else _name_model(opened)
+    names, said = (_name_all if all_tensors else _name_model)(opened, wording)
     kept = tuple(_filter(each, include, exclude) for each in names)
     if not any(kept) and any(names):
         known = [name for each in names for pair in each.items() for name in pair]
@@ -188,7 +201,9 @@ def open_sides(
     return a, b, [*notes, *said]
 
 
-def _both_plain(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
+def _both_plain(
+    opened: tuple[Checkpoint, Checkpoint], wording: Wording
+) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
     """Dequantise a side whose weights are quantised, unless both are: these are compared as they are stored.
 
     Raises:
@@ -199,9 +214,10 @@ def _both_plain(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint
         return opened, []
     at = 0 if why[1] is None else 1
     side, other = opened[at], opened[1 - at]
+    called, other_called = wording.sides[at], wording.sides[1 - at]
     if not can_dequantize(method_of(config_of(side))):
         return opened, [
-            f"{'AB'[at]} is quantised in a way that is not known here ({why[at]}), and {'BA'[at]} is not: what is "
+            f"{called} is quantised in a way that is not known here ({why[at]}), and {other_called} is not: what is "
             "quantised cannot be compared"
         ]
     held = Counter[DType]()
@@ -210,12 +226,12 @@ def _both_plain(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint
     dtype = held.most_common(1)[0][0] if held.total() else PLAIN
     plain = take_plain(side, dequantize=True, dtype=dtype)
     number = count(len(plain.dequantized.names) if plain.dequantized else 0, "weight")
-    return (plain, other) if at == 0 else (other, plain), [
-        f"{'AB'[at]}: dequantised to {dtype.name}: {number}"
-    ]
+    return (plain, other) if at == 0 else (other, plain), [f"{called}: dequantised to {dtype.name}: {number}"]
 
 
-def _in_one_state(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
+def _in_one_state(
+    opened: tuple[Checkpoint, Checkpoint], wording: Wording
+) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
     """Fold the factors of OSFT, unless both sides have the same ones: these are compared as they are.
 
     Raises:
@@ -224,7 +240,7 @@ def _in_one_state(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoi
     folded = (take_folded(opened[0]), take_folded(opened[1]))
     held = [side.folded is not None for side in folded]
     if all(held):
-        names, _ = _name_model(opened)
+        names, _ = _name_model(opened, wording)
         one, two = (
             {
                 name: each.catalog.tensors[stored].shape
@@ -237,7 +253,7 @@ def _in_one_state(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoi
             return opened, []
     notes = [
         f"{label}: folded from factors of OSFT: {count(len(side.folded.targets), 'weight')}"
-        for label, side in zip("AB", folded, strict=True)
+        for label, side in zip(wording.sides, folded, strict=True)
         if side.folded is not None
     ]
     return folded, notes
@@ -336,20 +352,20 @@ def _may_be_tied(side: Side) -> Iterator[tuple[str, str]]:
             yield name, partner
 
 
-ALL = "--all compares all"
-"""How `diff` says, at the end of a note, that it can compare what was left out."""
-
-
-def _name_all(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Names], list[str]]:
+def _name_all(
+    opened: tuple[Checkpoint, Checkpoint], wording: Wording
+) -> tuple[tuple[Names, Names], list[str]]:
     notes = [
         f"{label}: {count(len(checkpoint.catalog.objects), 'entry', 'entries')} that are no tensors are not compared"
-        for label, checkpoint in zip("AB", opened, strict=True)
+        for label, checkpoint in zip(wording.sides, opened, strict=True)
         if checkpoint.catalog.objects
     ]
     return (_stored(opened[0]), _stored(opened[1])), notes
 
 
-def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Names], list[str]]:
+def _name_model(
+    opened: tuple[Checkpoint, Checkpoint], wording: Wording
+) -> tuple[tuple[Names, Names], list[str]]:
     """Give the weights of both sides the same names: those of one side help to find the other's model."""
     first, second = (1, 0) if opened[1].hub is not None and opened[0].hub is None else (0, 1)
     found: dict[int, Names | str] = {}
@@ -361,15 +377,16 @@ def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Nam
         found[side] = _as_on_hub(opened[side], found[side], found[other])
     names = dict[int, Names]()
     notes = []
-    for side, label in enumerate("AB"):
+    for side, label in enumerate(wording.sides):
         answer = found[side]
         names[side] = _stored(opened[side]) if isinstance(answer, str) else answer
         if isinstance(answer, str):
             notes.append(f"{label}: tensors go by their stored names: {answer}")
         left_out = len(opened[side].catalog.tensors) - len(names[side])
         if left_out:
-            what = count(left_out, "tensor")
-            notes.append(f"{label}: {what} beside the model's weights not compared; {ALL}")
+            notes.append(
+                f"{label}: {count(left_out, 'tensor')} beside the model's weights not compared; {wording.compares_all}"
+            )
     return (names[0], names[1]), notes
 
 

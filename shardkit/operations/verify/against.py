@@ -19,7 +19,7 @@ from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.repo import Repo, RepoFile, list_repo, named_repo
 from shardkit.operations.answers import Question, State
 from shardkit.operations.diff import Comparison, DiffOptions, DiffResult, TensorDiff
-from shardkit.operations.diff.sides import ALL
+from shardkit.operations.diff.sides import Wording
 from shardkit.operations.resolve import Taken, as_it_is, take
 from shardkit.operations.verify.manifest import list_files
 from shardkit.operations.verify.questions import FileQuestions
@@ -59,7 +59,11 @@ class Against:
         try:
             mine = take(path) if checkpoint is None else as_it_is(path, checkpoint)
             sides = (mine, taken or take(other))
-            self._comparison = Comparison((path, other), sides, DiffOptions(), progress=progress)
+            diff = f"`shardkit diff {in_shell(path)} {in_shell(other)} --all`"  # verify has no --all
+            wording = Wording((escape(path), escape(other)), f"{diff} compares all")
+            self._comparison = Comparison(
+                (path, other), sides, DiffOptions(), progress=progress, wording=wording
+            )
         except SourceError as error:
             self._failure = error
         self.questions = [] if self._comparison is None else self._comparison.questions
@@ -108,11 +112,7 @@ class Against:
             return
         assert self._comparison is not None
         result = self._comparison.sum_up(answers)
-        labels = {"A: ": f"{escape(path)}: ", "B: ": f"{escape(other)}: "}
-        diff = f"`shardkit diff {in_shell(path)} {in_shell(other)} --all` compares all"  # verify has no --all
-        report.add_notes(
-            labels.get(note[:3], note[:3]) + note[3:].replace(ALL, diff) for note in result.notes
-        )
+        report.add_notes(result.notes)
         report.warnings += result.warnings
         if result.resolved_b.rstrip("/") != other.rstrip("/"):
             report.add_notes([f"{escape(other)}: took {escape(result.resolved_b)}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,20 @@ def test_any_two_formats(checkpoint: Path, tmp_path: Path) -> None:
         True,
         True,
     )
+
+
+def test_notes_have_the_names_that_were_given(tmp_path: Path) -> None:
+    for name, tensors in (
+        ("gptq", {"up.qweight": torch.ones(2, 4, dtype=torch.int32), "up.scales": torch.ones(2, 4)}),
+        ("plain", {"up.weight": torch.ones(4, 8)}),
+    ):
+        hub(tmp_path / name, tensors, None)
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "gptq" / "config.json").write_text(json.dumps(config))
+    result = verify(tmp_path / "plain", against=tmp_path / "gptq")
+    (note,) = (note for note in result.notes if "quantised" in note)
+    assert note.startswith(f"{tmp_path / 'gptq'} is quantised in a way that is not known here")
+    assert f"and {tmp_path / 'plain'} is not" in note
 
 
 def test_each_kind_of_difference(checkpoint: Path, tmp_path: Path) -> None:
