@@ -18,6 +18,7 @@ from shardkit.files.digest import crc32
 from shardkit.transfer.images import Frame
 
 _SHORT_SECONDS = 100e-6  # for a call and what belongs to it; a tenth of that is usual out of the page cache
+_FREE = "free some space or choose another destination, then run the same command again"
 WRITTEN_GAP = 4096
 """Gaps between pieces of at most so many bytes are written as zeros: cheaper than another system call."""
 
@@ -149,11 +150,11 @@ class Stream:
             storage.settle(self._fd, self._settles, self._at)
 
 
-def write_all(fd: int, data: memoryview, start: int, name: str, fqn: str) -> None:
+def write_all(fd: int, data: memoryview, start: int, name: str, fqn: str, *, hint: str = _FREE) -> None:
     """Write `data` at byte `start`, however many calls it takes.
 
     Raises:
-        ResourceError: names the file and the offset.
+        ResourceError: names the file and the offset, and has the hint.
     """
     done = 0
     while done < len(data):
@@ -162,7 +163,7 @@ def write_all(fd: int, data: memoryview, start: int, name: str, fqn: str) -> Non
         except OSError as error:
             raise ResourceError(
                 f"cannot write {escape(name)} at byte {start + done} ({escape(fqn)}): {error.strerror}",
-                hint="free some space or choose another destination, then run the same command again",
+                hint=hint,
             ) from error
 
 

@@ -202,7 +202,13 @@ class SharedFactors:
     # A part
 
     def compute(
-        self, numbers: Sequence[int], work: str, check: SourceCheck | None, progress: Progress, label: str
+        self,
+        numbers: Sequence[int],
+        work: str,
+        check: SourceCheck | None,
+        progress: Progress,
+        label: str,
+        another_place: str,
     ) -> int:
         """Compute the factors of weights that have none yet; return how many had some before.
 
@@ -212,6 +218,7 @@ class SharedFactors:
             check: compares what is read with what the source records.
             progress: told of the bytes of factors.
             label: what the progress is called.
+            another_place: as `Filling` has it.
 
         Raises:
             IntegrityError, SourceError, IncompleteError, ResourceError: as `FactorRun.run`.
@@ -235,6 +242,7 @@ class SharedFactors:
                 check=check,
                 advance=progress.advance,
                 elsewhere=self._elsewhere,
+                another_place=another_place,
             )
             factoring = replace(self._job.factoring, weights=tuple(self._weights[number] for number in left))
             try:
@@ -385,6 +393,8 @@ class WithFactors(Divided):
 
     _factors: SharedFactors
     _resumed_weights = 0
+    _another_place = "choose another destination"
+    """How records come to lie on another disk."""
 
     @abstractmethod
     def _room_for_records(self) -> AbstractContextManager[str]:
@@ -429,7 +439,12 @@ class WithFactors(Divided):
         mine, label = self.files_of(part), f"part {part}"
         with self._room_for_records() as work:
             self._resumed_weights = self._factors.compute(
-                self.weights_of(part), work, self.check, self._progress, f"{label}, factors"
+                self.weights_of(part),
+                work,
+                self.check,
+                self._progress,
+                f"{label}, factors",
+                self._another_place,
             )
             if self._factors.take(self.check):  # others lack some
                 return 0

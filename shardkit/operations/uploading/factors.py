@@ -38,6 +38,7 @@ ELSEWHERE = (
     f"factors wait on the local disk until they are sent; {cache.VARIABLE}=DIRECTORY has them elsewhere"
 )
 """What to do where they cannot be written."""
+_ANOTHER_PLACE = f"set {cache.VARIABLE}=DIRECTORY"
 
 
 class FactoredUpload:
@@ -113,10 +114,13 @@ class FactoredUpload:
                     finished=(),
                     check=check,
                     advance=progress.advance,
+                    another_place=_ANOTHER_PLACE,
                 )
                 crcs = self._job.fill(filling)
         except OSError as error:
-            raise ResourceError(f"cannot write to {escape(staging.path)}: {error.strerror}") from error
+            raise ResourceError(
+                f"cannot write to {escape(staging.path)}: {error.strerror}", hint=ELSEWHERE
+            ) from error
         finally:
             progress.finish()
         records.lie_at([os.path.join(staging.data, image.name) for image in records.images])
@@ -133,6 +137,8 @@ class FactoredInStore(WithFactors, DividedInStore):
         computed_by: stands for the kind of this machine.
         replaces_any: as for `DividedInStore`.
     """
+
+    _another_place = _ANOTHER_PLACE
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The process that computes the factors of one weight after another and writes their parts into files.
 
     start (argv)       descriptor of the memory in which the parent puts each weight
-    request (a line)   {"path", "rows", "columns", "rank", "svd", "dtype",
+    request (a line)   {"path", "rows", "columns", "rank", "svd", "dtype", "hint": where a file cannot be written,
                        "holes": [[file, first byte, factor, offsets, sizes]]}
     answer (a line)    {"crcs": of each hole, "whole": of each factor, "algorithm", "error", "orthogonality"}, or
                        an error as `ShardkitError.to_json`
@@ -86,7 +86,7 @@ def serve(request: dict[str, Any], memory: int) -> dict[str, Any]:
     found = _factors(
         mmap.mmap(memory, target.rows * target.columns * dtype.itemsize), dtype, target, request["svd"]
     )
-    crcs = list(write(found, request["holes"]))
+    crcs = list(write(found, request["holes"], request["hint"]))
     return {
         "crcs": crcs,
         "whole": {name: int(crc32(_bytes(tensor))) for name, tensor in found.tensors.items()},
@@ -102,7 +102,7 @@ def _factors(mapped: mmap.mmap, dtype: torch.dtype, target: Target, svd: Svd) ->
 
 
 def write(
-    found: Factors, holes: Sequence[tuple[str | None, int, str, list[int], list[int]]]
+    found: Factors, holes: Sequence[tuple[str | None, int, str, list[int], list[int]]], hint: str
 ) -> Iterator[int]:
     """Write parts of factors into files that exist, and yield the CRC-32 of each; who asked brings them to the disk.
 
@@ -110,22 +110,23 @@ def write(
         found: the factors.
         holes: (path of the file, first byte, factor, offsets, sizes), those of a file together; a part without a file
             is only summed up.
+        hint: what to do where a file cannot be written.
 
     Raises:
         ResourceError: the system refuses.
     """
     for path, group in groupby(holes, key=itemgetter(0)):
-        with contextlib.nullcontext(-1) if path is None else _opened(path) as fd:
+        with contextlib.nullcontext(-1) if path is None else _opened(path, hint) as fd:
             for _, start, name, offsets, sizes in group:
                 window = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
                 data = _bytes(found.tensors[name][window])
                 if path is not None:
-                    write_all(fd, data, start, os.path.basename(path), name)
+                    write_all(fd, data, start, path, name, hint=hint)
                 yield int(crc32(data))
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
+def _opened(path: str, hint: str) -> Iterator[int]:
     """Open a file for writing."""
     try:
         fd = storage.open_fd(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -134,8 +135,7 @@ def _opened(path: str) -> Iterator[int]:
         finally:
             storage.close_fd(fd)
     except OSError as error:
-        name = escape(os.path.basename(path))
-        raise ResourceError(f"cannot write {name}: {error.strerror}") from error
+        raise ResourceError(f"cannot write {escape(path)}: {error.strerror}", hint=hint) from error
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -190,6 +190,21 @@ class Filling:
     """Told the bytes that filled holes."""
     elsewhere: Callable[[FactoredWeight], Measured | None] = lambda _: None
     """Tells what another process has computed meanwhile; asked before each target."""
+    another_place: str = "choose another destination"
+    """How the files come to lie on another disk, if there is no room for them."""
+
+    @property
+    def hint(self) -> str:
+        """What to do where a file cannot be written."""
+        needed = sum(image.size for image in self.plan.images if image.name not in self.finished)
+        return (
+            f"the files there take {format_size(needed)}: free some space or {self.another_place}, then run the same "
+            "command again"
+        )
+
+    def cannot_write(self, path: str, error: OSError) -> ResourceError:
+        """Return the error for a file that the system does not let be written."""
+        return ResourceError(f"cannot write {escape(path)}: {error.strerror}", hint=self.hint)
 
 
 class _Written(NamedTuple):
@@ -249,10 +264,11 @@ class _Noting:
             written, self._waiting = self._waiting, []
         try:
             for name in sorted({name for each in written for name in each.names}):
+                path = os.path.join(self._filling.directory, name)
                 try:
-                    storage.sync_file(os.path.join(self._filling.directory, name))
+                    storage.sync_file(path)
                 except OSError as error:
-                    raise ResourceError(f"cannot write {escape(name)}: {error.strerror}") from error
+                    raise self._filling.cannot_write(path, error) from error
             for each in written:
                 self._filling.journal.add_target(each.target, each.source)
         except BaseException:
@@ -306,7 +322,7 @@ class FactorRun:
                     finally:
                         storage.close_fd(fd)
                 except OSError as error:
-                    raise ResourceError(f"cannot write {escape(image.name)}: {error.strerror}") from error
+                    raise self._filling.cannot_write(path, error) from error
 
     def _compute(self, weights: Sequence[FactoredWeight]) -> None:
         catalog = self._plan.catalog
@@ -354,6 +370,7 @@ class FactorRun:
             **asdict(weight.target),
             "svd": self._factoring.svd,
             "dtype": self._plan.catalog.tensors[weight.source].dtype.name,
+            "hint": self._filling.hint,
             "holes": [
                 (
                     None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 import shardkit
 from shardkit.cli import preshard as preshard_command
+from shardkit.core.text import format_size
 from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.osft.plan import OsftPlan
@@ -219,6 +221,32 @@ def test_a_dry_run_says_what_the_local_disk_needs(
         assert "SHARDKIT_CACHE=DIRECTORY" in (caught.value.hint or "")
     assert not Counting.asked
     assert not objects(out)
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("part", [None, "1/1"])
+@pytest.mark.parametrize("call", ["pwrite", "sync_file", "ftruncate"])
+def test_a_disk_that_fills_up_is_named(
+    source: Path, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str | None, call: str
+) -> None:
+    """Somebody else took the room while factors were computed; with more of it the run goes on."""
+    would = preshard(source, out, part=part, dry_run=True).osft
+
+    def fails(*given: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, call, fails)
+        place = rf"{tmp_path}/cache/factors/.*/data/\d"
+        with pytest.raises(ResourceError, match=rf"cannot write {place}.*: No space left") as caught:
+            preshard(source, out, part=part)
+    assert would is not None
+    assert caught.value.hint == (
+        f"the files there take {format_size(would.record_bytes)}: free some space or set SHARDKIT_CACHE=DIRECTORY, "
+        "then run the same command again"
+    )
+    preshard(source, out, part=part)
+    assert objects(out)[".metadata"]
 
 
 @pytest.mark.usefixtures("served")

@@ -12,7 +12,7 @@ import torch
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import full_region
-from shardkit.errors import SourceError
+from shardkit.errors import ResourceError, SourceError
 from shardkit.osft.plan import FACTORS, Target
 from shardkit.osft.svd import factorise
 from shardkit.transfer.factors.workers import Worker
@@ -36,7 +36,11 @@ def test_it_answers_and_ends_with_whoever_asked(tmp_path: Path) -> None:
     out.write_bytes(bytes(4 * 9 * 4))
     hole = (str(out), 0, "osft_U_high", [0, 0], [9, 4])
     request = {**{key: getattr(TARGET, key) for key in ("path", "rows", "columns", "rank")}, "svd": "exact"}
-    request |= {"dtype": "float32", "holes": [hole, (None, 0, "osft_S_high", [0], [4])]}
+    request |= {
+        "dtype": "float32",
+        "hint": "free some",
+        "holes": [hole, (None, 0, "osft_S_high", [0], [4])],
+    }
     catalog, stop = catalog_of(weight, tmp_path / "weights"), threading.Event()
     with Worker(weight.nbytes) as worker, SourceFiles(catalog.files) as files, files.reader() as reader:
         worker.read(catalog, "up.weight", reader, "up.weight")
@@ -46,6 +50,13 @@ def test_it_answers_and_ends_with_whoever_asked(tmp_path: Path) -> None:
         assert list(answer["whole"]) == list(FACTORS)
         assert answer["crcs"] == [answer["whole"]["osft_U_high"], answer["whole"]["osft_S_high"]]
         assert (answer["error"], answer["algorithm"]) == (expected.error, expected.algorithm)
+
+        full = {**request, "holes": [("/dev/full", *hole[1:])]}
+        with pytest.raises(
+            ResourceError, match=r"cannot write /dev/full at byte 0 .*No space left"
+        ) as caught:
+            worker.ask(full, stop)
+        assert caught.value.hint == "free some"
 
         catalog_of(torch.full(SHAPE, torch.inf), tmp_path / "weights")
         worker.read(catalog, "up.weight", reader, "up.weight")
