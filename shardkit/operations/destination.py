@@ -28,8 +28,8 @@ from shardkit.formats.hub.assets import is_asset, is_asset_folder
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _BESIDE = (manifest.NAME, "adapter_config.json", ".gitattributes")
-_ANOTHER = "choose another name, or replace it with --overwrite"
-_APART = "choose another name, or remove it yourself"
+_CHOOSE = "choose another name"
+_OR_REPLACE = ", or replace it with --overwrite"
 
 
 Replaceable = Callable[[str], str | None]
@@ -97,6 +97,7 @@ def check_destination(
     *,
     overwrite: bool,
     why_not: Replaceable = is_sharded_checkpoint,
+    named_after: str | None = None,
 ) -> str:
     """Return the absolute path of a destination that may be written.
 
@@ -108,6 +109,8 @@ def check_destination(
         source: the directory that is read, or None if it lies in a cache of its own.
         overwrite: an existing output may be replaced. Nothing else ever is.
         why_not: tells an output of the same kind from anything else.
+        named_after: the path that gave `output` its name; None if a person named it. Checkpoints of two runs may have
+            one name: the hint has another one then.
 
     Raises:
         UsageError: it exists, or is the source, lies in it or around it; or it is an address that is no store's.
@@ -132,7 +135,8 @@ def check_destination(
         raise UsageError(f"{shown} is a symbolic link", hint="give the directory's own path")
     recover(path)
     if storage.lexists(path):
-        check_replaceable(path, shown, overwrite=overwrite, why_not=why_not)
+        another = None if named_after is None else _longer_name(output, named_after)
+        check_replaceable(path, shown, overwrite=overwrite, why_not=why_not, another=another)
     if len(os.fsencode(os.path.basename(path))) > _MAX_NAME_BYTES:
         raise UsageError(f"the name {shown} is longer than {_MAX_NAME_BYTES} bytes")
     _check_parent(path)
@@ -173,7 +177,9 @@ def _check_apart(path: str, source: str, shown: str) -> None:
         )
 
 
-def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replaceable) -> None:
+def check_replaceable(
+    path: str, shown: str, *, overwrite: bool, why_not: Replaceable, another: str | None = None
+) -> None:
     """Refuse to replace what is there, unless it is an empty directory, or an output of the same kind that may be.
 
     Args:
@@ -181,12 +187,15 @@ def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replac
         shown: its name in messages, safe to print.
         overwrite: an existing output may be replaced. An empty directory is replaced in any case.
         why_not: tells an output of the same kind from anything else.
+        another: a name to suggest in its place.
 
     Raises:
         UsageError: with the reason.
     """
+    choose = f"{_CHOOSE}, such as {escape(another)}" if another else _CHOOSE
+    apart = f"{choose}, or remove it yourself"
     if not storage.isdir(path):
-        raise UsageError(f"{shown} exists and is not a directory: it is not replaced", hint=_APART)
+        raise UsageError(f"{shown} exists and is not a directory: it is not replaced", hint=apart)
     if storage.ismount(path):  # no rename can replace it, with or without --overwrite
         raise UsageError(f"{shown} is a mount point: it cannot be replaced", hint="choose a directory in it")
     seen, reason = None, None
@@ -196,10 +205,10 @@ def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replac
     if reason is not None:
         raise UsageError(
             f"{shown} exists and {reason}: it is not replaced",
-            hint=_APART,
+            hint=apart,
         )
     if seen is not None and not overwrite:
-        raise UsageError(f"{shown} exists", hint=_ANOTHER)
+        raise UsageError(f"{shown} exists", hint=choose + _OR_REPLACE)
     if seen is None and _is_working_directory(path):  # a shell in it would stay in what was replaced
         raise UsageError(
             f"{shown} is the working directory: it is not replaced", hint="choose a directory in it"
@@ -242,6 +251,21 @@ def default_output(label: str, source: str | None, mesh: Mesh) -> str:
     home = storage.realpath(source)
     is_around = os.path.commonpath([home, os.getcwd()]) == home
     return os.path.join(os.path.dirname(home), name) if is_around else name
+
+
+def _longer_name(output: str, named_after: str) -> str | None:
+    """Return a name that is free: a default one after the names of the directories around its source, `run2-step-30`."""
+    directory, name = os.path.split(output)
+    around = os.path.dirname(storage.absolute(named_after))
+    while parent := os.path.basename(around):
+        around = os.path.dirname(around)
+        if name.startswith(f"{parent}-"):  # a file, named after its directory
+            continue
+        name = f"{parent}-{name}"
+        path = os.path.join(directory, name)
+        if not storage.lexists(path):
+            return path
+    return None
 
 
 def free_bytes(path: str) -> int:
@@ -298,7 +322,7 @@ def check_sidecar(path: str, *, overwrite: bool, outside: Sequence[str] = ()) ->
         if storage.islink(full) or not storage.isfile(full):
             raise UsageError(f"{shown} exists and is not a regular file: it is not replaced")
         if not overwrite:
-            raise UsageError(f"{shown} exists", hint=_ANOTHER)
+            raise UsageError(f"{shown} exists", hint=_CHOOSE + _OR_REPLACE)
     _check_parent(full)
     return full
 

@@ -391,12 +391,13 @@ class Writer:
         self._warnings: tuple[str, ...] = ()
         self._facts: dict[str, Any] = {}
 
-    def check_destination(self, output: str, source: str | None) -> str:
+    def check_destination(self, output: str, source: str | None, named_after: str | None = None) -> str:
         """Return the absolute path of a destination that may be written; errors as `destination.check_destination`.
 
         Args:
             output: as the user gave it.
             source: directory that is read, or None for one in a cache of its own.
+            named_after: as `destination.check_destination` has it.
         """
         overwrite, is_first = self.writing.overwrite, not self.path
         if is_remote(output):
@@ -408,7 +409,9 @@ class Writer:
             self.path = self._target.path
             return self.path
         try:
-            self.path = check_destination(output, source, overwrite=overwrite, why_not=self._why_not)
+            self.path = check_destination(
+                output, source, overwrite=overwrite, why_not=self._why_not, named_after=named_after
+            )
         except UsageError:  # asked afterwards: the last part may commit at this very moment
             if overwrite or not (isinstance(self.writing.share, Part) and has_commits(absolute(output))):
                 raise

@@ -105,6 +105,46 @@ def test_what_is_resharded_again_has_the_name_of_its_mesh_alone(
     assert shardkit.reshard(first, world_size=2).output == str(tmp_path / "checkpoint-2-dp_shard2")
 
 
+def test_of_two_runs_with_one_default_name_the_second_is_told_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("run1", "run2", "run3/run1"):
+        save({"model": weights()}, tmp_path / place / "step-30")
+    monkeypatch.chdir(tmp_path)
+    name = Path(shardkit.reshard("run1/step-30", world_size=2).output).name
+    assert name == "step-30-dp_shard2"
+    with pytest.raises(UsageError, match="step-30-dp_shard2 exists") as caught:
+        shardkit.reshard("run2", world_size=2)  # as it stands for its newest checkpoint
+    wording = "choose another name, such as {}, or replace it with overwrite=True"
+    assert caught.value.hint == wording.format("run2-step-30-dp_shard2")
+    for source, other in (
+        ("run1/step-30", "run1-step-30-dp_shard2"),
+        ("run2/step-30", "run2-step-30-dp_shard2"),
+        ("run3/run1/step-30", "run3-run1-step-30-dp_shard2"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            shardkit.reshard(source, world_size=2)
+        assert caught.value.hint == wording.format(other)
+        shardkit.reshard(source, other, world_size=2)
+    with pytest.raises(UsageError) as caught:
+        shardkit.reshard("run2/step-30", name, world_size=2)  # a person's own
+    assert caught.value.hint == "choose another name, or replace it with overwrite=True"
+
+
+def test_of_two_models_with_one_default_name_the_second_is_told_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("run1", "run2"):
+        (tmp_path / place).mkdir()
+        hub(tmp_path / place / "final", weights())
+    monkeypatch.chdir(tmp_path)
+    shardkit.preshard("run1/final", world_size=2, wrap="none")
+    for source in ("run2/final", "run2/final/model.safetensors"):
+        with pytest.raises(UsageError, match="final-dp_shard2 exists") as caught:
+            shardkit.preshard(source, world_size=2, wrap="none")
+        assert "such as run2-final-dp_shard2, or" in (caught.value.hint or "")
+
+
 def test_an_empty_directory_that_no_rename_can_replace(
     trainers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,7 +266,7 @@ def preshard(
     plain = take_plain(opened, dequantize=dequantize, dtype=dequantized_as(dtype, options.dtype_rules))
     assert plain.hub is not None
     chosen = default_output(plain.hub.label, local, parsed) if output is None else output
-    path = writer.check_destination(os.fspath(chosen), local)
+    path = writer.check_destination(os.fspath(chosen), local, local if output is None else None)
 
     def expect() -> Expected[PreshardJob] | None:
         expected = expect_job(plain, parsed, options)
