@@ -35,7 +35,7 @@ from shardkit.operations.destination import is_hub_model, label_of, write_sideca
 from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.parts.pool import Executor, in_pool
-from shardkit.operations.resolve import ResolvedCheckpoint, adapter_file, take
+from shardkit.operations.resolve import ResolvedCheckpoint, Taken, adapter_file, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
 from shardkit.operations.uploading.place import HUB_INDEX
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
@@ -324,11 +324,7 @@ def _consolidate(
     made = os.path.join(path, HUB_INDEX) if is_remote(path) else path
     may_be_ours = writer.writing.overwrite or (isinstance(share, Part) and storage.lexists(made))
     sidecar = recording.check_file([path, resolved.path], overwrite=may_be_ours)
-    plain = dequantized_as(options.dtype, options.dtype_rules)
-    opened = take_folded(take_plain(taken.open(), dequantize=request.dequantize, dtype=plain))
-    given = request.base
-    base = find_base(opened) if given is None else open_base(given, revision=request.base_revision)
-    base = None if base is None else folded_base(plain_base(base))
+    opened, base = _open(taken, request, options)
     merged = merge_osf(opened, base)
     job = _decide(merged, base, options, writer.writing, opens_all=request.opens_all, on_step=on_step)
     if is_remote(path):
@@ -350,9 +346,7 @@ def _consolidate(
             on_manifest=written.append,
             on_written=asked.settle,
         )
-        needed = job.plan.written_bytes + sum(asset.nbytes for asset in job.assets)
-        needed += sum(module.plan.written_bytes for module in job.modules)
-        writer.write(job, describe, needed_bytes=needed)
+        writer.write(job, describe, needed_bytes=job.needed_bytes)
         settled = asked.settle() if writer.has_committed or writer.writing.dry_run else job
     address = None
     if writer.has_committed:
@@ -382,6 +376,19 @@ def _shard_limit(max_shard_size: str | int, single_file: bool) -> int | None:
     if limit < 1:
         raise UsageError(f"--max-shard-size must be at least one byte, not {max_shard_size}")
     return limit
+
+
+def _open(taken: Taken, request: _Request, options: JobOptions) -> tuple[Checkpoint, Base | None]:
+    """Open the checkpoint and its base, both with plain and dense weights where they can be made.
+
+    Raises:
+        UsageError, SourceError, IntegrityError, LayoutError, ResourceError: as opening and `open_base` do.
+    """
+    dtype = dequantized_as(options.dtype, options.dtype_rules)
+    opened = take_folded(take_plain(taken.open(), dequantize=request.dequantize, dtype=dtype))
+    given = request.base
+    base = find_base(opened) if given is None else open_base(given, revision=request.base_revision)
+    return opened, None if base is None else folded_base(plain_base(base))
 
 
 def _decide(

@@ -147,6 +147,12 @@ class ConsolidateJob:
     """What the class says of the output's names, where it was to be asked."""
 
     @property
+    def needed_bytes(self) -> int:
+        """Room for all that is written."""
+        weights = self.plan.written_bytes + sum(module.plan.written_bytes for module in self.modules)
+        return weights + sum(asset.nbytes for asset in self.assets)
+
+    @property
     def decided(self) -> dict[str, object]:
         """See `operations.write.Job`."""
         return {"description": self.describe()}
@@ -646,36 +652,13 @@ def _fit(
     """
     if chosen.kind == "adapter":
         return chosen, _NO_TIES, Fit(), ()
-    declared = ties_embeddings(base.config) if base else None
-    base_tensors = base.tensors if base else None
-
-    def decide(
-        chosen: Chosen, asked: ModelNames | None
-    ) -> tuple[Ties, dict[str, Shape], list[tuple[str, ...]]]:
-        known = asked.ties if asked else ()
-        ties = resolve_ties(
-            chosen.catalog,
-            chosen.names,
-            declared=declared,
-            base_names=base_tensors,
-            known=known,
-            equal_in_base=partial(holds_equal, base) if base else lambda _one, _other: False,
-        )
-        shapes = {
-            name: chosen.catalog.tensors[source].shape
-            for source, name in chosen.names.items()
-            if name not in ties.dropped
-        }
-        both = {**dict.fromkeys(shapes), **(base_tensors or {})}
-        return ties, shapes, [*tie_groups(ties, both, declared=declared), *known]
-
     asked, renamed = sieve.asked, tuple[KeyRule, ...]()
     if asked is None:
         chosen = sieve.sift(chosen, selection)
-        ties, shapes, groups = decide(chosen, None)
+        ties, shapes, groups = _ties(chosen, base, None)
         if base is not None and _may_ask(shapes, base, groups):
             asked = ask(base)
-    if base is not None and base_tensors is not None and asked is not None:
+    if base is not None and base.tensors is not None and asked is not None:
         if not options.naming.changes_names:
             chosen = _take_apart(chosen, selection.live, asked.converted)
             named = _name_by_class(chosen.names, selection.live, base, asked)
@@ -683,12 +666,12 @@ def _fit(
         if sieve.asked is not None:
             chosen = sieve.sift(chosen, selection)
         unsaved = [
-            name for name in chosen.names.values() if name in asked.unsaved and name not in base_tensors
+            name for name in chosen.names.values() if name in asked.unsaved and name not in base.tensors
         ]
         kept = {source: name for source, name in chosen.names.items() if name not in unsaved}
         notes = [f"not written, the model computes them: {listed(unsaved)}"] if unsaved else []
         chosen = replace(chosen, names=kept, notes=(*chosen.notes, *notes))
-        ties, shapes, groups = decide(chosen, asked)
+        ties, shapes, groups = _ties(chosen, base, asked)
     fit = check_fit(
         shapes,
         base,
@@ -699,6 +682,38 @@ def _fit(
         is_part=options.naming.chooses_part,
     )
     return _carry(chosen, base, fit.carried), ties, fit, renamed
+
+
+def _ties(
+    chosen: Chosen, base: Base | None, asked: ModelNames | None
+) -> tuple[Ties, dict[str, Shape], list[tuple[str, ...]]]:
+    """Decide on ties.
+
+    Args:
+        base: None is no base.
+        asked: what the base's class says; None if it was not asked.
+
+    Returns:
+        The ties, the shapes of what is left by name in the output, and groups of names that mean one tensor.
+    """
+    declared = ties_embeddings(base.config) if base else None
+    base_tensors = base.tensors if base else None
+    known = asked.ties if asked else ()
+    ties = resolve_ties(
+        chosen.catalog,
+        chosen.names,
+        declared=declared,
+        base_names=base_tensors,
+        known=known,
+        equal_in_base=partial(holds_equal, base) if base else lambda _one, _other: False,
+    )
+    shapes = {
+        name: chosen.catalog.tensors[source].shape
+        for source, name in chosen.names.items()
+        if name not in ties.dropped
+    }
+    both = {**dict.fromkeys(shapes), **(base_tensors or {})}
+    return ties, shapes, [*tie_groups(ties, both, declared=declared), *known]
 
 
 def _carry(chosen: Chosen, base: Base | None, names: Sequence[str]) -> Chosen:
