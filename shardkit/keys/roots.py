@@ -73,6 +73,8 @@ class Source:
     """Tensors of optimizers."""
     harness: frozenset[Segments]
     """Levels that hold an optimizer, a scheduler or the like."""
+    flattened: frozenset[Segments]
+    """Those of them where it was no entry of a dict: names alone tell what belongs to a trainer there."""
     is_lightning: bool
     """A LightningModule's state dict: the model is an attribute."""
     tree: Node
@@ -113,10 +115,14 @@ def read_source(
     foreign = [clean(join(map(str, path))) for kind, path in roots.items() if kind not in ("model", "ema")]
     for prefix in foreign:
         optimizer.update(name for name in tensors if clean(name)[: len(prefix)] == prefix)
-    harness, is_lightning = set[Segments](), False
-    for path in {optimizer_path(name) for name in optimizer} | {_object_path(name) for name in objects}:
+    harness, flattened, is_lightning = set[Segments](), set[Segments](), False
+    beside = {(optimizer_path(name), _is_entry(optimizer_path(name), name, paths)) for name in optimizer}
+    beside |= {(_object_path(name), _is_entry(_object_path(name), name, paths)) for name in objects}
+    for path, is_entry in beside:
         if path:
             harness.add(path[:-1])
+            if not is_entry:
+                flattened.add(path[:-1])
             # Lightning's Trainer alone numbers its optimizers in the state dict.
             is_lightning |= len(path) == 1 and path[0].startswith("optimizer_") and is_number(path[0][10:])
     is_lightning |= tuple(roots.get("model", ())) == ("state_dict",)
@@ -126,6 +132,7 @@ def read_source(
         roots=roots,
         optimizer=frozenset(optimizer),
         harness=frozenset(harness),
+        flattened=frozenset(flattened),
         is_lightning=is_lightning,
         tree=build_tree((entry for name, entry in tensors.items() if name not in optimizer), paths),
     )
@@ -135,6 +142,12 @@ def _object_path(name: str) -> Segments:
     segments = split(name)
     at = next((at for at, segment in enumerate(segments) if object_kind(segment)), None)
     return () if at is None else segments[: at + 1]
+
+
+def _is_entry(part: Segments, name: str, paths: Mapping[str, Path] | None) -> bool:
+    """True if nothing says that the part of the checkpoint with this name was no entry of a saved dict."""
+    path = None if paths is None else paths.get(name)
+    return path is None or any(clean(join(map(str, path[:stop]))) == part for stop in range(1, len(path) + 1))
 
 
 def locate_root(source: Source, root: str) -> Located:
@@ -282,8 +295,12 @@ def _beside(source: Source, node: Node, located: Located, *, may_be_dict: bool =
     is_dict = may_be_dict and bool(modules) and all(child.is_dict for child in modules)
     is_dict = is_dict and (node is source.tree or any(child.path[-1] in MODEL_WORDS for child in modules))
     is_harness = is_dict or node.path in source.harness
+    knows = source.paths is not None and node.path not in source.flattened
     for child in children:
-        kind = kind_beside(child, siblings=children, is_dict=is_dict, is_harness=is_harness)
+        is_inside = knows and not child.is_dict
+        kind = kind_beside(
+            child, siblings=children, is_dict=is_dict, is_harness=is_harness, is_inside=is_inside
+        )
         if kind is None:
             parts.append(child)
         else:

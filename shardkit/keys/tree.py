@@ -122,7 +122,6 @@ _AVERAGED = re.compile(
 )
 # torch.get_rng_state() is 5056 bytes (5048 before 1.9), CUDA's is 16 (816 before 1.13).
 _RANDOM_BYTES = frozenset({5056, 5048, 816, 16})
-_SMALL = 4096  # elements; a scheduler or a dataloader keeps no weights
 _TAIL = 3  # segments that say which parameter of which kind of layer
 
 
@@ -165,7 +164,9 @@ def object_kind(segment: str) -> Kind | None:
     return None
 
 
-def kind_beside(node: Node, *, siblings: Iterable[Node], is_dict: bool, is_harness: bool) -> Kind | None:
+def kind_beside(
+    node: Node, *, siblings: Iterable[Node], is_dict: bool, is_harness: bool, is_inside: bool
+) -> Kind | None:
     """Return the kind of a child of a node on the way to the model; None if it may be the model.
 
     Args:
@@ -174,19 +175,16 @@ def kind_beside(node: Node, *, siblings: Iterable[Node], is_dict: bool, is_harne
         is_dict: the children are entries of a saved dict, not modules.
         is_harness: a trainer put this level together: it is such a dict, or holds an optimizer. Names tell
             more there than among the modules of a model.
+        is_inside: the checkpoint says that the child is a module. A model may have a `scaler` of its own.
     """
     name = node.path[-1]
     if not node.is_module:
         return _leaf_kind(name, node, is_dict, is_harness)
-    if _OPTIMIZER.fullmatch(name):
-        return "optimizer"
     if _AVERAGED.fullmatch(name) and (is_harness or _is_copy(node, siblings)):
         return "averaged weights"
-    is_small = node.num_elements <= _SMALL
-    for pattern, kind in _BY_NAME:
-        if pattern.fullmatch(name) and (is_harness or is_small):
-            return kind
-    return None
+    if is_inside or not (is_harness or node.is_dict):
+        return None
+    return object_kind(name)
 
 
 _BY_NAME: tuple[tuple[re.Pattern[str], Kind], ...] = (
@@ -200,7 +198,8 @@ _BY_NAME: tuple[tuple[re.Pattern[str], Kind], ...] = (
 def _leaf_kind(name: str, node: Node, is_dict: bool, is_harness: bool) -> Kind | None:
     entry = node.entries[0]
     if entry.dtype.name == "uint8" and len(entry.shape) == 1:
-        is_random = _RANDOM.fullmatch(name) or (is_dict and entry.num_elements in _RANDOM_BYTES)
+        has_bytes = entry.num_elements in _RANDOM_BYTES
+        is_random = (_RANDOM.fullmatch(name) and (is_harness or has_bytes)) or (is_dict and has_bytes)
         return "random state" if is_random else None
     # A model may have a scalar at its top (CLIP's logit_scale), so beside modules the name has to tell.
     is_count = entry.num_elements <= 1 and (is_dict or (is_harness and _COUNTER.fullmatch(name)))

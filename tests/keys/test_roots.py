@@ -161,6 +161,46 @@ def test_modules_with_names_of_trainers_stay_in_the_model() -> None:
     assert set(select_model(tensors).names.values()) == names
 
 
+OWN = [
+    "scaler.mean",
+    "scheduler.betas",
+    "random_features.weight",
+    "sampler.weight",
+    "loops.0.weight",
+    "optimizer.weight",
+]
+
+
+@pytest.mark.parametrize("root", ["", "model", "app.model"])
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_small_modules_with_names_of_trainers_stay_in_the_model(root: str, has_optimizer: bool) -> None:
+    """Where the checkpoint has its paths, they tell a module from an entry beside the model."""
+    names = [*OWN, *MODELS["clip"]]
+    way = tuple(root.split(".")) if root else ()
+    paths = {stored: (*way, name) for stored, name in zip(under(root, names), names, strict=True)}
+    tensors = entries(paths) | {"lr_scheduler.lrs": entry("lr_scheduler.lrs", (2,))}
+    paths["lr_scheduler.lrs"] = ("lr_scheduler", "lrs")
+    if has_optimizer:
+        state = optimizer("optim", names)
+        tensors |= state
+        paths |= {stored: ("optim", stored.removeprefix("optim.")) for stored in state}
+    selection = select_model(tensors, ["lr_scheduler.last_epoch"], paths)
+    assert set(selection.names.values()) == set(names)
+
+
+def test_small_modules_of_a_model_alone_stay_in_it() -> None:
+    """Files of safetensors have no paths."""
+    names = {*OWN, *MODELS["clip"]}
+    assert set(select_model(entries(names)).names.values()) == names
+
+
+def test_modules_beside_an_optimizer_that_was_flattened_by_hand() -> None:
+    """Names alone tell there, though the checkpoint has paths."""
+    tensors = entries(["optimizer.state.w.factor", *LLAMA]) | optimizer("optimizer", LLAMA)
+    selection = select_model(tensors, (), {name: (name,) for name in tensors})
+    assert set(selection.names.values()) == set(LLAMA)
+
+
 def test_momentum_of_the_models_own_is_no_optimizer() -> None:
     names = [*LLAMA, *(f"model.layers.{n}.codebook.exp_avg" for n in range(3))]
     assert set(select_model(entries(names)).names.values()) == set(names)
