@@ -111,7 +111,7 @@ def read_source(
             f"{count(len(deep), 'name')} of more than {_MAX_DOTS} dotted parts: no module is nested so deeply",
             problems=map(escape, deep),
         )
-    optimizer = optimizer_names(tensors.values())
+    optimizer = optimizer_names(tensors.values(), objects)
     foreign = [clean(join(map(str, path))) for kind, path in roots.items() if kind not in ("model", "ema")]
     for prefix in foreign:
         optimizer.update(name for name in tensors if clean(name)[: len(prefix)] == prefix)
@@ -386,7 +386,8 @@ def _choose(node: Node, parts: list[Node], found: Located, *, is_attribute: bool
     """Return the child that alone holds the model, or None if this is the model's own level."""
     modules = [part for part in parts if part.is_module]
     if len(parts) == 1 and modules:
-        return None if _is_peft(parts[0]) or parts[0].is_container else parts[0]
+        is_list = parts[0].is_container and not parts[0].is_dict  # a dict may hold an nn.Sequential
+        return None if _is_peft(parts[0]) or is_list else parts[0]
     if node.is_container or _is_whole(parts):
         return None
     named = _best_named([part for part in modules if part.is_dict])

@@ -122,15 +122,22 @@ _AVERAGED = re.compile(
 )
 # torch.get_rng_state() is 5056 bytes (5048 before 1.9), CUDA's is 16 (816 before 1.13).
 _RANDOM_BYTES = frozenset({5056, 5048, 816, 16})
+_MAX_NESTED = 8  # segments of one name in a path
 _TAIL = 3  # segments that say which parameter of which kind of layer
 
 
-def optimizer_names(entries: Iterable[TensorEntry]) -> set[str]:
-    """Return the names of tensors that are an optimizer's state for some parameter, by their leaves.
+def optimizer_names(entries: Iterable[TensorEntry], objects: Iterable[str]) -> set[str]:
+    """Return the names of tensors that are an optimizer's state for some parameter, by `param_groups` or their leaves.
 
-    One such leaf is not enough, because averaging modules have buffers of such names too. It takes two, or
-    one beside a step count, or one below a name of optimizers.
+    What stands in `state` beside `param_groups` is an optimizer's, whatever that is called and keeps. Elsewhere
+    leaves tell. One of them is not enough, because averaging modules have buffers of such names too. It takes two,
+    or one beside a step count, or one below a name of optimizers.
+
+    Args:
+        entries: all tensors.
+        objects: names of entries that are not tensors.
     """
+    entries = list(entries)
     kin: dict[str, list[str]] = {}
     for entry in entries:
         parent, _, leaf = entry.fqn.rpartition(".")
@@ -140,7 +147,18 @@ def optimizer_names(entries: Iterable[TensorEntry]) -> set[str]:
     for parent, leaves in kin.items():
         if any(leaf in _STATE for leaf in leaves) and (len(leaves) > 1 or _is_below_optimizer(parent)):
             found.update(f"{parent}.{leaf}" if parent else leaf for leaf in leaves)
+    names = [entry.fqn for entry in entries]
+    grouped = {above for name in (*objects, *names) for above in _above("param_groups", name)}
+    if grouped:
+        found.update(name for name in names if not grouped.isdisjoint(_above("state", name)))
     return found
+
+
+def _above(segment: str, name: str) -> list[str]:
+    """Return what stands before each segment of this kind in a name."""
+    segments = name.split(".") if segment in name else []
+    places = [at for at, each in enumerate(segments) if each == segment]
+    return [".".join(segments[:at]) for at in places[:_MAX_NESTED]]
 
 
 def _is_below_optimizer(name: str) -> bool:

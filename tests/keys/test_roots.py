@@ -206,6 +206,23 @@ def test_momentum_of_the_models_own_is_no_optimizer() -> None:
     assert set(select_model(entries(names)).names.values()) == set(names)
 
 
+@pytest.mark.parametrize("opt", ["opt", "state.solver", "adam.state"])
+@pytest.mark.parametrize("leaves", [["momentum_buffer"], ["row_var", "col_var"], ["sum"], ["al.0", "H_diag"]])
+def test_what_stands_beside_param_groups_is_an_optimizers(opt: str, leaves: list[str]) -> None:
+    """Whatever it is called, and whatever it keeps for each parameter."""
+    names = [f"{opt}.state.{name}.{leaf}" for name in LLAMA for leaf in leaves]
+    selection = select_model(entries([*LLAMA, *names]), [f"{opt}.param_groups.0.lr"])
+    assert set(selection.names.values()) == set(LLAMA)
+    assert {part.kind for part in selection.skipped} == {"optimizer", "not a tensor"}
+
+
+def test_a_sequential_in_a_dict_loses_the_dicts_name() -> None:
+    names = [f"{number}.weight" for number in range(3)]
+    paths = {f"model.{name}": ("model", name) for name in names}
+    assert set(select_model(entries(paths), (), paths).names.values()) == set(names)
+    assert set(select_model(entries(paths)).names.values()) == set(paths), "it may be the model's own name"
+
+
 def test_only_an_optimizer() -> None:
     with pytest.raises(SourceError, match="none of the 36 tensors is a weight") as caught:
         select_model(optimizer("optimizer", LLAMA))

@@ -441,7 +441,7 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
     kept = [name for name in part.catalog.tensors if name not in repeated]
     objects = frozenset(part.objects)
     entries = part.catalog.tensors
-    optimizer = optimizer_state((entries[name] for name in kept if name not in objects), part.folder)
+    optimizer = optimizer_state((entries[name] for name in kept if name not in objects), objects, part.folder)
     layout = _layout(part, kept, mesh)
 
     def dtype_of(name: str) -> DType:
@@ -551,18 +551,19 @@ def _is_cut_by_columns(name: str, shape: Shape, num_shards: int) -> bool:
     return len(shape) == 2 and shard_dim(of, shape, num_shards) == 1
 
 
-def optimizer_state(entries: Iterable[TensorEntry], folder: str) -> frozenset[str]:
-    """Return the names of an optimizer's state, told by its leaves or by its place.
+def optimizer_state(entries: Iterable[TensorEntry], objects: Iterable[str], folder: str) -> frozenset[str]:
+    """Return the names of an optimizer's state, told by `param_groups`, by its leaves or by its place.
 
     Args:
-        entries: all entries of one folder.
+        entries: all tensors of one folder.
+        objects: names of its byte entries.
         folder: where it lies in the checkpoint. A folder of an optimizer (`optimizer_0`) holds nothing else.
     """
     found = list(entries)
     # OLMo-core's model_and_optim holds both
     if any(object_kind(step) == "optimizer" and "model" not in step for step in folder.split("/")):
         return frozenset(entry.fqn for entry in found)
-    names = optimizer_names(found)
+    names = optimizer_names(found, objects)
     return frozenset(
         entry.fqn for entry in found if entry.fqn in names or "optimizer" in _kinds_above(entry.fqn)
     )

@@ -105,6 +105,17 @@ def test_dtypes_go_by_group_and_counters_stay(saved: Path, tmp_path: Path) -> No
         assert ours["step"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("leaf", ["momentum_buffer", "row_var"])
+def test_an_optimizer_of_any_name_is_known_by_its_groups(tmp_path: Path, leaf: str) -> None:
+    weight = torch.randn(6, 4)
+    opt = {"state": {"w": {leaf: weight / 3}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+    dcp.save({"model": {"w": weight}, "opt": opt}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    shardkit.reshard(tmp_path / "saved", tmp_path / "out", world_size=2, dtype="bf16")
+    found = loaded(tmp_path / "out", tmp_path)
+    assert found["model"]["w"].dtype == torch.bfloat16
+    assert torch.equal(found["opt"]["state"]["w"][leaf], weight / 3)
+
+
 STEP = 257.0  # bfloat16 makes 256 of it
 COUNTED: dict[str, dict[str, Any]] = {
     "adagrad": {"sum": 2},
