@@ -213,6 +213,12 @@ def _refuse_stray(weights: Weights, index: Index) -> None:
             "two sets of weights",
             hint="remove the one that is out of date, or give the path of the one you mean",
         )
+    unlisted = weights.unlisted(frozenset(index.files))
+    SourceError.raise_for(
+        [escape(name) for name in unlisted],
+        f"{escape(weights.index or '')} does not list {count(len(unlisted), 'file')} of the set that it lists",
+        hint=f"{DOWNLOAD_AGAIN}; if the rest is meant to be left out, give the path of the index",
+    )
 
 
 def _locate_all(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -28,6 +28,7 @@ from shardkit.formats.hub.assets import may_be_model
 Kind = Literal["safetensors", "torch-bin"]
 
 _SHARD = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.(safetensors|bin)$")
+_OF_A_SET = re.compile(r"(?P<stem>.+)-\d+-of-(?P<of>\d+\.(safetensors|bin))")
 # Weight file, index, and the index as transformers spells it; "" or ".<variant>" goes in.
 _FORMS: dict[Kind, tuple[str, str, str]] = {
     "safetensors": (
@@ -127,6 +128,18 @@ class Weights:
     """The only weight file. With an index: a file beside it, which the index must list."""
     notes: tuple[str, ...] = ()
     """What a person should be told about the choice."""
+    numbered: tuple[str, ...] = field(default=(), compare=False)
+    """Names of all files that are numbered as parts of a model, listed in an index or not."""
+
+    def unlisted(self, listed: Collection[str]) -> list[str]:
+        """Return the files that are numbered as parts of one set with some that an index lists."""
+
+        def sets(names: Collection[str]) -> dict[str, tuple[str, str]]:
+            found = ((name, _OF_A_SET.fullmatch(name)) for name in names)
+            return {name: (match["stem"], match["of"]) for name, match in found if match}
+
+        known = set(sets(listed).values())
+        return sorted(name for name, of in sets(self.numbered).items() if of in known and name not in listed)
 
 
 def select_weights(
@@ -155,12 +168,12 @@ def select_weights(
         found = _with_variant(names, variant)
         if found is None:
             raise _no_such_variant(names, label, variant)
-        return found
+        return replace(found, numbered=tuple(filter(_OF_A_SET.fullmatch, names)))
     found = _default(names, "safetensors") or _other_index(names, label) or _default(names, "torch-bin")
     found = found or _only_variant(names, label)
     if found is None:
         raise _nothing_found(names, label, adapted, is_repo=is_repo)
-    return found
+    return replace(found, numbered=tuple(filter(_OF_A_SET.fullmatch, names)))
 
 
 def select_file(name: str) -> Weights:

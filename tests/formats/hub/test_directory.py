@@ -193,6 +193,17 @@ def test_stray_file_beside_an_index(sharded):
     assert list(open_model(str(sharded)).catalog.tensors) == ["a"]
 
 
+def test_an_index_that_was_cut_short(sharded):
+    """Its files are numbered as two, and both are there, so what the other holds would be lost."""
+    write_index(sharded / INDEX, {"a": A, "b": A})
+    text = refused(sharded)
+    assert f"{INDEX} does not list 1 file of the set that it lists" in text
+    assert B in text
+    assert list(open_model(str(sharded / INDEX)).catalog.tensors) == ["a", "b"]
+    (sharded / B).rename(sharded / "model-00002-of-00003.safetensors")
+    assert list(open_model(str(sharded)).catalog.tensors) == ["a", "b"]
+
+
 def test_subdirectories_in_an_index(tmp_path):
     write_file(tmp_path / "parts" / "x.safetensors", **ONE)
     write_index(tmp_path / INDEX, {"a": "parts/x.safetensors"})
