@@ -240,7 +240,7 @@ def test_each_thing_is_said_once(run, tiny):
     plain = run("verify", "tiny")
     assert "  level       structure: names, headers and sizes; --full reads the bytes\n" in plain.stdout
     assert "no checksum" not in plain.stdout
-    assert plain.stderr.count("no checksum is recorded") == 1
+    assert plain.stderr.count("checksum") == 1
     assert "compared" not in run("verify", "tiny", "--full").stdout.partition("\n")[2]
     os.truncate(tiny / "model.safetensors", os.path.getsize(tiny / "model.safetensors") - 1)
     stdout = run("verify", "tiny").stdout

@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 from functools import partial
 
-from shardkit.core.text import count, parse_size
+from shardkit.core.text import parse_size
 from shardkit.core.threads import NoProgress, Progress, choose_jobs
 from shardkit.errors import UsageError
 from shardkit.files import storage, stores
@@ -212,13 +212,6 @@ def _result(
     repo: str | None,
     commit: str | None,
 ) -> VerifyResult:
-    if report.num_unrecorded_chunks:
-        report.add_notes(
-            [
-                f"no checksum is recorded of {count(report.num_unrecorded_chunks, 'chunk')} of "
-                f"{count(len(report.unrecorded), 'tensor')}: nothing tells whether these bytes are what was written"
-            ]
-        )
     return VerifyResult(
         path=path,
         resolved=resolved,

@@ -34,8 +34,6 @@ from shardkit.operations.verify.manifest import (
 )
 from shardkit.operations.verify.result import Report
 
-_NO_CHECKSUM = "safetensors files record no checksum; only a manifest with digests has one"
-
 
 class Structure(NamedTuple):
     """What was found."""
@@ -94,7 +92,7 @@ def check_structure(
     add_recorded(described, files)
     _count_unrecorded(files, report)
     if not is_new:
-        report.add_notes(_lacking(directory, folders, described, files, checkpoint))
+        report.add_notes(_lacking(directory, folders, described, files, checkpoint, report))
     return Structure(checkpoint, directory, files, is_whole)
 
 
@@ -226,8 +224,9 @@ def _lacking(
     described: list[Described],
     files: list[FileBytes],
     checkpoint: Checkpoint | None,
+    report: Report,
 ) -> Iterator[str]:
-    """Yield notes about what has no checksum anywhere."""
+    """Yield notes about what has no checksum anywhere; what the report counted is one note, with the reason."""
     covered = {place_of(file.path) for file in files if file.has_digest}
     owners = {each.folder for each in described if each.metadata is not None}
     if any(
@@ -235,12 +234,17 @@ def _lacking(
         for folder in folders
     ):
         yield f"{METADATA} has no checksum: that it says what was saved cannot be proved"
-    if all(file.has_digest for file in files):
+    if not report.num_unrecorded_chunks:
         return
-    if checkpoint is not None and checkpoint.hub is not None and checkpoint.catalog.format != "torch-bin":
-        yield _NO_CHECKSUM
-    elif checkpoint is not None and checkpoint.check is None:
-        yield f"checkpoints of this format ({checkpoint.format}) record no checksum"
+    why = ""
+    if checkpoint is not None and checkpoint.check is None:
+        what = "safetensors" if checkpoint.hub is not None else "such"
+        why = f" ({what} files have none, only a manifest with digests has)"
+    chunks, tensors = count(report.num_unrecorded_chunks, "chunk"), count(len(report.unrecorded), "tensor")
+    yield (
+        f"no checksum is recorded of {chunks} of {tensors}{why}: "
+        "nothing tells whether these bytes are what was written"
+    )
 
 
 _SAFETENSORS = ".safetensors"
