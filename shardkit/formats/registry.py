@@ -286,8 +286,9 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     ]
     if left:  # under another name, or by a link
         assets = (path for folder in checkpoint.assets for path in list_assets(folder)[0].values())
-        read = {storage.realpath(path) for path in (*read, *assets)}
-        left = [name for name in left if storage.realpath(os.path.join(home, name)) not in read]
+        skipped = filter(storage.lexists, (os.path.join(home, name) for name in said))  # others are entries
+        known = {storage.realpath(path) for path in (*read, *assets, *skipped)}
+        left = [name for name in left if storage.realpath(os.path.join(home, name)) not in known]
     yield from weights_beside(left, ())
 
 

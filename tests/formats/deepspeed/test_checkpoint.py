@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import shutil
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.deepspeed.checkpoint import is_deepspeed, open_deepspeed
 from shardkit.formats.deepspeed.zero import joined_pieces, partitioned_pieces
+from shardkit.formats.registry import open_checkpoint, stray_weights
 
 Tensors = dict[str, torch.Tensor]
 GROUPS = (("embed.weight", "up.weight", "conv.weight"), ("up.bias", "scale", "norm.weight"))
@@ -348,6 +350,19 @@ def test_files_of_an_earlier_larger_save_are_left_out(tmp_path: Path, deepspeed_
     checkpoint = open_deepspeed(str(new))
     assert_same(read(checkpoint), truth())
     assert len([name for name, why in checkpoint.skipped if "earlier save" in why]) == 4
+
+
+@pytest.mark.parametrize("tag", ["global_step2", "last"])
+def test_files_of_an_earlier_save_are_named_once(tmp_path: Path, deepspeed_classes: Any, tag: str) -> None:
+    """Also where `latest` names a link to the tag: whatever lists the directory finds them under the other name."""
+    root = write_partitioned(tmp_path, 2, deepspeed_classes)
+    stale = root / "global_step2" / "zero_pp_rank_2_mp_rank_00_model_states.pt"
+    shutil.copyfile(root / "global_step2" / "zero_pp_rank_1_mp_rank_00_model_states.pt", stale)
+    (root / "last").symlink_to("global_step2")
+    (root / "latest").write_text(tag)
+    checkpoint = open_checkpoint(str(root))
+    assert f"{tag}/{stale.name}" in dict(checkpoint.skipped)
+    assert list(stray_weights(checkpoint)) == []
 
 
 @pytest.mark.parametrize("write", [write_joined, write_partitioned])
