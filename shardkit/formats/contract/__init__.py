@@ -293,8 +293,13 @@ def parent(path: str) -> str:
 
 def asset_directories(*candidates: str | None) -> tuple[str, ...]:
     """Return the directories that hold a Hub model's config, tokenizer or processor, each once."""
-    present = (path for path in candidates if path is not None)
-    return tuple(dict.fromkeys(path for path in present if _has_assets(path)))
+    found = dict[str, str]()
+    for path in candidates:
+        if path is not None and _has_assets(path):
+            found.setdefault(
+                storage.absolute(path), path
+            )  # one may be relative, and its parent's child absolute
+    return tuple(found.values())
 
 
 def _has_assets(path: str) -> bool:

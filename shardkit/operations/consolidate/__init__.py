@@ -529,14 +529,14 @@ def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
     beside = [
         (name, reason)
         for name, reason in (*job.checkpoint.skipped, *stray_weights(job.checkpoint))
-        if storage.realpath(os.path.join(home, name)) not in carried
+        if _place(home, name) not in carried
     ]
     if job.base is not None:
-        said = {storage.realpath(os.path.join(home, name)) for name, _ in beside}
+        said = {_place(home, name) for name, _ in beside}
         beside += [
             (name, f"of the base: {what}")
             for name, what in job.base.left_out
-            if storage.realpath(os.path.join(job.base.directory, name)) not in said
+            if _place(job.base.directory, name) not in said
         ]
     return (
         *(
@@ -552,6 +552,12 @@ def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
             if name not in objects  # counted above
         ),
     )
+
+
+def _place(directory: str, name: str) -> str:
+    """Return where a file lies; a name may be an entry's too, which no file could have."""
+    path = os.path.join(directory, name)
+    return storage.realpath(path) if storage.lexists(path) else path
 
 
 def _result(

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from shardkit import consolidate
 from shardkit.core.catalog import ignore_read
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.contract import Checkpoint
@@ -363,6 +364,26 @@ def test_files_of_an_earlier_save_are_named_once(tmp_path: Path, deepspeed_class
     checkpoint = open_checkpoint(str(root))
     assert f"{tag}/{stale.name}" in dict(checkpoint.skipped)
     assert list(stray_weights(checkpoint)) == []
+
+
+def test_a_name_that_no_file_could_have(tmp_path: Path, deepspeed_classes: Any) -> None:
+    """What was not read may be a file or an entry, and an entry's name may be anything."""
+    root = write_partitioned(tmp_path / "run", 1, deepspeed_classes)
+    file = root / "global_step2" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=False)
+    torch.save({**state, "module": {**state["module"], "lost\0": torch.empty(0)}}, file)
+    result = consolidate(root, tmp_path / "out", dry_run=True)
+    assert "lost\0" in {part.what for part in result.skipped}
+
+
+def test_a_directory_with_the_config_is_named_once(
+    tmp_path: Path, deepspeed_classes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its path is relative: the one above the tag is the same."""
+    write_partitioned(tmp_path / "run", 1, deepspeed_classes)
+    (tmp_path / "run" / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.chdir(tmp_path)
+    assert open_deepspeed("run").assets == ("run",)
 
 
 @pytest.mark.parametrize("write", [write_joined, write_partitioned])
