@@ -124,7 +124,7 @@ def _fold_rows(fixed: Sequence[str], rows: Counter[tuple[int, ...]]) -> Iterable
         yield Fold(line, number, None)
 
 
-_NUMERAL = r"(?<![\w.-])-?[0-9][0-9,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?(?!\w)"
+_NUMERAL = r"(?<![\w.-])-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?(?!\w)"
 _QUANTITY = re.compile(f"{_NUMERAL}(?:(?: to |:){_NUMERAL})?")  # one, or the two ends of a range: `0:4`
 
 

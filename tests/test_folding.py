@@ -133,4 +133,5 @@ def test_spread_numbers():
     texts = ["8,064 of 9,000 in bf16 (0.1%), 1e-05", "99 of 9,000 in bf16 (99%), -2"]
     assert len(set(map(template, texts))) == 1
     assert spread(texts) == "99 to 8,064 of 9,000 in bf16 (0.1 to 99%), -2 to 1e-05"
+    assert spread(["box at [0, 1,200, 4]", "box at [2, 1,200, 4]"]) == "box at [0 to 2, 1,200, 4]"
     assert template("fp16") == "fp16"

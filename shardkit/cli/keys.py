@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import REST, Output, count, facts, format_name, max_lines
+from shardkit.cli.output import Output, count, facts, format_name, max_lines, shown
 from shardkit.core.text import escape, listed
 
 if TYPE_CHECKING:
@@ -85,16 +85,10 @@ def show(*, out: Output, source: str, **options: Any) -> None:
 
 def render(result: KeysResult) -> list[str]:
     """Return a result as lines for people."""
-    from shardkit.operations.keys import folded
+    from shardkit.operations.keys import line
 
-    lines = facts(_facts(result))
-    rows = folded(result)
-    most = 4 * max_lines()
-    lines += [f"  {name} {shape} = {how}" for name, shape, how, _ in rows[:most]]
-    if len(rows) > most:
-        lines.append(f"  and {len(rows) - most} more kinds, see {REST}")
-    lines += [f"  {problem}" for problem in result.problems]
-    return lines
+    lines = shown([line(each) for each in result.tensors], 4 * max_lines(), spreads=True)
+    return [*facts(_facts(result)), *(f"  {each}" for each in (*lines, *result.problems))]
 
 
 def _facts(result: KeysResult) -> Iterator[tuple[str, str]]:

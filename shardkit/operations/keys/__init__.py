@@ -324,19 +324,7 @@ def _steps(made: Expression) -> Iterator[str]:
                 return
 
 
-def folded(result: KeysResult) -> list[tuple[str, str, str, int]]:
-    """Return (names, shape, what they are made of, number of names) of tensors that are alike but for their numbers."""
-    keys = ((each.name, (list_shape(each.shape), _made_of(each))) for each in result.tensors)
-    return [(each.pattern, each.key[0], each.key[1], each.count) for each in fold(keys)]
-
-
-def list_shape(shape: Shape) -> str:
-    """Return a shape as text."""
-    return str(list(shape))
-
-
-def _made_of(tensor: BoundTensor) -> str:
-    """Return what a tensor is made of, with `#` for the numbers of its own name."""
-    own = {part for part in tensor.name.split(".") if part.isdigit()}
-    sources = [".".join("#" if part in own else part for part in each.split(".")) for each in tensor.sources]
-    return " of ".join(filter(None, (tensor.steps, ", ".join(map(escape, sources)))))
+def line(tensor: BoundTensor) -> str:
+    """Return a tensor of the other side for people: its name, its shape, and what it is made of."""
+    made_of = " of ".join(filter(None, (tensor.steps, ", ".join(map(escape, tensor.sources)))))
+    return f"{escape(tensor.name)} {list(tensor.shape)} = {made_of}"

@@ -196,6 +196,22 @@ def test_check_says_yes_or_no_and_show_what_is_what(tmp_path: Path) -> None:
     assert not expert["is_reordered"]
 
 
+def test_numbers_of_both_sides_are_folded_alike(tmp_path: Path) -> None:
+    """Layers and experts as in every other list; -v has each tensor."""
+    hub, theirs = make("torchtitan-qwen3", tmp_path)
+    dcp.save(theirs, checkpoint_id=tmp_path / "trained")
+    words = ["keys", "show", str(tmp_path / "trained"), "--base", str(hub)]
+    lines = [line.strip() for line in CliRunner().invoke(main, words).output.splitlines()]
+    assert "model.layers.{0,1}.mlp.gate.weight [3, 16] = layers.{0,1}.moe.router.gate.weight" in lines
+    assert (
+        "model.layers.{0,1}.mlp.experts.{0..2}.up_proj.weight [10, 16] = reshape [10, 16] of "
+        "box [1, 10, 16] at [0 to 2, 0, 0] of layers.{0,1}.moe.routed_experts.inner_experts.w3_EFD  x6"
+    ) in lines
+    assert not any("#" in line for line in lines)
+    whole = CliRunner().invoke(main, [*words, "-v"]).output
+    assert "\n  model.layers.1.mlp.gate.weight [3, 16] = layers.1.moe.router.gate.weight\n" in whole
+
+
 def test_names_that_lack_a_config_are_said_to_lack_it(tmp_path: Path) -> None:
     """One true statement: not that no rule set knows the names."""
     _, theirs = make("torchtitan-llama3", tmp_path)
