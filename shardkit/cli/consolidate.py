@@ -11,6 +11,7 @@ import click
 from shardkit.cli import options as opt
 from shardkit.cli.output import (
     Output,
+    copied,
     count,
     ending,
     facts,
@@ -152,8 +153,7 @@ def _names(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
 def _base(result: ConsolidateResult) -> str:
     # An adapter's config belongs to the adapter, wherever it came from.
     names = [name for name in result.assets if result.kind != "adapter" or name != _ADAPTER_CONFIG]
-    shown = f", {count(len(names), 'file')}: {', '.join(map(escape, names))}"
-    return escape(result.base or "") + (shown if names else "")
+    return escape(result.base or "") + (f", {copied(names)}" if names else "")
 
 
 def _skipped(part: SkippedPart) -> str:

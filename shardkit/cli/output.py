@@ -36,6 +36,9 @@ MAX_LINES = 20
 REST = "-v or --json"
 """What has the lines that a list lacks."""
 
+MAX_COPIED = 8
+"""Most names of files that are copied: a Hub model has about as many beside its weights."""
+
 UNEVEN = 1.01
 """The largest file over the mean, below which nobody would notice."""
 
@@ -79,6 +82,14 @@ _FORMAT_NAMES = {
 def format_name(said: str) -> str:
     """Return the name that people read for a format, or for whoever wrote it; documents keep what `said` is."""
     return _FORMAT_NAMES.get(said, escape(said))
+
+
+def copied(names: Sequence[str]) -> str:
+    """Return how many files are copied beside the weights, and which: `9 files: rng_state_{0..7}.pth, scheduler.pt`."""
+    lines = [line.pattern for line in folded([escape(name) for name in names])]
+    if len(lines) > MAX_COPIED and not LISTS_WHOLE.get():
+        lines[MAX_COPIED:] = ["..."]
+    return f"{count(len(names), 'file')}: {', '.join(lines)}"
 
 
 def took(path: str, reason: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from shardkit.cli.output import (
     Output,
     PageFile,
     converted,
+    copied,
     count,
     ending,
     facts,
@@ -25,7 +26,7 @@ from shardkit.cli.output import (
     size_runs,
     uneven,
 )
-from shardkit.core.text import escape, format_size, listed
+from shardkit.core.text import escape, format_size
 from shardkit.files import storage
 from shardkit.osft.plan import FACTORS
 
@@ -220,7 +221,7 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     yield f"{would}write", f"{count(result.num_files, 'shard file')}, {format_size(result.written_bytes)}"
     yield from converted(result)
     if result.copied:
-        yield f"{would}copy", f"{count(len(result.copied), 'file')}: {listed(result.copied)}"
+        yield f"{would}copy", copied(result.copied)
     if result.imbalance >= UNEVEN:
         yield "balance", uneven(result.imbalance)
     if result.dry_run:

@@ -11,6 +11,7 @@ from shardkit.cli import options as opt
 from shardkit.cli.output import (
     Output,
     converted,
+    copied,
     count,
     ending,
     facts,
@@ -96,5 +97,6 @@ def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:
     if result.dry_run and result.num_files > 1:
         files = [f"file {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
         yield from limited("per file", files)
-    yield from limited("copied", [escape(name) for name in result.copied])
+    if result.copied:
+        yield f"{would}copy", copied(result.copied)
     yield from ending(result, shows_rate=False)

@@ -42,6 +42,26 @@ def test_steps_are_said_where_somebody_watches(terminal, monkeypatch):
     assert sys.stderr.getvalue() == ""
 
 
+def test_files_that_are_copied_have_one_form(run, tiny):
+    """How many, and the first few, folded; -v has all. Consolidate has them after the base that they come from."""
+    files = [f"rng_state_{rank}.pth" for rank in range(64)]
+    made = run("preshard", "tiny", "ck", "--profile", "accelerate", "--world-size", "2", "--wrap", "none")
+    assert made.exit_code == 0
+    for name in files:
+        (tiny.parent / "ck" / name).write_bytes(b"x")
+    reshard = ("reshard", "ck", "out", "--world-size", "3", "-n")
+    assert "  to copy    65 files: rng_state_{0..63}.pth, trainer_state.json\n" in run(*reshard).stdout
+    assert f"65 files: {', '.join(sorted(files))}, trainer_state.json\n" in run(*reshard, "-v").stdout
+    (tiny / "config.json").write_text('{"model_type": "llama"}')
+    for letter in "abcdefgh":
+        (tiny / f"tokenizer_{letter}.json").write_text("{}")
+    names = "config.json, " + ", ".join(f"tokenizer_{letter}.json" for letter in "abcdefg")
+    preshard = run("preshard", "tiny", "again", "--world-size", "2", "--wrap", "none")
+    assert f"  copy       9 files: {names}, ...\n" in preshard.stdout
+    consolidate = run("consolidate", "ck", "hub", "--base", "tiny", "-n")
+    assert f"  base       tiny, 9 files: {names}, ...\n" in consolidate.stdout
+
+
 def test_only_on_a_terminal(terminal, monkeypatch):
     terminal()
     assert isinstance(make_progress(enabled=True), ByteBar)
