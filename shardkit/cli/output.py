@@ -93,8 +93,8 @@ def copied(names: Sequence[str]) -> str:
 
 
 def took(path: str, reason: str) -> tuple[str, str]:
-    """Return the fact that a checkpoint was taken from a run's directory, and why; its name is said once."""
-    return "took", f"{escape(path)}: {reason.removeprefix(f'{escape(os.path.basename(path))}: ')}"
+    """Return the fact that a checkpoint was taken from a run's directory, and why."""
+    return "took", f"{escape(path)}: {reason}"
 
 
 def uneven(imbalance: float) -> str:

@@ -76,7 +76,7 @@ class ResolvedCheckpoint(Result):
     step: int | None
     """The training step, where its name, a tracker file or Lightning's own record in it tells."""
     reason: str
-    """Why it was taken, for people."""
+    """Why it was taken, for people: `it has the highest step`, then why each directory above it was."""
     skipped: tuple[tuple[str, str], ...] = ()
     """(path, reason) of each checkpoint that was passed over: it is newer, may be newer, or is incomplete."""
     warnings: tuple[str, ...] = ()
@@ -345,11 +345,12 @@ class _Search:
             has_others = bool(others) or has_model_at_top
             is_only = not self._has_skipped_beside(directory, name)
             why = _why(best, rule, len(names), len(found), is_only=is_only, has_others=has_others)
-            why = why.format(tracker=tracked[0] if tracked else "")
+            it = escape(name) if best.reason else "it"
+            why = why.format(tracker=tracked[0] if tracked else "", it=it)
             for path, reason in others:
                 self._skip(path, reason)
             # That checkpoints lie where trainers put them is no reason to tell beside that for one of them.
-            told = (None if rule == HOME and best.reason else f"{escape(name)}: {why}", best.reason)
+            told = (best.reason, None if rule == HOME and best.reason else why)
             reason = "; ".join(part for part in told if part)
             return replace(best, reason=reason, skipped=tuple(self.skipped))
         return None
@@ -570,14 +571,14 @@ def _why(
     if rule not in (STEP, EPOCH, OTHER):
         return RULES[rule]
     if num_found > 1 and best.step is None:
-        return "nothing tells which one is the newest"
-    why = "it has the highest step of runs that are not numbered alike" if num_found > 1 else RULES[rule]
+        return "nothing tells whether {it} is the newest one"
+    why = "{it} has the highest step of runs that are not numbered alike" if num_found > 1 else RULES[rule]
     if num_names > 1 or num_found > 1:
         return why if is_only else f"{why}, of those that are complete"
     if has_others and rule != OTHER:
         what = "a step" if rule == STEP else "an epoch"
-        return f"it is the only {'one' if is_only else 'complete one'} with {what} in its name"
-    return "it is the only one" if is_only else "it is the only complete one"
+        return f"{{it}} is the only {'one' if is_only else 'complete one'} with {what} in its name"
+    return "{it} is the only one" if is_only else "{it} is the only complete one"
 
 
 def _undated(best: ResolvedCheckpoint, found: Iterable[ResolvedCheckpoint]) -> list[tuple[str, str]]:

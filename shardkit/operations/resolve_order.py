@@ -46,17 +46,17 @@ class Place(NamedTuple):
 NAMED, REQUEUED, ON_EXCEPTION, LAST, STEP, EPOCH, HOME, OTHER, BEYOND = range(9, 0, -1)
 
 RULES = {
-    NAMED: "{tracker} names it",
-    REQUEUED: "it was saved when the job was requeued, which comes before all others",
-    ON_EXCEPTION: "it was saved when the run failed, which comes before last.ckpt and numbered ones",
-    LAST: "it is named as the last one, which comes before numbered ones",
-    STEP: "it has the highest step",
-    EPOCH: "it has the highest epoch",
-    HOME: "it is where trainers put checkpoints",
-    OTHER: "it has the highest number",
+    NAMED: "{tracker} names {it}",
+    REQUEUED: "{it} was saved when the job was requeued, which comes before all others",
+    ON_EXCEPTION: "{it} was saved when the run failed, which comes before last.ckpt and numbered ones",
+    LAST: "{it} is named as the last one, which comes before numbered ones",
+    STEP: "{it} has the highest step",
+    EPOCH: "{it} has the highest epoch",
+    HOME: "{it} is where trainers put checkpoints",
+    OTHER: "{it} has the highest number",
     BEYOND: "nothing that {tracker} covers is complete",
 }
-"""Why a name was taken, by `Place.rule`."""
+"""Why a name was taken, by `Place.rule`. What is taken is `it`; a directory on the way to it has its name."""
 
 
 def step_of(name: str) -> int | None:

@@ -95,7 +95,26 @@ def test_the_newest_is_taken(tmp_path: Path, names: list[str], expected: str, st
     found = resolve_checkpoint(tmp_path)
     assert os.path.relpath(found, tmp_path) == expected
     assert found.step == step
-    assert os.path.basename(expected) in found.reason
+    assert ": " not in found.reason, "one level"
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["step_3", "step_12"], "it has the highest step"),
+        (["version_9/step_50", "version_10/step_4", "version_10/step_5"],
+         "it has the highest step; version_10 has the highest number"),
+        (["sft/step_9", "dpo/step_30"], "it is the only one; dpo has the highest step of runs that are not numbered alike"),
+        (["latest=>global_step_2", "global_step_2/a", "global_step_9/a"], "it is the only one; latest names global_step_2"),
+        (["checkpoints/step_3", "checkpoints/step_12"], "it has the highest step"),
+    ],
+)  # fmt: skip
+def test_reasons_are_about_what_is_taken_then_about_what_it_lies_in(
+    tmp_path: Path, names: list[str], expected: str
+) -> None:
+    make(tmp_path, *names)
+    assert resolve_checkpoint(tmp_path).reason == expected
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -122,7 +141,7 @@ def test_a_tracker_file_comes_before_the_highest_step(tmp_path: Path, tracker: s
     found = resolve_checkpoint(tmp_path)
     name = tracker.partition("=>")[0]
     assert os.path.basename(found) == names[1]
-    assert found.reason == f"{names[1]}: {name} names it"
+    assert found.reason == f"{name} names it"
     assert found.skipped == (
         (names[2], f"newer than what {name} names: its save was not recorded as finished"),
     )
@@ -313,7 +332,7 @@ def test_what_is_newer_is_a_warning_before_anything_is_written(tmp_path: Path) -
 
     found = resolve_checkpoint(run)
     assert found.step == 10
-    assert found.reason == "step-10: it has the highest step, of those that are complete"
+    assert found.reason == "it has the highest step, of those that are complete"
     (warning,) = found.warnings
     assert warning.startswith("passed over step-20, which is newer than step-10: ")
     assert "__0_0.distcp" in warning
@@ -347,7 +366,7 @@ def test_what_is_newer_is_a_warning_before_anything_is_written(tmp_path: Path) -
         assert str(run / "step-10") in (caught.value.hint or "")
     assert not (tmp_path / "strict").exists()
     (run / "step-20").rename(tmp_path / "step-20")
-    assert resolve_checkpoint(run, strict=True).reason == "step-10: it has the highest step"
+    assert resolve_checkpoint(run, strict=True).reason == "it has the highest step"
     assert verify(tmp_path / "out", against=run, strict=True).ok
 
 
@@ -410,19 +429,19 @@ def test_a_run_that_also_holds_its_final_model(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-30/pytorch_model_fsdp_0", weight=1)
     found = resolve_checkpoint(tmp_path)
     assert (found.format, found.step) == ("accelerate", 30)
-    assert found.reason == "checkpoint-30: it is the only one with a step in its name"
+    assert found.reason == "it is the only one with a step in its name"
     (warning,) = found.warnings
     assert warning.startswith("passed over the model at the top, which may be newer: ")
     with pytest.raises(SourceError):
         resolve_checkpoint(tmp_path, strict=True)
     assert resolve_checkpoint(tmp_path / "model.safetensors", strict=True).format == "hub"
     (tmp_path / "model.safetensors").unlink()
-    assert resolve_checkpoint(tmp_path, strict=True).reason == "checkpoint-30: it is the only one"
+    assert resolve_checkpoint(tmp_path, strict=True).reason == "it is the only one"
 
 
 def test_that_it_lies_where_trainers_put_it_is_no_reason_beside_another(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint/step-2", weight=1)
-    assert resolve_checkpoint(tmp_path).reason == "step-2: it is the only one"
+    assert resolve_checkpoint(tmp_path).reason == "it is the only one"
 
 
 @pytest.mark.parametrize("is_link", [True, False])
@@ -463,7 +482,7 @@ def test_complete_ones_whose_age_nothing_tells(tmp_path: Path) -> None:
     save(tmp_path / "step-200", weight=1)
     save(tmp_path / "final/model", weight=2)
     found = resolve_checkpoint(tmp_path)
-    assert (found.step, found.reason) == (200, "step-200: it is the only one with a step in its name")
+    assert (found.step, found.reason) == (200, "it is the only one with a step in its name")
     assert found.warnings == (
         "passed over final, which may be newer: it is complete, and no step tells how old it is",
     )
@@ -471,7 +490,7 @@ def test_complete_ones_whose_age_nothing_tells(tmp_path: Path) -> None:
         resolve_checkpoint(tmp_path, strict=True)
     (tmp_path / "final/model/__0_0.distcp").unlink()
     found = resolve_checkpoint(tmp_path)
-    assert found.reason == "step-200: it is the only complete one"
+    assert found.reason == "it is the only complete one"
     assert "__0_0.distcp" in found.warnings[0]
     shutil.rmtree(tmp_path / "final")
     save(tmp_path / "last", weight=2)
@@ -481,7 +500,7 @@ def test_complete_ones_whose_age_nothing_tells(tmp_path: Path) -> None:
     (tmp_path / "last").rename(tmp_path / "sft")
     (tmp_path / "step-200").rename(tmp_path / "dpo")
     found = resolve_checkpoint(tmp_path)
-    assert found.reason.startswith("sft: nothing tells which one is the newest")
+    assert found.reason.startswith("nothing tells whether it is the newest one")
     assert found.warnings[0].startswith("passed over dpo, which may be newer")
 
 
@@ -498,7 +517,7 @@ def test_links_to_nothing_are_named_where_they_matter(tmp_path: Path) -> None:
     for name in ("step_8", "latest", "notes"):
         (tmp_path / name).symlink_to(f"gone_{name}")
     found = resolve_checkpoint(tmp_path)
-    assert found.reason == "step_7: it is the only complete one"
+    assert found.reason == "it is the only complete one"
     assert dict(found.skipped) == {
         name: f"a link to gone_{name}, which is not there" for name in ("step_8", "latest")
     }
