@@ -123,12 +123,13 @@ def _parts(missing: Sequence[str]) -> str:
     return f"{'part' if len(missing) == 1 else 'parts'} {listed(missing)}"
 
 
-def part_lines(result: WriteResult, *more: tuple[str, str]) -> list[str]:
+def part_lines(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True) -> list[str]:
     """Return what became of a part as lines for people.
 
     Args:
         result: the verb's.
         more: what a dry run says of the part beside.
+        shows_rate: as for `ending`.
     """
     part = result.part
     assert part is not None
@@ -154,7 +155,7 @@ def part_lines(result: WriteResult, *more: tuple[str, str]) -> list[str]:
         pairs += [*more, *ending(result)]
     elif part.missing:
         pairs.append(("missing", f"{_parts(part.missing)}; the last to finish makes the output"))
-        pairs.append(("time", f"{result.elapsed_s:.2f} s"))
+        pairs.append(("time", _time(result, shows_rate=shows_rate)))
     return [head, *facts(pairs)]
 
 
@@ -177,11 +178,21 @@ def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True)
         yield "resumed", f"{count(result.resumed_files, 'file')} had been finished before"
     yield from check_facts(result)
     yield from more
-    is_told = shows_rate and not result.resumed_files and result.written_bytes > MIB
-    is_told &= result.part is None and result.moving_s > 0
-    rate = result.written_bytes / result.moving_s if is_told else 0
-    moved = f"; bytes moved in {result.moving_s:.2f} s: {format_size(round(rate))}/s" if is_told else ""
-    yield "time", f"{result.elapsed_s:.2f} s{moved}"
+    yield "time", _time(result, shows_rate=shows_rate)
+
+
+def _time(result: WriteResult, *, shows_rate: bool) -> str:
+    """Return how long it took, and the rate of what this process moved, if it moved enough to tell."""
+    part, took_s = result.part, f"{result.elapsed_s:.2f} s"
+    if part is None:
+        moved_bytes, what, is_all = result.written_bytes, "bytes", not result.resumed_files
+    else:
+        moved_bytes, what = part.written_bytes, "bytes of the part"
+        is_all = not (part.resumed_files or part.by_another or part.all_weights)  # computing takes most of it
+    if not (shows_rate and is_all and moved_bytes > MIB and result.moving_s > 0):
+        return took_s
+    rate = format_size(round(moved_bytes / result.moving_s))
+    return f"{took_s}; {what} moved in {result.moving_s:.2f} s: {rate}/s"
 
 
 def converted(result: WriteResult) -> Iterator[tuple[str, str]]:

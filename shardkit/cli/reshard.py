@@ -64,7 +64,7 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
 def render(result: ReshardResult) -> list[str]:
     """Return a result as lines for people."""
     if is_unfinished(result):
-        return part_lines(result)
+        return part_lines(result, shows_rate=False)
     lines = [headline(result.output, dry_run=result.dry_run), *facts(_facts(result))]
     return lines if result.dry_run else [*lines, "", *_how_to_go_on(result)]
 

@@ -300,6 +300,8 @@ class Divided(ABC):
         except IntegrityError:
             self._forget(mine)  # they vouch for what was read
             raise
+        finally:
+            self._progress.finish()  # whoever is last goes on with the commit, which moves no bytes of the part
         return len(finished)
 
     def _load(self, note: Note) -> bool:

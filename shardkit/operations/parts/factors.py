@@ -452,7 +452,6 @@ class WithFactors(Divided):
             rest = [number for number in range(len(self._images)) if number not in mine]
             if self._is_another_at_work(part):  # it writes its own
                 self._move(mine, directory, label)
-                self._progress.finish()
                 self._move(rest, directory, f"{label}, of others")
             else:
                 self._move(mine + rest, directory, label)
@@ -478,7 +477,6 @@ class WithFactors(Divided):
         rest = [number for number in range(len(self._images)) if number not in done]
         if rest:  # their parts have ended while others lacked factors
             self._move(rest, directory, "files")
-            self._progress.finish()
         return len(rest)
 
     def _finish(

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import shardkit
+from shardkit.cli.preshard import render
+from shardkit.core.text import format_size
 from shardkit.errors import IncompleteError, IntegrityError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.operations import commit as commit_verb
@@ -68,6 +70,23 @@ def test_parts_whose_scripts_make_the_directory_first(
     assert again.part.by_another
     assert shardkit.commit(out).by_another
     assert files(out) == whole
+
+
+def test_a_part_shows_the_rate_of_its_own_bytes(make_hub: Callable[..., Path], tmp_path: Path) -> None:
+    """Whichever it is: the last one makes the output too, in a time in which none of its bytes move."""
+    source = make_hub({f"layers.{n}.weight": torch.randn(512, 1024) for n in range(4)})
+    for part in ("1/2", "2/2"):
+        result = preshard(source, tmp_path / "out", part)
+        assert result.part is not None
+        assert 0 < result.moving_s < result.elapsed_s
+        rate = format_size(round(result.part.written_bytes / result.moving_s))
+        assert _time_of(result).endswith(f"; bytes of the part moved in {result.moving_s:.2f} s: {rate}/s")
+    assert "moved in" not in _time_of(preshard(source, tmp_path / "out", "2/2")), "it wrote nothing"
+
+
+def _time_of(result: shardkit.PreshardResult) -> str:
+    (line,) = [line for line in render(result) if line.startswith("  time")]
+    return line
 
 
 def test_a_dry_run_tells_what_a_part_would_write(model: Path, tmp_path: Path) -> None:

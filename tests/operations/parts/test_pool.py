@@ -35,6 +35,7 @@ def test_the_whole_is_the_result(
     monkeypatch.chdir(tmp_path)
     result = shardkit.preshard("model", "out", executor=pool, num_parts=3, **OPTIONS)
     assert (result.part, result.num_files, result.output) == (None, 4, str(tmp_path / "out"))
+    assert result.moving_s == 0, "this process moved nothing; what one worker took would give a false rate"
     assert files(tmp_path / "out") == whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "whole"]
 
