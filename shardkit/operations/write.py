@@ -17,12 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from shardkit._version import __version__
 from shardkit.core.catalog import Catalog, FileStamp
+from shardkit.core.dtypes import DType, short_dtype
 from shardkit.core.result import Result
-from shardkit.core.text import KIB, MIB, escape, parse_size
+from shardkit.core.text import KIB, MIB, count, escape, listed, parse_size
 from shardkit.core.threads import NoProgress, Progress, TimedProgress, choose_jobs
 from shardkit.errors import IncompleteError, Interrupted, ResourceError, UsageError
 from shardkit.files import manifest, storage
@@ -374,7 +376,8 @@ class Writer:
         self._begun = time.monotonic()
         self._verb, self._moving, self._why_not, self._marker = verb, moving, why_not, marker
         self._progress, self._on_warning = TimedProgress(progress or NoProgress()), on_warning
-        self.options = moving.execute_options()
+        self._infinite: dict[tuple[str, DType], None] = {}
+        self.options = replace(moving.execute_options(), infinite=self._is_infinite)
         """How the engine moves bytes."""
         self.path = ""
         """The destination, absolute, once it has been checked."""
@@ -494,6 +497,19 @@ class Writer:
             IntegrityError, ResourceError: as `Execution.run`, and whatever `describe` raises; or there is no room.
             UsageError: something else is at the destination by now, or `resume_from` cannot be resumed from.
         """
+        try:
+            self._write(job, describe, needed_bytes, share_extents, factors)
+        finally:  # of files that an interrupted run finished, the next one converts nothing
+            self.warn(_beyond_range(self._infinite))
+
+    def _write(
+        self,
+        job: Job,
+        describe: Describe,
+        needed_bytes: int,
+        share_extents: bool,
+        factors: FactoredJob | None,
+    ) -> None:
         writing = self.writing
         if self._target is not None:
             self._into_store(job, describe, self._target, factors)
@@ -633,8 +649,11 @@ class Writer:
             "dry_run": self.writing.dry_run,
             "elapsed_s": round(time.monotonic() - self._begun, 3),
             "moving_s": round(self._progress.phases_s, 3),
-            "warnings": (*warnings, *self._warnings),
+            "warnings": (*warnings, *self._warnings, *_beyond_range(self._infinite)),
         }
+
+    def _is_infinite(self, fqn: str, dtype: DType) -> None:
+        self._infinite[fqn, dtype] = None  # from any thread
 
     def _share(
         self, job: Job, describe: Describe, share: Share, needed_bytes: int, factors: FactoredJob | None
@@ -852,6 +871,16 @@ class Writer:
                 hint="another run may have, or you may not write to it",
             )
         return staging
+
+
+def _beyond_range(tensors: Collection[tuple[str, DType]]) -> Iterator[str]:
+    """Yield a warning for each dtype that could not hold all values of some tensors, given as (FQN, dtype)."""
+    for dtype in sorted({dtype for _, dtype in tensors}, key=attrgetter("name")):
+        names = sorted(fqn for fqn, other in tensors if other is dtype)
+        yield (
+            f"{count(len(names), 'tensor')} {'has' if len(names) == 1 else 'have'} values beyond the range of "
+            f"{short_dtype(dtype.name)}, which became infinite: {listed(names)}"
+        )
 
 
 def _summary(check: SourceCheck | None, plan: TransferPlan, options: ExecuteOptions) -> CheckedSource:

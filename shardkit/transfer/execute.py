@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
+from shardkit.core.dtypes import DType
 from shardkit.core.text import KIB, MIB, escape, format_size
 from shardkit.core.threads import Progress, run_all, until_done
 from shardkit.errors import ResourceError, UsageError
@@ -58,6 +59,8 @@ class ExecuteOptions:
     """Clone blocks instead of copying them where a range allows it."""
     check_source: bool = True
     """Compare what is read with the CRC-32s that the source records."""
+    infinite: Callable[[str, DType], None] = field(default=lambda fqn, dtype: None, compare=False)
+    """See `Controls`."""
     upload_bytes: int = 0
     """What parts of files take on their way into a store; 0 where files are written to a disk."""
 
@@ -200,6 +203,7 @@ class Execution:
             check=self._check,
             advance=progress.advance,
             turns=Turns(are_short=not is_far(plan.catalog)),
+            infinite=options.infinite,
         )
         self._stop, self._is_over, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._states: dict[int, _ImageState] = {}

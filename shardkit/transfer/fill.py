@@ -200,8 +200,8 @@ class Filler:
             part, raw = stream.whole_room(count * narrow), data[done * wide : (done + count) * wide]
             if converter is None:
                 part[:] = raw
-            else:
-                converter(raw, part)
+            elif converter(raw, part):
+                self._controls.infinite(stream.fqn, target)
             crc = crc32(part, crc) if self._digests else 0
             done += count
         return crc
@@ -408,8 +408,8 @@ class Scatter:
             )
             view = memoryview(bytearray(nbytes)) if raw is None else raw[into]
             reader.read_into(file, view, start + first * source.itemsize, fqn)
-            if converter is not None:
-                converter(view, memoryview(result)[into])
+            if converter is not None and converter(view, memoryview(result)[into]):
+                self._controls.infinite(fqn, target)
         return result
 
     def _crcs(

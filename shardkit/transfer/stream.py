@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from shardkit.core.dtypes import DType
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError
 from shardkit.files import storage
@@ -61,6 +62,8 @@ class Controls:
     """Told the bytes that filled holes."""
     turns: Turns
     """Taken by threads that read very many small parts."""
+    infinite: Callable[[str, DType], None]
+    """Told of a tensor, and of the dtype in which finite values of it became infinite; may be told again."""
     cloning: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that clones. A clone locks its source: threads that clone at once wait for each other."""
 

@@ -1,4 +1,4 @@
-"""Dtypes may be written as torch has them, wherever one is asked for; what is written is the same."""
+"""Dtypes may be written as torch has them, wherever one is asked for; and what a cast cannot keep is said."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 import shardkit
 from shardkit.cli import main
-from shardkit.errors import UsageError
+from shardkit.core.threads import NoProgress
+from shardkit.errors import Interrupted, UsageError
 from shardkit.training.model.build import parse_dtype
 
 MakeHub = Callable[..., Path]
@@ -52,3 +53,53 @@ def test_of_options_and_arguments(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="fp64"):
         shardkit.preshard(source, tmp_path / "none", world_size=2, dtype="float64")
     assert parse_dtype("torch.bfloat16") is torch.bfloat16
+
+
+LARGE = {
+    "layers.0.w": torch.tensor([1.0, 70000.0, -1e9, 2.0]),
+    "layers.1.w": torch.tensor([-1e6, 1.0]).bfloat16(),
+    "layers.2.w": torch.tensor([float("inf"), 1.0, float("nan"), 3.0]),
+}
+BEYOND = "2 tensors have values beyond the range of fp16, which became infinite: layers.0.w, layers.1.w"
+
+
+def test_values_beyond_the_range_of_a_dtype_are_told(make_hub: MakeHub, tmp_path: Path) -> None:
+    """Once for all tensors, whoever writes: no other number of it would show that weights are lost."""
+    source = make_hub(LARGE)
+    told: list[str] = []
+    wide = shardkit.preshard(source, tmp_path / "wide", world_size=2, dtype="bf16", on_warning=told.append)
+    assert told == []
+    sharded = shardkit.preshard(source, tmp_path / "p", world_size=2, dtype="fp16", on_warning=told.append)
+    assert told == [BEYOND]
+    assert told[0] in sharded.warnings
+    for number, write in enumerate(
+        (
+            lambda out: shardkit.consolidate(wide.output, out, dtype="fp16"),
+            lambda out: shardkit.reshard(wide.output, out, world_size=3, dtype="fp16"),
+            lambda out: shardkit.preshard(source, out, world_size=2, dtype="fp16", part="1/1"),
+        )
+    ):
+        assert BEYOND in write(tmp_path / str(number)).warnings
+
+
+def test_an_interrupted_run_tells_it_too(make_hub: MakeHub, tmp_path: Path) -> None:
+    """The next run converts nothing of the files that are finished."""
+
+    class Stops(NoProgress):
+        def advance(self, nbytes: int) -> None:
+            raise KeyboardInterrupt
+
+    told: list[str] = []
+    with pytest.raises(Interrupted):
+        shardkit.preshard(
+            make_hub(LARGE),
+            tmp_path / "out",
+            world_size=1,
+            dtype="fp16",
+            on_warning=told.append,
+            progress=Stops(),
+            jobs=1,
+        )
+    assert [each.partition(": ")[0] for each in told] == [
+        BEYOND.partition(": ")[0].replace("2 tensors have", "1 tensor has")
+    ]

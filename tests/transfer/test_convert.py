@@ -9,10 +9,10 @@ import numpy
 import pytest
 import torch
 
-from shardkit.core.dtypes import BY_NAME
+from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.transfer.convert import make_converter, needs_torch
 
-BF16, FP16, FP32 = (BY_NAME[name] for name in ("bfloat16", "float16", "float32"))
+BF16, FP16, FP32, FP64 = (BY_NAME[name] for name in ("bfloat16", "float16", "float32", "float64"))
 
 
 def test_every_bf16_is_widened_as_by_torch() -> None:
@@ -37,6 +37,32 @@ def test_elements_may_lie_anywhere() -> None:
 )
 def test_what_torch_is_needed_for(source: object, target: object, is_needed: bool) -> None:
     assert needs_torch(source, target) is is_needed  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "last", "is_infinite"),
+    [
+        (FP32, FP16, 65519.0, False),
+        (FP32, FP16, 65520.0, True),
+        (FP32, FP16, -1e9, True),
+        (BF16, FP16, 1e5, True),
+        (FP64, FP32, -1e39, True),
+        (FP64, BF16, 1e300, True),
+        (FP32, FP16, float("inf"), False),
+        (FP32, FP16, float("nan"), False),
+        (FP16, FP32, 65504.0, False),
+    ],
+)
+def test_a_finite_value_that_becomes_infinite_is_told(
+    source: DType, target: DType, last: float, is_infinite: bool
+) -> None:
+    """Also the last of very many, and beside values that were not finite before."""
+    for others in ([], [float("inf"), float("nan")], [0.5] * 200_000):
+        values = torch.tensor([*others, last], dtype=getattr(torch, source.name))
+        stored = bytearray(values.view(torch.uint8).numpy().tobytes())
+        converted = bytearray(len(values) * target.itemsize)
+        convert = make_converter(source, target)
+        assert convert(memoryview(stored), memoryview(converted)) is is_infinite
 
 
 def test_torch_is_not_imported() -> None:
