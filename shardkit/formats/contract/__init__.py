@@ -296,9 +296,8 @@ def asset_directories(*candidates: str | None) -> tuple[str, ...]:
     found = dict[str, str]()
     for path in candidates:
         if path is not None and _has_assets(path):
-            found.setdefault(
-                storage.absolute(path), path
-            )  # one may be relative, and its parent's child absolute
+            # One may be relative, and the other, a file's parent, absolute.
+            found.setdefault(storage.absolute(path), path)
     return tuple(found.values())
 
 
