@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 import click
@@ -318,6 +318,8 @@ def printing() -> Iterator[None]:
 
 def remark(text: str) -> None:
     """Print a line on stderr. One that cannot be printed is lost: that is no reason to stop what a command does."""
+    with suppress(OSError):  # what was printed before comes before it, in a log of both; the last flush tells
+        sys.stdout.flush()
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:

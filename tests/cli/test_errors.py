@@ -188,7 +188,7 @@ def test_quiet_and_verbose_exclude_each_other(run, tiny):
 
 
 def test_verbose_lists_whole(run, tiny):
-    names = [f"tokenizer_{n}.json" for n in range(5)]
+    names = [f"tokenizer_{letter}.json" for letter in "abcdefghi"]
     for name in names:
         (tiny / name).write_text("{}")
     args = ("preshard", "tiny", "--world-size", "2", "--wrap", "none", "-n")

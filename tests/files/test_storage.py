@@ -48,10 +48,10 @@ CALLS = {
 ELSEWHERE = {
     "keys/rules.py": {"open", "os.listdir"},  # the sets that lie in the package
     "pictures/page.py": {"open"},  # style and script, which lie in the package
-    "cli/output.py": {"shutil.get_terminal_size"},
+    "cli/output.py": {"os.open", "shutil.get_terminal_size"},
     "layout/trace_child.py": {"open"},
     "layout/traced.py": {"open"},
-    "cli/errors.py": {"os.open", "os.path.realpath", "shutil.which"},
+    "cli/errors.py": {"os.path.realpath", "shutil.which"},
     "cli/__init__.py": {"open"},
     "formats/torchsave/bin.py": {"open"},
     "operations/preshard/factors.py": {"open"},
