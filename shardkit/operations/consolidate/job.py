@@ -405,10 +405,14 @@ def _choose(
         adapter_config=options.adapter_config,
         select=select,
     )
-    if chosen.kind == "merged" and not naming.changes_names:
-        named = _name_merged(chosen.names, chosen.catalog, base)
-        chosen = replace(chosen, names=named.names)
-        selection = replace(selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings))
+    if chosen.kind == "merged":
+        selection = replace(selection, live=chosen.names)  # which are free of PEFT's own only now
+        if not naming.changes_names:
+            named = _name_merged(chosen.names, chosen.catalog, base)
+            chosen = replace(chosen, names=named.names)
+            selection = replace(
+                selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings)
+            )
     if options.keys not in (AUTO, NONE):
         return _apply_rules(selection, chosen, base, load_rules(options.keys), sieve, naming)
     if chosen.kind != "adapter" and naming.root is None and not naming.changes_names:

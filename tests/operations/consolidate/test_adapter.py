@@ -6,8 +6,10 @@ import json
 import shlex
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 import shardkit
@@ -124,6 +126,44 @@ def test_a_merged_model_gets_the_names_of_its_base(
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
     with pytest.raises(LayoutError, match="does not fit"):
         shardkit.consolidate(source, str(tmp_path / "no"), rename=["nothing=x"], **options)
+
+
+MOE = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16},
+    "mixtral": {"num_local_experts": 4},
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("kind", MOE)
+@pytest.mark.parametrize("with_weights", [True, False], ids=["base", "config alone"])
+def test_merged_where_the_model_holds_experts_fused(kind: str, with_weights: bool, tmp_path: Path) -> None:
+    """The Hub has them one by one, under names that a PEFT model holds below its own prefix."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = transformers.AutoConfig.for_model(kind, **sizes, **heads, num_experts_per_tok=2, **MOE[kind])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "base")
+    names = load(tmp_path / "base").keys()
+    if not with_weights:
+        (tmp_path / "base" / "model.safetensors").unlink()
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    for name, value in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(value)
+    tuned.save_pretrained(tmp_path / "adapter")
+    saved = save({"model": tuned.state_dict()}, tmp_path / "saved")
+    result = shardkit.consolidate(
+        saved,
+        tmp_path / "out",
+        base=str(tmp_path / "base"),
+        merge_lora=True,
+        adapter_config=str(tmp_path / "adapter"),
+    )
+    assert load(result.output).keys() == names
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(result.output)
+    assert_bit_equal(loaded.state_dict(), tuned.merge_and_unload().state_dict())
 
 
 @pytest.mark.parametrize(("base", "named"), [("org/model", "org/model"), (None, None), ("path", None)])
