@@ -164,9 +164,8 @@ def _mismatches(
     places = Counter(map(id, stepped_by(optimizer)))
     taken: dict[int, str] = {}
     asked = dict.fromkeys(clean_name(name) for group_names in names for name in group_names)
-    known = {
-        id(by_name[name]) for name in asked if name in by_name
-    }  # under one of its names, where it is tied
+    # A tied parameter is known under one of its names.
+    known = {id(by_name[name]) for name in asked if name in by_name}
     closest = suggestions(
         (name for name in asked if name not in by_name),
         [name for name, parameter in by_name.items() if id(parameter) not in known],
