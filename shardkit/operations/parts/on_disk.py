@@ -74,7 +74,9 @@ class DividedOnDisk(Divided):
                 return work()
             except (OSError, ShardkitError) as error:
                 is_gone = any(isinstance(each, FileNotFoundError) for each in (error, error.__cause__))
-                if not (self.staging.reopen() or (is_gone and self._is_open())):
+                is_back = self.staging.reopen() or (is_gone and self._is_open())
+                # Asked last: that commit may have ended since the work looked.
+                if not is_back and not (is_gone and self._has_another_committed()):
                     raise
         return work()
 

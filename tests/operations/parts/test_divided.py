@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from shardkit.cli.preshard import render
 from shardkit.core.text import format_size
 from shardkit.errors import IncompleteError, IntegrityError, SourceError, UsageError
 from shardkit.files import storage
+from shardkit.files.shared import SharedStaging
 from shardkit.operations import commit as commit_verb
 from shardkit.operations.parts.agreement import Agreement
+from shardkit.operations.parts.divided import Divided
 from tests.operations.consolidate.checkpoints import save, weights
 
 
@@ -143,6 +146,49 @@ def test_a_commit_that_another_overtakes_says_so(
     assert shardkit.commit(tmp_path / "out").by_another
     assert others == [False]
     assert files(tmp_path / "out") == whole
+
+
+def test_a_commit_that_ends_while_another_asks_what_became_of_its_data(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other has taken the data when this one looks, and exchanged it before this one could take it back."""
+    out = tmp_path / "out"
+    preshard(model, out, digest="none")
+    preshard(model, out, "1/2", overwrite=True)
+    monkeypatch.setattr(Divided, "commit", lambda self: False)
+    preshard(model, out, "2/2", overwrite=True)  # all is there, and nobody has committed
+    monkeypatch.undo()
+    ours, has_taken, may_end = threading.current_thread(), threading.Event(), threading.Event()
+    link, renameat2, reopen = storage.link, storage.renameat2, SharedStaging.reopen
+    results: list[bool] = []
+    other = threading.Thread(target=lambda: results.append(shardkit.commit(out, overwrite=True).by_another))
+
+    def link_later(source: str, target: str) -> None:
+        if threading.current_thread() is ours and not other.ident:
+            other.start()
+            assert has_taken.wait(60)
+        link(source, target)
+
+    def exchange_later(source: str, target: str, flags: int) -> bool:
+        if threading.current_thread() is other and flags == storage.RENAME_EXCHANGE and target == str(out):
+            has_taken.set()
+            assert may_end.wait(60)
+        return renameat2(source, target, flags)
+
+    def reopen_later(staging: SharedStaging) -> bool:
+        if threading.current_thread() is ours and has_taken.is_set() and not may_end.is_set():
+            may_end.set()
+            other.join(60)
+        return reopen(staging)
+
+    monkeypatch.setattr(storage, "link", link_later)
+    monkeypatch.setattr(storage, "renameat2", exchange_later)
+    monkeypatch.setattr(SharedStaging, "reopen", reopen_later)
+    last = preshard(model, out, "2/2", overwrite=True)
+    assert last.part is not None
+    assert last.part.by_another
+    assert results == [False]
+    assert shardkit.verify(out, full=True).ok
 
 
 def test_without_hard_links(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
