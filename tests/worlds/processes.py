@@ -90,16 +90,29 @@ def wait(children: list[int]) -> None:
 def agent_store() -> Iterator[dict[str, str]]:
     """Hold a store as torchrun's agent does, for one world; yield the variables by which `env://` finds it.
 
-    It has its port already: one that was merely free a moment before may be somebody else's by now.
+    It has its port already: one that was merely free a moment before may be somebody else's by now. It lives in a
+    process of its own. Its thread asks the C library for the names of those who connect, under a lock: a rank that was
+    forked beside it at that moment waited for the lock for ever.
     """
+    told, tell = os.pipe()
+    child = fork(functools.partial(_serve_store, tell))
+    os.close(tell)
+    with open(told, "rb") as answer:
+        port = answer.read().decode()
+    try:
+        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _serve_store(tell: int) -> None:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    os.write(tell, str(store.port).encode())
+    os.close(tell)
+    signal.pause()
 
 
 class ForkServer:
