@@ -12,15 +12,18 @@ from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.text import count, escape
 from shardkit.formats.contract import Checkpoint, Dequantized
 from shardkit.formats.hub.base import Base, BaseTensor
-from shardkit.formats.hub.directory import read_config
+from shardkit.formats.hub.directory import read_config, read_json
 from shardkit.keys.quantised import (
+    EXPORT_CONFIG,
     Quantised,
     can_dequantize,
     find_scaled,
+    holds_narrow,
     method_of,
     plain_config,
     plain_shape,
     refuse_quantised,
+    why_narrow,
     why_quantised,
 )
 from shardkit.transfer.computed.dequantize import dequantize as dequantize_catalog
@@ -37,8 +40,21 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return next((config for each in checkpoint.assets if (config := read_config(each)) is not None), None)
 
 
+def why_scaled(checkpoint: Checkpoint) -> str | None:
+    """Return what shows that a checkpoint's values have scales, where neither config.json nor names tell a method."""
+    tensors, hub = checkpoint.catalog.tensors, checkpoint.hub
+    if not holds_narrow(tensors):
+        return None
+    return why_narrow(tensors, None if hub is None else read_json(hub.directory, EXPORT_CONFIG))
+
+
 def take_plain(
-    checkpoint: Checkpoint, *, dequantize: bool, dtype: DType | None = None, by_config: bool = False
+    checkpoint: Checkpoint,
+    *,
+    dequantize: bool,
+    dtype: DType | None = None,
+    by_config: bool = False,
+    by_content: bool = False,
 ) -> Checkpoint:
     """Return a checkpoint of plain weights.
 
@@ -50,12 +66,16 @@ def take_plain(
         dequantize: put plain tensors in the place of quantised ones. Otherwise these are refused.
         dtype: of the plain tensors; None is PLAIN.
         by_config: take a config's word for it all the same.
+        by_content: refuse narrow numbers with scales beside them too, whatever names and config tell. They may be moved
+            and compared as bytes, but not be divided or made plain.
 
     Raises:
         LayoutError: it is quantised, or in a way that is not known here; or scales do not fit what they scale.
     """
     config, tensors = config_of(checkpoint), checkpoint.catalog.tensors
     why = why_quantised(tensors, config if by_config or checkpoint.hub is not None else None)
+    if by_content and (scaled := why_scaled(checkpoint)) is not None:
+        raise refuse_quantised(scaled if why is None else f"{why}; {scaled}", checkpoint.path)
     if why is None:
         return checkpoint
     if not dequantize:

@@ -5,9 +5,11 @@
     MXFP4    X_blocks, two 4-bit numbers in each byte, and X_scales, an exponent for each 32 numbers: gpt_oss. The model
              has the last two dims in the other order.
 
-Other methods (GPTQ, AWQ, bitsandbytes, ...) are only recognised. Pure: names, dtypes and shapes.
+Other methods (GPTQ, AWQ, bitsandbytes, ...) are only recognised. Pure: names, dtypes and shapes. Some of them show in no
+config and under no telling name: NVFP4 and int8 are narrow integers (or fp4) with scales beside them.
 
-Source: transformers 5.23, integrations/finegrained_fp8.py (Fp8Dequantize) and integrations/mxfp4.py.
+Source: transformers 5.23, integrations/finegrained_fp8.py (Fp8Dequantize) and integrations/mxfp4.py; ModelOpt 0.40,
+torch/export (hf_quant_config.json, weight_scale, weight_scale_2, input_scale).
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from shardkit.errors import LayoutError
 FP8, MXFP4 = "fp8", "mxfp4"
 _KNOWN = (FP8, MXFP4)
 _CONFIG = "quantization_config"
+EXPORT_CONFIG = "hf_quant_config.json"
+"""What ModelOpt writes beside a config.json that may say nothing."""
+_WITH_SCALES = "with scales beside them"
 _CONFIGS = (_CONFIG, "compression_config")  # the second: compressed-tensors before it was one of transformers
 _NUMBERS = frozenset("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split())
 _SCALE_DTYPES = frozenset("float32 bfloat16 float16 float8_e8m0fnu uint8".split())
@@ -39,6 +44,11 @@ _SCALES = (
     "_proj_blocks",
     "_proj_scales",
 )  # no plain tensor's
+# Packed or small numbers of other methods: a tensor, and where the scales lie beside it. A mask is uint8 too.
+_NARROW = frozenset("int8 uint8 uint16 uint32 float4_e2m1fn_x2".split())
+_ADDED_ELSEWHERE = (*_ADDED, "_scales", "_scale_2", "_weight_scale")
+_LAST_ELSEWHERE = ("scale", "scales", "weight_scale", "weight_scales", "_scale", "_weight_scale")
+_OF_NUMBERS = ("weight", "codes", "_data", "qdata")
 _PAIR = 2  # numbers in a byte
 _BLOCK_NBYTES = 16
 _NUM_DIMS = 3
@@ -144,6 +154,55 @@ def why_quantised(tensors: Mapping[str, Held], config: Mapping[str, Any] | None 
     return _why([*_scale_names(tensors), *_packed(tensors)])
 
 
+def holds_narrow(tensors: Mapping[str, Held]) -> bool:
+    """True if some tensor may be the packed or small numbers of a quantised one."""
+    return any(_narrow(tensors))
+
+
+def _narrow(tensors: Mapping[str, Held]) -> Iterator[str]:
+    return (name for name, held in tensors.items() if held.dtype.name in _NARROW and len(held.shape) > 1)
+
+
+def why_narrow(tensors: Mapping[str, Held], exported: Mapping[str, Any] | None = None) -> str | None:
+    """Return what shows that values have scales, where neither config nor names tell a method; None if nothing does.
+
+    Whole files may be moved and compared all the same. Cut apart, values and scales mean nothing.
+
+    Args:
+        tensors: by stored name.
+        exported: ModelOpt's hf_quant_config.json, if there is one.
+    """
+    method = _exported_method(exported)
+    found = [
+        name
+        for name in _narrow(tensors)
+        if _scale_beside(name, tensors) or (method and not _is_of_mxfp4(name, tensors))
+    ]
+    if not found:
+        return None
+    said = f"{EXPORT_CONFIG} says {escape(method)}, and " if method else ""
+    dtypes = " and ".join(sorted({tensors[name].dtype.name for name in found}))
+    return f"{said}{count(len(found), 'tensor')} of {dtypes} {_WITH_SCALES}: {listed(found)}"
+
+
+def _exported_method(exported: Mapping[str, Any] | None) -> str | None:
+    described = (exported or {}).get("quantization")
+    method = described.get("quant_algo") if isinstance(described, Mapping) else None
+    return str(method) if method else None
+
+
+def _scale_beside(name: str, tensors: Mapping[str, Held]) -> bool:
+    if any(name + end in tensors for end in _ADDED_ELSEWHERE):
+        return True
+    stem = name.rpartition(".")[0]
+    return name.endswith(_OF_NUMBERS) and any(f"{stem}.{last}" in tensors for last in _LAST_ELSEWHERE)
+
+
+def _is_of_mxfp4(name: str, tensors: Mapping[str, Held]) -> bool:
+    blocks = name.removesuffix("_scales") + "_blocks" if name.endswith("_scales") else name
+    return blocks in tensors and _is_mxfp4(blocks, tensors)
+
+
 def why_scales(unused: Iterable[str]) -> str | None:
     """Return the same for names for which a model has no place; there a name's end is reason enough."""
     return _why([name for name in unused if name.endswith(_SCALES)])
@@ -194,7 +253,8 @@ def refuse_quantised(why: str, where: str) -> LayoutError:
         where: the source, for people.
     """
     other = "take the model that it was quantised from"
-    is_known = f"({FP8})" in why or f"({MXFP4})" in why or _CONFIG not in why
+    is_other = any(each in why for each in (_CONFIG, _WITH_SCALES, *_PACKED))
+    is_known = f"({FP8})" in why or f"({MXFP4})" in why or not is_other
     hint = (
         f"--dequantize (in Python dequantize=True) makes plain weights of fp8 and MXFP4 ones; or {other}"
         if is_known

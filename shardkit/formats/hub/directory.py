@@ -382,22 +382,26 @@ def _label(directory: str) -> str:
 
 
 def read_config(directory: str) -> dict[str, object] | None:
-    """Return config.json; None if there is none. Infinity is allowed, as transformers writes it too.
+    """Return config.json; None if there is none; otherwise as `read_json`."""
+    return read_json(directory, "config.json")
+
+
+def read_json(directory: str, name: str) -> dict[str, object] | None:
+    """Return a file of settings; None if there is none. Infinity is allowed, as transformers writes it too.
 
     Raises:
         SourceError: no JSON object, or a link that leaves the directory.
         ResourceError: it may not be read.
     """
-    path = os.path.join(directory, "config.json")
-    if not storage.lexists(path):
+    if not storage.lexists(os.path.join(directory, name)):
         return None
-    data = read_inside(directory, "config.json", MAX_CONFIG_BYTES)
+    data = read_inside(directory, name, MAX_CONFIG_BYTES)
     try:
         config = json.loads(data.decode("utf-8"), parse_int=parse_integer)
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"config.json: not valid JSON: {escape(str(error))}", hint=DOWNLOAD_AGAIN) from None
+        raise SourceError(f"{name}: not valid JSON: {escape(str(error))}", hint=DOWNLOAD_AGAIN) from None
     if not isinstance(config, dict):
-        raise SourceError(f"config.json: expected an object, found {type(config).__name__}")
+        raise SourceError(f"{name}: expected an object, found {type(config).__name__}")
     return config
 
 

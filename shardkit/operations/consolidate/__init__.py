@@ -385,7 +385,8 @@ def _open(taken: Taken, request: _Request, options: JobOptions) -> tuple[Checkpo
         UsageError, SourceError, IntegrityError, LayoutError, ResourceError: as opening and `open_base` do.
     """
     dtype = dequantized_as(options.dtype, options.dtype_rules)
-    opened = take_folded(take_plain(taken.open(), dequantize=request.dequantize, dtype=dtype))
+    is_asked = request.dequantize
+    opened = take_folded(take_plain(taken.open(), dequantize=is_asked, dtype=dtype, by_content=is_asked))
     given = request.base
     base = find_base(opened) if given is None else open_base(given, revision=request.base_revision)
     return opened, None if base is None else folded_base(plain_base(base))

@@ -26,6 +26,7 @@ from shardkit.files.links import may_follow_links
 from shardkit.files.strict_json import status_of
 from shardkit.formats.contract import Checkpoint, HubModel, absent
 from shardkit.formats.dcp import METADATA
+from shardkit.formats.dequantize import why_scaled
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.quantised import why_quantised
 from shardkit.keys.ties import ties_embeddings
@@ -200,7 +201,7 @@ def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
     is_legacy = path.endswith(".bin") and storage.isfile(path)  # else it is a state dict, of whatever
     checkpoint = formats.open(path, format="hub" if is_legacy else None)
     if checkpoint.hub is not None:
-        result = _inspect_hub(path, checkpoint.hub, unfold=tensors)
+        result = _inspect_hub(path, checkpoint, checkpoint.hub, unfold=tensors)
         return replace(result, holdings=hold(checkpoint.hub.catalog)) if holdings else result
     result = _inspect_sharded(path, checkpoint, tuple(stray_weights(checkpoint)), unfold=tensors)
     return replace(result, holdings=hold(checkpoint.catalog)) if holdings else result
@@ -215,7 +216,15 @@ def _is_part_of_checkpoint(name: str) -> bool:
     return name in (manifest.NAME, METADATA) or name.endswith(_SHARD_SUFFIX)
 
 
-def _inspect_hub(path: str, model: HubModel, *, unfold: bool) -> InspectResult:
+def _quantised(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield a note where stored values mean nothing without scales."""
+    found = (why_quantised(checkpoint.catalog.tensors, config), why_scaled(checkpoint))
+    why = "; ".join(filter(None, found))
+    if why:
+        yield f"the model is quantised: {why}: its values mean nothing without their scales"
+
+
+def _inspect_hub(path: str, checkpoint: Checkpoint, model: HubModel, *, unfold: bool) -> InspectResult:
     catalog, config = model.catalog, model.config or {}
     found = [_Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values()]
     held = {file.name: 0 for file in catalog.files}
@@ -225,9 +234,7 @@ def _inspect_hub(path: str, model: HubModel, *, unfold: bool) -> InspectResult:
     notes = catalog.notes
     if ties_embeddings(config):
         notes += ("config.json ties the word embeddings: input and output are one parameter",)
-    why = why_quantised(catalog.tensors, config)
-    if why is not None:
-        notes += (f"the model is quantised: {why}: its values mean nothing without their scales",)
+    notes += tuple(_quantised(checkpoint, config))
     return InspectResult(
         path=path,
         resolved=path,
@@ -282,7 +289,11 @@ def _inspect_sharded(
         assets=checkpoint.assets,
         refused=tuple(checkpoint.refused_weights.items()),
         skipped=(*checkpoint.skipped, *stray),
-        notes=(*checkpoint.notes, *(_beside(catalog.directory) if is_dcp else ())),
+        notes=(
+            *checkpoint.notes,
+            *_quantised(checkpoint, None),
+            *(_beside(catalog.directory) if is_dcp else ()),
+        ),
         **_target_fields(found),
     )
 

@@ -263,7 +263,8 @@ def preshard(
         raise _of_a_training(source, parsed, error) from error
     assert opened.hub is not None  # what it asked for
     writer.find_manifests([opened.hub.catalog], local or opened.hub.directory)
-    plain = take_plain(opened, dequantize=dequantize, dtype=dequantized_as(dtype, options.dtype_rules))
+    as_dtype = dequantized_as(dtype, options.dtype_rules)
+    plain = take_plain(opened, dequantize=dequantize, dtype=as_dtype, by_content=True)
     assert plain.hub is not None
     chosen = default_output(plain.hub.label, local, parsed) if output is None else output
     path = writer.check_destination(os.fspath(chosen), local, local if output is None else None)

@@ -24,7 +24,7 @@ from shardkit.files import manifest, storage, stores
 from shardkit.files.home import path_in
 from shardkit.formats.contract import Checkpoint, HubModel
 from shardkit.formats.dcp import METADATA
-from shardkit.formats.dequantize import take_plain
+from shardkit.formats.dequantize import take_plain, why_scaled
 from shardkit.formats.hub.base import saved_derived, saved_key_rules
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.recorded import add_checksums
@@ -90,6 +90,7 @@ class Source:
             dequantize=True,
             dtype=BY_NAME["bfloat16" if narrow else "float32"],
             by_config=True,
+            by_content=True,
         )
         return replace(self, checkpoint=plain, catalog=plain.catalog)
 
@@ -272,12 +273,19 @@ def find_weights(
         follows_class=found.is_transformers,
         fused=found.fused,
         failed=found.failed,
-        quantised=stored.quantised or why_scales(found.unused),
+        quantised=stored.quantised or why_scales(found.unused) or _why_scaled(source, found.unused),
         notes=(*stored.notes, *_match_notes(found)),
         key_rules=_key_rules(stored, found.names),
         hub_made=_hub_made(source, stored, found.converted),
         open_chunks=source.presharded.open_chunks if source.presharded is not None else None,
     )
+
+
+def _why_scaled(source: Source, unused: Collection[str]) -> str | None:
+    """Return what shows that values have scales for which the model has no place; one of its own may have them."""
+    if source.checkpoint is None or not any("scale" in name for name in unused):
+        return None
+    return why_scaled(source.checkpoint)
 
 
 def _by_rules(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -223,3 +224,49 @@ def test_a_profile_says_in_its_config_that_weights_are_plain(tmp_path: Path, fas
         assert "quantization_config" not in config
         assert config["model_type"] == "qwen3"
         assert shardkit.verify(out, full=True).problems == ()
+
+
+def nvfp4(directory: Path, *, own_code: bool = False) -> None:
+    """Give a model the tensors of ModelOpt's NVFP4, which only a file of its own tells."""
+    config = json.loads((directory / "config.json").read_text())
+    if own_code:
+        config |= {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}}
+        (directory / "own.py").write_text("")
+    (directory / "config.json").write_text(json.dumps(config))
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (directory / "hf_quant_config.json").write_text(json.dumps(said))
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, columns = tensors[name].shape
+        tensors[name] = torch.full((rows, columns // 2), 7, dtype=torch.uint8)
+        tensors[f"{name}_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
+        tensors |= {f"{name}_scale_2": torch.tensor(0.5)}
+        tensors |= {f"{name.removesuffix('weight')}input_scale": torch.tensor(0.5)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_what_only_the_tensors_tell_is_never_divided(tmp_path: Path) -> None:
+    hub, out = tmp_path / "hub", tmp_path / "out"
+    for own_code in (False, True):
+        shutil.rmtree(hub, ignore_errors=True)
+        make_hub(QWEN3, hub)
+        nvfp4(hub, own_code=own_code)
+        for options in ({}, {"layout": "declared"}, {"names": "hub"}, {"dequantize": True}):
+            with pytest.raises(
+                LayoutError, match=r"^quantised: .*says NVFP4, and 14 tensors of uint8"
+            ) as caught:
+                shardkit.preshard(hub, out, world_size=2, **options)
+            assert "dequantize=True" not in str(caught.value.hint)
+    assert any("says NVFP4" in note for note in shardkit.inspect(hub).notes)
+    with pytest.raises(LayoutError, match=r"^quantised: "):
+        shardkit.consolidate(hub, out, dequantize=True)
+
+
+def test_the_bytes_of_what_only_the_tensors_tell_are_moved_and_compared(tmp_path: Path) -> None:
+    make_hub(QWEN3, tmp_path / "hub")
+    nvfp4(tmp_path / "hub")
+    shardkit.consolidate(tmp_path / "hub", tmp_path / "copy")
+    assert shardkit.diff(tmp_path / "hub", tmp_path / "copy").is_equal
+    shardkit.reshard(tmp_path / "hub", tmp_path / "ranks", world_size=2)
+    assert shardkit.diff(tmp_path / "hub", tmp_path / "ranks").is_equal
+    assert shardkit.verify(tmp_path / "copy", against=tmp_path / "hub").ok

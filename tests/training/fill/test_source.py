@@ -369,6 +369,11 @@ def test_quantised_sources_say_so(hub: Callable[[str], Path], tmp_path: Path) ->
     scales = {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1)}
     save_file({**state, **scales}, tmp_path / "x.safetensors")
     assert "weight_scale_inv" in str(opened(model, tmp_path / "x.safetensors").quantised)
+    packed = {"model.layers.0.mlp.up_proj.weight": torch.ones(2, 4, dtype=torch.uint32)}
+    save_file(
+        {**state, **packed, "model.layers.0.mlp.up_proj.scales": torch.ones(2, 1)}, tmp_path / "y.safetensors"
+    )
+    assert "uint32" in str(opened(model, tmp_path / "y.safetensors").quantised)
     assert opened(model, hub("llama")).quantised is None
 
 

@@ -15,7 +15,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.directory import open_model
-from shardkit.keys.quantised import find_scaled, why_quantised
+from shardkit.keys.quantised import find_scaled, why_narrow, why_quantised
 from shardkit.transfer.computed.dequantize import dequantize
 from shardkit.transfer.sources import SourceFiles
 from tests.keys.test_expressions import window
@@ -186,3 +186,55 @@ def test_packed_values_are_known_by_their_names(tmp_path: Path) -> None:
     found = open_model(str(tmp_path)).catalog.tensors
     assert why_quantised(found) == "1 tensor of scales or packed values: a.qweight"
     assert why_quantised({"a.weight": found["a.scales"], "a.weight_scale": found["a.scales"]}) is None
+
+
+EXPORTED = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+
+
+def held(**tensors: tuple[str, int]) -> dict[str, Any]:
+    """Return tensors of a dtype with so many dims; two underscores stand for a dot."""
+    return {
+        name.replace("__", "."): SimpleNamespace(dtype=BY_NAME[dtype], shape=(4,) * num_dims)
+        for name, (dtype, num_dims) in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        held(a__weight=("uint8", 2), a__weight_scale=("float8_e4m3fn", 2), a__weight_scale_2=("float32", 0)),
+        held(a__weight=("int8", 2), a__weight_scale=("bfloat16", 2)),
+        held(a__weight=("int8", 2), a__weight_scales=("float16", 1)),  # EETQ
+        held(a__weight=("float4_e2m1fn_x2", 2), a__weight_scale=("float8_e8m0fnu", 2)),
+        held(a__weight=("uint32", 2), a__scales=("bfloat16", 2), a__biases=("bfloat16", 2)),  # MLX
+        held(a__codes=("int8", 3), a__codebooks=("float16", 4), a__scales=("float16", 4)),  # AQLM
+        held(a__weight___data=("int8", 2), a__weight___scale=("bfloat16", 2)),  # quanto
+        held(a___weight_qdata=("int8", 2), a___weight_scale=("bfloat16", 2)),  # torchao
+        held(a__gate_up_proj=("uint8", 3), a__gate_up_proj_weight_scale=("float8_e4m3fn", 3)),
+    ],
+    ids=list,
+)
+def test_narrow_numbers_are_known_by_the_scales_beside_them(tensors: dict[str, Any]) -> None:
+    name, first = next(iter(tensors.items()))
+    assert why_narrow(tensors) == f"1 tensor of {first.dtype.name} with scales beside them: {name}"
+    assert str(why_narrow(tensors, EXPORTED)).startswith("hf_quant_config.json says NVFP4, and ")
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        held(attn__bias=("uint8", 4), attn__scale=("float32", 1)),  # a mask
+        held(table__weight=("int64", 2), table__scale=("float32", 1)),
+        held(a__weight=("bfloat16", 2), a__k_scale=("float32", 0)),  # only the cache is quantised
+        held(a__flags=("uint8", 2)),
+    ],
+    ids=list,
+)
+def test_plain_tensors_are_not_taken_for_quantised_ones(tensors: dict[str, Any]) -> None:
+    assert why_narrow(tensors) is None
+    assert why_narrow(tensors, {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}) is None
+
+
+def test_an_export_config_left_beside_plain_or_mxfp4_weights_says_nothing() -> None:
+    assert why_narrow(held(a__weight=("bfloat16", 2)), EXPORTED) is None
+    assert why_narrow(held(a__up_blocks=("uint8", 4), a__up_scales=("uint8", 3)), EXPORTED) is None
