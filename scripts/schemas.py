@@ -18,10 +18,10 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import shardkit
-from shardkit.operations.cache import CacheResult
 from shardkit.operations.diff import SYMBOLS, DiffResult, TensorDiff
 from shardkit.operations.diff.values import TensorStats
 from shardkit.operations.gc import GcResult
+from shardkit.operations.gc.cache import CacheResult
 
 FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
 RESULTS: dict[str, type] = {

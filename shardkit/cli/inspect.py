@@ -26,11 +26,12 @@ from shardkit.cli.output import (
     uneven,
 )
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import escape, format_size
+from shardkit.core.text import escape, format_size, in_shell
 from shardkit.formats.hub.adapter import ADAPTER, is_adapter_file
 from shardkit.operations.inspect import InspectedFile, InspectedTargets, InspectResult, inspect
 
 if TYPE_CHECKING:
+    from shardkit.operations.leftovers import Leftover
     from shardkit.pictures.glyphs import Glyphs
     from shardkit.pictures.page import Page
 
@@ -63,6 +64,8 @@ def command(
     is_drawn = picture and not (out.is_quiet or out.as_json)
     result = inspect(path, holdings=is_drawn or html_file is not None, **options)
     out.result(result, render, max_warnings=max_lines())
+    if result.run is not None:  # there is nothing to draw
+        return
     if is_drawn:
         out.lines(drawn(partial(_glyphs, result)))
     page.write(out, partial(_page, result))
@@ -90,6 +93,8 @@ def _page(result: InspectResult) -> Page:
 
 def render(result: InspectResult) -> list[str]:
     """Return a result as lines for people."""
+    if result.run is not None:
+        return [f"{escape(result.path)}: {_title(result)}", *facts(_run_facts(result.run))]
     return [
         f"{escape(result.path)}: {_title(result)}",
         *facts(_facts(result)),
@@ -102,7 +107,18 @@ def render(result: InspectResult) -> list[str]:
     ]
 
 
+def _run_facts(run: Leftover) -> Iterator[tuple[str, str]]:
+    from shardkit.files.staging import destination_of
+    from shardkit.operations.leftovers import describe
+
+    yield from describe(run)
+    output = in_shell(destination_of(run.staging) or run.staging)
+    yield "see", f"shardkit status {output}, which removes it with --abort"
+
+
 def _title(result: InspectResult) -> str:
+    if result.run is not None:
+        return f"no checkpoint: {'a run works there' if result.run.owner == 'alive' else 'a run left it that did not end'}"
     if result.kind == "presharded":
         return f"DCP checkpoint, pre-sharded by {escape(result.made_by or '')}"
     if result.kind == "dcp":

@@ -295,8 +295,12 @@ def carry_out(out: Output, verb: Callable[..., _R], *arguments: str | None, **op
     """
     part = take_part(out, options.pop("part"))
     progress = make_progress(enabled=out.shows_bars)
+    from shardkit.cli.errors import resume_command
+    from shardkit.transfer.journal import typed
+
+    again = typed(resume_command(click.get_current_context().find_root().obj))
     # Ray tells on stdout what becomes of its workers.
-    with redirect_stdout(sys.stderr) if options["executor"] else nullcontext():
+    with again, redirect_stdout(sys.stderr) if options["executor"] else nullcontext():
         return verb(*arguments, part=part, progress=progress, on_warning=out.warn, **options)
 
 

@@ -13,6 +13,7 @@ from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
     from shardkit.operations.commit import CommitResult, PartStatus, PlanStatus, StatusResult
+    from shardkit.operations.leftovers import Leftover
     from shardkit.operations.uploading.status import StoredStatus
 
 
@@ -72,21 +73,33 @@ Examples:
 @click.option("--abort", is_flag=True, help="Remove what was written and nobody has committed.")
 @opt.reporting
 def status_command(*, out: Output, output: str, abort: bool) -> None:
-    """Show how far the parts of a job are that write OUTPUT, and who is missing; in s3://, what is not committed."""
+    """Show how far the runs and parts are that write OUTPUT, who is missing, and what goes on.
+
+    In s3://, it shows what is not committed. --abort leaves a run that is at work on this host, and names one of another
+    host before it removes it.
+    """
     from shardkit.operations.commit import status
 
-    out.result(status(output, abort=abort), status_lines)
+    out.result(status(output, abort=abort, on_warning=out.warn), status_lines)
 
 
 def status_lines(result: StatusResult) -> list[str]:
     """Return a result as lines for people."""
     is_there = f"{escape(result.output)} {'is' if result.is_there else 'is not'} there"
     plans = [] if result.aborted else [line for plan in result.plans for line in facts(_plan_facts(plan))]
+    runs = [line for run in result.runs for line in facts(_run_facts(run))]
     if result.stored is not None:
         return [is_there, *facts(_stored_facts(result.stored, aborted=result.aborted)), *plans]
-    if result.aborted:
+    if result.aborted and not runs:
         return [f"{is_there}; what parts had written was removed"]
-    return [is_there, *plans]
+    return [is_there, *plans, *runs]
+
+
+def _run_facts(run: Leftover) -> Iterator[tuple[str, str]]:
+    from shardkit.operations.leftovers import describe
+
+    yield "removed" if run.is_removed else "directory", escape(run.staging)
+    yield from describe(run)
 
 
 def _stored_facts(stored: StoredStatus, *, aborted: bool) -> Iterator[tuple[str, str]]:

@@ -12,8 +12,8 @@ from shardkit.cli.output import Output, count, facts
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
-    from shardkit.operations.cache import CacheResult
     from shardkit.operations.gc import GcResult, Unused
+    from shardkit.operations.gc.cache import CacheResult
 
 
 @click.command(
@@ -30,7 +30,7 @@ def cache_command(*, out: Output, clear: bool) -> None:
 
     The environment variable SHARDKIT_CACHE names another directory, or is "off".
     """
-    from shardkit.operations.cache import show_cache
+    from shardkit.operations.gc.cache import show_cache
 
     out.answer(show_cache(clear=clear), cache_lines)
 
@@ -47,8 +47,8 @@ def cache_lines(found: CacheResult) -> list[str]:
     name="gc",
     epilog="""\b
 Examples:
-  shardkit gc s3://bucket/run/last --dry-run
-  shardkit gc s3://bucket/run/last --older-than 12h""",
+  shardkit gc s3://bucket/run/last --older-than 12h --dry-run
+  shardkit gc Qwen3-8B-dp_shard32""",
 )
 @click.argument("path", type=opt.PATH)
 @click.option(
@@ -62,7 +62,10 @@ Examples:
 @opt.dry_run
 @opt.answering
 def gc_command(*, out: Output, path: str, older_than: str, uncommitted: bool, dry_run: bool) -> None:
-    """Remove what replaced saves and dead runs have left in PATH, an output in an object store or a copy of one.
+    """Remove what replaced saves and dead runs have left of PATH, an output in an object store or on a local disk.
+
+    Beside a local output the directories .PATH.shardkit-... are removed, however old, if their run was on this host and is
+    over.
 
     Removed are folders data-<16 hex digits> that .metadata does not name, weight files with a hash in their names that
     the index does not name, and folders .shardkit-parts-<16 hex digits>, in which parts work. Uploads of such files that
@@ -70,7 +73,8 @@ def gc_command(*, out: Output, path: str, older_than: str, uncommitted: bool, dr
     """
     from shardkit.operations.gc import gc
 
-    out.answer(gc(path, older_than=older_than, uncommitted=uncommitted, dry_run=dry_run), gc_lines)
+    result = gc(path, older_than=older_than, uncommitted=uncommitted, dry_run=dry_run, on_warning=out.warn)
+    out.answer(result, gc_lines)
 
 
 def gc_lines(result: GcResult) -> list[str]:
@@ -80,6 +84,8 @@ def gc_lines(result: GcResult) -> list[str]:
 
 
 def _gc_facts(result: GcResult) -> Iterator[tuple[str, str]]:
+    from shardkit.operations.leftovers import describe
+
     where = result.marker or "nothing was committed"
     yield "in use", f"{', '.join(map(escape, result.kept)) or 'nothing'} ({where})"
     verb = "to remove" if result.dry_run else "removed"
@@ -87,12 +93,15 @@ def _gc_facts(result: GcResult) -> Iterator[tuple[str, str]]:
         yield verb, _describe(each)
     if result.removed:
         yield f"{verb}, in all", f"{count(len(result.removed), 'name')}, {format_size(result.removed_bytes)}"
-    else:
+    elif not result.runs:
         yield verb, "nothing"
     if result.num_ended:
         yield "to end" if result.dry_run else "ended", count(result.num_ended, "unfinished upload")
     for each in result.young:
         yield "left, young", _describe(each)
+    for run in result.runs:
+        yield verb if run.is_removed else "left", f"{escape(run.staging)}: {format_size(run.disk_bytes)}"
+        yield from describe(run)
 
 
 def _describe(each: Unused) -> str:

@@ -632,6 +632,14 @@ def shared_of(destination: str) -> list[SharedStaging]:
     return [SharedStaging(destination, path) for path in _beside(destination)]
 
 
+def destination_of_parts(path: str) -> str | None:
+    """Return the destination of what parts share, or have left once they had committed; None if a path is no such thing."""
+    parent, name = os.path.split(path)
+    found, _, mark = name.rpartition(".shardkit-")
+    is_theirs = len(found) > 1 and found.startswith(".") and _NAME.fullmatch(mark.removesuffix(_DONE))
+    return os.path.join(parent, found[1:]) if is_theirs and storage.isdir(path) else None
+
+
 def _beside(destination: str, ending: str = "") -> list[str]:
     parent, name = os.path.split(destination)
     prefix = prefix_of(name)

@@ -26,6 +26,7 @@ import os
 import re
 import socket
 import stat
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ from shardkit.files.digest import crc32
 
 IS_THERE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 """What a rename onto something says."""
+_ENDING = ".shardkit-"
 _MAX_NAME_BYTES = 120  # of the destination's name in the staging directory's; a name has at most 255
 
 
@@ -247,22 +249,79 @@ def prefix_of(name: str) -> str:
     data = os.fsencode(name)
     if len(data) > _MAX_NAME_BYTES:
         name = f"{os.fsdecode(data[: _MAX_NAME_BYTES - 9])}~{crc32(data):08x}"
-    return f".{name}.shardkit-"
+    return f".{name}{_ENDING}"
+
+
+def owned(destination: str) -> Iterator[tuple[str, Owner]]:
+    """Yield every staging directory of `destination`, and whose it is."""
+    parent, name = os.path.split(destination)
+    prefix = prefix_of(name)
+    try:
+        entries = sorted(storage.listdir(parent))
+    except OSError:
+        return
+    for entry in entries:
+        owner = Owner.parse(entry.removeprefix(prefix)) if entry.startswith(prefix) else None
+        if owner is not None:
+            yield os.path.join(parent, entry), owner
 
 
 def abandoned(destination: str) -> list[str]:
     """Return the staging directories of `destination` whose owners are provably dead."""
-    parent, name = os.path.split(destination)
-    prefix, found = prefix_of(name), []
+    return [path for path, owner in owned(destination) if owner.is_provably_dead()]
+
+
+def owner_of(path: str) -> Owner | None:
+    """Return whose a staging directory is, by its name; None if it is none."""
+    return Owner.parse(path.rpartition(_ENDING)[2])
+
+
+def destination_of(path: str) -> str | None:
+    """Return the destination of a staging directory, given its absolute path; None if it is no such directory.
+
+    A long name is cut in the name of its staging directory, and so it is here.
+    """
+    parent, name = os.path.split(path)
+    found = name.rpartition(_ENDING)[0]
+    if len(found) < 2 or not found.startswith(".") or owner_of(path) is None or not storage.isdir(path):
+        return None
+    return os.path.join(parent, found[1:])
+
+
+def has_aside(path: str) -> bool:
+    """True if a staging directory has what was at its destination."""
+    return storage.lexists(os.path.join(path, "data.old"))
+
+
+def give_up(destination: str, path: str, kept: Callable[[str], Collection[str]]) -> bool:
+    """Remove a staging directory, whoever owned it; first what it has moved aside goes back.
+
+    Args:
+        destination: absolute.
+        path: of the staging directory.
+        kept: returns what stays of a staging directory, by its path: files, relative to it.
+
+    Returns:
+        False if more stays: another process has taken it, what was moved aside cannot go back, or the system refuses.
+    """
+    staging = Staging._take(destination, path)
+    if staging is None:
+        return False
     try:
-        entries = sorted(storage.listdir(parent))
-    except OSError:
-        return []
-    for entry in entries:
-        owner = Owner.parse(entry.removeprefix(prefix)) if entry.startswith(prefix) else None
-        if owner is not None and owner.is_provably_dead():
-            found.append(os.path.join(parent, entry))
-    return found
+        staging._put_back()
+        others = kept(staging.path)
+        if others:
+            storage.remove_all_but(staging.path, others)
+            storage.rename(staging.path, path)
+            return True
+        storage.remove_tree(staging.path)
+    except (OSError, UsageError):  # the only copy of what was at the destination, perhaps
+        with contextlib.suppress(OSError):
+            storage.rename(staging.path, path)
+        return False
+    finally:
+        staging.release()
+    return not storage.lexists(staging.path)
 
 
 def remove_abandoned(destination: str) -> None:
@@ -281,7 +340,7 @@ def recover(destination: str) -> None:
         ResourceError: the system refuses.
     """
     for path in abandoned(destination):
-        if not storage.lexists(os.path.join(path, "data.old")):
+        if not has_aside(path):
             continue
         staging = Staging._take(destination, path)
         if staging is None:

@@ -21,7 +21,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, cast
 
@@ -418,6 +418,21 @@ def remove_tree(path: str) -> None:
                 with contextlib.suppress(OSError):
                     unlink(name, dir_fd=fd)
         rmdir(path)
+
+
+def remove_all_but(directory: str, kept: Collection[str]) -> None:
+    """Remove all files but those that are kept, relative to the directory, and the folders that are left empty."""
+    for here, folders, names in walk(directory, topdown=False):
+        for name in names:
+            path = os.path.join(here, name)
+            if os.path.relpath(path, directory) not in kept:
+                unlink(path)
+        for name in folders:
+            path = os.path.join(here, name)
+            if islink(path):
+                unlink(path)
+            elif not listdir(path):
+                rmdir(path)
 
 
 def sync_file(path: str) -> None:

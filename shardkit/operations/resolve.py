@@ -27,6 +27,7 @@ from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS, is_adapter
 from shardkit.formats.hub.files import PIPELINE
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.trainers.plain_dcp import find_structure
+from shardkit.operations.leftovers import refuse
 from shardkit.operations.resolve_order import (
     BEYOND,
     EPOCH,
@@ -163,6 +164,7 @@ def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
     given = stores.as_path(path)
     if not storage.lexists(given):
         raise absent(given)
+    refuse(given)
     if not storage.isdir(given) and os.path.basename(given) in TRACKERS:
         given = os.path.dirname(given) or os.curdir
     given = adapter_file(given) or directory_of(given)

@@ -64,6 +64,7 @@ from shardkit.transfer.factors.fill import Filling
 from shardkit.transfer.images import ImageSet
 from shardkit.transfer.journal import (
     Journal,
+    JournalledJob,
     adopted,
     is_journal_of,
     read_finished,
@@ -257,6 +258,11 @@ class Job(Protocol):
     @property
     def decided(self) -> Mapping[str, object]:
         """Whatever decides what is written, beside sources and images, as plain data; a `ReadFile` may be in a list."""
+        ...
+
+    @property
+    def beside(self) -> Collection[str]:
+        """Names of the files that lie beside the images, without what describes these."""
         ...
 
 
@@ -781,7 +787,9 @@ class Writer:
             with (
                 _translated(staging.path),
                 contextlib.closing(self),  # nothing is moved any more when others look at the directory
-                contextlib.closing(Journal(staging.journal, plan_hash, staging.data)) as journal,
+                contextlib.closing(
+                    Journal(staging.journal, plan_hash, staging.data, self._journalled(job, factors))
+                ) as journal,
                 describe(staging.data) as descriptions,
             ):
                 self._move(job, staging, journal, descriptions, finished, check, factors, underway)
@@ -812,6 +820,15 @@ class Writer:
         finally:
             self._progress.finish()
         return len(finished), _summary(check, job.plan, self.options)
+
+    def _journalled(self, job: Job, factors: FactoredJob | None) -> JournalledJob:
+        """Return what the journal says of a job."""
+        return JournalledJob(
+            verb=self._verb,
+            files=[(image.name, image.size) for image in job.output],
+            beside=sorted(job.beside),
+            num_weights=0 if factors is None else len(weights_of(factors)),
+        )
 
     def _move(
         self,
@@ -932,26 +949,11 @@ def _finished(
         if image.name in finished:
             progress.advance(job.output.data_nbytes[number])
     with _translated(staging.data):
-        _remove_others(staging.data, kept | finished.keys())
+        storage.remove_all_but(staging.data, kept | finished.keys())
         # A file is made anew under the same name, and the journal vouches for it: after a power loss the name must
         # not stand for the earlier, half-written file.
         storage.sync_directories(staging.data)
     return finished
-
-
-def _remove_others(directory: str, kept: Collection[str]) -> None:
-    """Remove all files but those that are kept, and the folders that are left empty."""
-    for here, folders, names in storage.walk(directory, topdown=False):
-        for name in names:
-            path = os.path.join(here, name)
-            if os.path.relpath(path, directory) not in kept:
-                storage.unlink(path)
-        for name in folders:
-            path = os.path.join(here, name)
-            if storage.islink(path):
-                storage.unlink(path)
-            elif not storage.listdir(path):
-                storage.rmdir(path)
 
 
 @contextlib.contextmanager

@@ -5,11 +5,13 @@ Where weights become factors, there is a line for each of them before, once its 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -23,6 +25,52 @@ from shardkit.transfer.stream import read_back
 _FORMAT = 4
 _CHECK_BUFFER = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_command = ContextVar("_command", default="")
+
+
+@contextlib.contextmanager
+def typed(command: str) -> Iterator[None]:
+    """Let journals that are begun meanwhile say which command was typed, as the shell takes it."""
+    token = _command.set(command)
+    try:
+        yield
+    finally:
+        _command.reset(token)
+
+
+def _typed() -> dict[str, str]:
+    return {"command": _command.get(), "cwd": os.getcwd()} if _command.get() else {}
+
+
+class JournalledJob(NamedTuple):
+    """What a run is to write."""
+
+    verb: str
+    files: Sequence[tuple[str, int]]
+    """Name and size of each file with tensors in it."""
+    beside: Sequence[str]
+    """Names of the files that lie beside these."""
+    num_weights: int
+    """Weights whose factors are computed before."""
+
+
+class Journalled(NamedTuple):
+    """What a journal says of its run."""
+
+    plan_hash: str | None
+    """None if it cannot be read."""
+    directory: int | None
+    """Inode number of the directory in which the files were written."""
+    job: JournalledJob | None
+    """None in the journal of an earlier version."""
+    command: str
+    """What was typed; empty if nothing was."""
+    cwd: str
+    """Where it was typed."""
+    finished: Mapping[str, int]
+    """Size of each finished file, by name."""
+    num_targets: int
+    """Weights that have factors."""
 
 
 class Journal:
@@ -33,15 +81,17 @@ class Journal:
         plan_hash: stands for inputs, options and version. Only an equal plan may resume.
         directory: where the files are. If it is not the directory in which the journal began, it holds none
             of the journal's files: once directories have been exchanged, the old output lies there.
+        job: what is carried out, for people who find the journal.
     """
 
-    def __init__(self, path: str, plan_hash: str, directory: str) -> None:
+    def __init__(self, path: str, plan_hash: str, directory: str, job: JournalledJob | None = None) -> None:
         begun, header = _read_header(path), _Header(plan_hash, storage.stat(directory).st_ino)
         self._lock = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = storage.open_fd(path, flags | (os.O_TRUNC if begun != header else 0), 0o666)
         if begun != header:
-            self._write({"format": _FORMAT, "plan": header.plan, "directory": header.directory})
+            said = {} if job is None else {"job": job._asdict(), **_typed()}
+            self._write({"format": _FORMAT, "plan": header.plan, "directory": header.directory, **said})
         else:
             # A run that was killed in the middle of a line left half of it; that line is ignored.
             self._write({})
@@ -89,6 +139,40 @@ def _read_header(path: str) -> _Header:
     first = lines[0] if lines and lines[0].get("format") == _FORMAT else {}
     plan, directory = first.get("plan"), first.get("directory")
     return _Header(plan if isinstance(plan, str) else None, directory if isinstance(directory, int) else None)
+
+
+def read_journal(path: str) -> Journalled:
+    """Return what a journal says of its run, whoever's it is. What it lists may have changed since."""
+    header, lines = _read_header(path), _lines(path)
+    first = lines[0] if header.plan is not None else {}
+    files = [
+        digest
+        for line in lines
+        if isinstance(entry := line.get("file"), dict) and (digest := parse_digest(entry))
+    ]
+    weights = {str(target.get("path")) for line in lines if isinstance(target := line.get("target"), dict)}
+    command, cwd = first.get("command"), first.get("cwd")
+    return Journalled(
+        plan_hash=header.plan,
+        directory=header.directory,
+        job=_parse_job(first.get("job")),
+        command=command if isinstance(command, str) else "",
+        cwd=cwd if isinstance(cwd, str) else "",
+        finished={digest.name: digest.size for digest in files},
+        num_targets=len(weights),
+    )
+
+
+def _parse_job(entry: object) -> JournalledJob | None:
+    """Return a job from its plain data; None if there is none, or it is damaged."""
+    try:
+        assert isinstance(entry, dict)
+        files = [(str(name), int(size)) for name, size in entry["files"]]
+        return JournalledJob(
+            str(entry["verb"]), files, [*map(str, entry["beside"])], int(entry["num_weights"])
+        )
+    except (AssertionError, KeyError, TypeError, ValueError):
+        return None
 
 
 def read_plan_hash(path: str) -> str | None:

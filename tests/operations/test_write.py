@@ -51,6 +51,10 @@ class Copy:
     def decided(self) -> dict[str, object]:
         return {"option": self.option}
 
+    @property
+    def beside(self) -> tuple[str, ...]:
+        return ()
+
 
 def copy_of(source: Path, option: str = "") -> Copy:
     catalog = open_model(str(source)).catalog

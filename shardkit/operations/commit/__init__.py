@@ -19,6 +19,7 @@ from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files.stores import is_remote
 from shardkit.operations.commit.places import Place, place_of
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
+from shardkit.operations.leftovers import Leftover, remove, warn_before
 from shardkit.operations.parts.agreement import Agreement, Command, Committing, Staging, read_all, read_parts
 from shardkit.operations.parts.divided import incomplete
 from shardkit.operations.parts.factors import without_factors
@@ -106,7 +107,7 @@ class PlanStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusResult(Result):
-    """What parts have written for a destination."""
+    """What parts and runs have written for a destination, and nobody has committed."""
 
     output: str
     """The directory; absolute."""
@@ -115,9 +116,11 @@ class StatusResult(Result):
     plans: tuple[PlanStatus, ...]
     """One, unless several were begun at the same moment."""
     aborted: bool
-    """What parts had written was removed; in a store, what nobody has committed."""
+    """Something was removed: what parts had written, or a run that is over; in a store, what nobody has committed."""
     stored: StoredStatus | None = None
     """What lies in a store beside the output; None for a local one."""
+    runs: tuple[Leftover, ...] = ()
+    """Directories in which runs of one process work, or worked until they were killed."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
@@ -302,16 +305,20 @@ def _was_there(place: Place, begun: float) -> CommitResult:
     )
 
 
-def status(output: str | os.PathLike[str], *, abort: bool = False) -> StatusResult:
-    """Tell what the parts of a job have written so far, and who is missing; or give it up.
+def status(
+    output: str | os.PathLike[str], *, abort: bool = False, on_warning: OnWarning | None = None
+) -> StatusResult:
+    """Tell what parts and runs have written so far of an output, who is missing, and what goes on; or give it up.
 
     Args:
-        output: the destination that the parts were given; or one in a store, of any run.
+        output: the destination that they were given.
         abort: remove everything that was written and nobody has committed. Parts that are still at work end with
-            an error.
+            an error. A run that is known to be at work is left alone; one of another host or container, of which nobody
+            can tell that here, is named first. Files that shardkit has not put there stay.
+        on_warning: told each warning, before anything is removed.
 
     Raises:
-        UsageError: a commit that did not end has moved an old output aside, and it cannot go back.
+        UsageError: a commit or a run that did not end has moved an old output aside, and it cannot go back.
         SourceError, ResourceError: the record of the parts cannot be read, or not be removed.
     """
     place = place_of(output)
@@ -322,22 +329,27 @@ def status(output: str | os.PathLike[str], *, abort: bool = False) -> StatusResu
     except SourceError:
         if not abort:
             raise
-    stored, shown = place.uncommitted(), escape(place.path)
+    stored, runs, shown = place.uncommitted(), place.runs(), escape(place.path)
+    warnings: tuple[str, ...] = ()
     if abort:
+        warnings = warn_before(runs, on_warning, also_unknown=True)
         for staging in found:
             staging.give_up()
         place.give_up()
+        runs = remove(place.path, runs, also_unknown=True)
     notes = []
-    if not found and stored is None:
+    if not found and stored is None and not runs:
         is_theirs = " since they have committed it" if place.has_commits() else ""
         notes.append(f"no parts are under way for {shown}{is_theirs}")
     return StatusResult(
         output=place.path,
         is_there=place.identity() is not None,
         plans=plans,
-        aborted=abort and (bool(found) or stored is not None),
+        aborted=abort and (bool(found) or stored is not None or any(run.is_removed for run in runs)),
         stored=stored,
+        runs=runs,
         notes=tuple(notes),
+        warnings=warnings,
     )
 
 

@@ -14,6 +14,7 @@ from shardkit.files.remote.writers import WRITABLE, writer_of
 from shardkit.files.shared import has_commits, remove_marks, shared_of
 from shardkit.files.shared_store import shared_in_store
 from shardkit.files.staging import identity_of, remove_abandoned
+from shardkit.operations.leftovers import Leftover, leftovers
 from shardkit.operations.parts.agreement import Staging
 from shardkit.operations.parts.on_disk import absolute
 from shardkit.operations.uploading.factors import remove_records
@@ -40,6 +41,9 @@ class Place(Protocol):
 
     def uncommitted(self) -> StoredStatus | None:
         """Return what lies beside the output and is no part of it; None where that is not looked for."""
+
+    def runs(self) -> tuple[Leftover, ...]:
+        """Return what runs of one process have left, or are writing."""
 
     def give_up(self) -> None:
         """Remove what nobody has committed, once the parts share nothing any more."""
@@ -68,6 +72,9 @@ class _Disk:
     def uncommitted(self) -> StoredStatus | None:
         return None
 
+    def runs(self) -> tuple[Leftover, ...]:
+        return leftovers(self.path)
+
     def give_up(self) -> None:
         remove_marks(self.path)
 
@@ -93,6 +100,9 @@ class _Store:
 
     def uncommitted(self) -> StoredStatus | None:
         return uncommitted(self.path)
+
+    def runs(self) -> tuple[Leftover, ...]:
+        return ()
 
     def give_up(self) -> None:
         remove_uncommitted(self.path)

@@ -157,6 +157,11 @@ class ConsolidateJob:
         """See `operations.write.Job`."""
         return {"description": self.describe()}
 
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """See `operations.write.Job`."""
+        return (*(asset.name for asset in self.assets), *(module.file for module in self.modules))
+
     def open_records(self, images: Iterable[SafetensorsImage], *, as_read: bool) -> None:
         """Open the records of what goes into some of the output's files, if they were foreseen so far.
 

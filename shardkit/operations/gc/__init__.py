@@ -2,7 +2,7 @@
 
 `.metadata` names its folders `data-...`, the index of a Hub model its weight files with a hash in their names. What
 has such a name, and is not named, is of a save that was replaced or of a run that did not end. So is what parts share while
-they write, once it is old. Nothing else is touched.
+they write, once it is old. What runs have left beside a local output goes too. Nothing else is touched.
 
 Internal: import from `shardkit`.
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from shardkit.core.result import Result
 from shardkit.core.text import escape
@@ -23,10 +23,12 @@ from shardkit.files.home import MAX_METADATA, is_data_folder
 from shardkit.files.remote.contract import Underway
 from shardkit.files.remote.writers import WRITABLE, writer_of
 from shardkit.files.shared_store import is_shared_folder
+from shardkit.files.staging import destination_of
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import parse_metadata
 from shardkit.formats.hub.directory import read_index
+from shardkit.operations.leftovers import Leftover, leftovers, remove, warn_before
 from shardkit.operations.uploading.place import HUB_INDEX, MARKED_WEIGHTS
 from shardkit.operations.uploading.status import upload_name
 
@@ -63,6 +65,10 @@ class GcResult(Result):
     num_ended: int
     """Files on their way into the store that nobody has completed, whose uploads were ended, or with `dry_run` would be."""
     older_than_s: int
+    runs: tuple[Leftover, ...] = ()
+    """Directories beside a local output in which runs work, or worked until they were killed; those that were removed, or
+    with `dry_run` would be, say so."""
+    warnings: tuple[str, ...] = ()
 
 
 def gc(
@@ -71,19 +77,22 @@ def gc(
     older_than: str | int = "1d",
     uncommitted: bool = False,
     dry_run: bool = False,
+    on_warning: Callable[[str], object] | None = None,
 ) -> GcResult:
     """Remove what replaced saves and dead runs have left in an output: data that its `.metadata` or index does not name.
 
-    Files that were on their way into the store when a run or a save was killed are ended too.
+    Files that were on their way into the store when a run or a save was killed are ended too. Beside a local output it
+    removes the directories of runs of this host that are over, however old; never files that shardkit has not put there.
 
     A job that still reads the save that was replaced fails, and says that an object was removed.
 
     Args:
-        path: an output in an object store, or a copy of one on a local disk.
+        path: an output in an object store or on a local disk; it need not be there yet.
         older_than: age of what is removed, such as "12h", "30m" or "1d", or seconds. What is younger may be of a run
             that is under way. Give a longer one if your runs wait longer.
         uncommitted: go on where there is no `.metadata` and no index; then everything that is old enough is removed.
         dry_run: say what would be removed.
+        on_warning: told each warning, before anything is removed.
 
     Raises:
         UsageError: not an age; or nothing was committed there, and `uncommitted` is false.
@@ -93,7 +102,9 @@ def gc(
     given, age = os.fspath(path), parse_age(older_than)
     stores.forget()
     uploads = _under_way(given)
-    names = _list(given) if not uploads or storage.lexists(given) else []
+    destination = "" if stores.is_remote(given) else _destination(given)
+    runs = leftovers(destination) if destination else ()
+    names = _list(given) if not (uploads or runs) or storage.isdir(given) else []
     marker, kept = _named(given, names)
     data = [
         name
@@ -106,6 +117,7 @@ def gc(
             problems=sorted({*map(escape, data), *map(escape, uploads)}),
             hint="a run that is started again may go on with it; --uncommitted (uncommitted=True) removes it",
         )
+    warnings = warn_before(runs, on_warning, also_unknown=False)
     unused = [name for name in data if name not in kept and not _is_link(given, name)]
     found = [each for name in unused if (each := _look(given, name)) is not None]
     old = [each for each in found if each.age_s >= age]
@@ -114,6 +126,10 @@ def gc(
     stale = [upload for group in uploads.values() for upload in group if time.time() - upload.begun_s >= age]
     for upload in stale if not dry_run else ():
         writer_of(upload.path).abort(upload.path, upload.upload)
+    if dry_run:
+        runs = tuple(replace(run, is_removed=run.owner == "dead") for run in runs)
+    else:
+        runs = remove(destination, runs, also_unknown=False)
     return GcResult(
         path=given,
         dry_run=dry_run,
@@ -124,7 +140,16 @@ def gc(
         young=tuple(each for each in found if each.age_s < age),
         num_ended=len(stale),
         older_than_s=age,
+        runs=runs,
+        warnings=warnings,
     )
+
+
+def _destination(given: str) -> str:
+    """Return the absolute path of an output on a disk; that of a run's own directory is the output's."""
+    path = storage.absolute(given)
+    path = os.path.join(storage.realpath(os.path.dirname(path)), os.path.basename(path))
+    return destination_of(path) or path
 
 
 def parse_age(text: str | int) -> int:

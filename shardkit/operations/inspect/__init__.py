@@ -23,6 +23,7 @@ from shardkit.errors import LayoutError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of, path_in
 from shardkit.files.links import may_follow_links
+from shardkit.files.staging import journal_of
 from shardkit.files.strict_json import status_of
 from shardkit.formats.contract import Checkpoint, HubModel, absent
 from shardkit.formats.dcp import METADATA
@@ -33,8 +34,10 @@ from shardkit.keys.ties import ties_embeddings
 from shardkit.layout.recorded import recorded_layout
 from shardkit.operations.casts import DTypeCount, count_dtypes
 from shardkit.operations.holdings import Holdings, hold, shared_extents
+from shardkit.operations.leftovers import Leftover, leftover_at, refuse
 from shardkit.operations.resolve import stands_for
 from shardkit.osft.plan import stored_targets
+from shardkit.transfer.journal import read_journal
 
 _SHARD_SUFFIX = ".distcp"
 
@@ -99,10 +102,12 @@ class InspectResult(Result):
     """As it was given."""
     resolved: str
     """What was looked at: the newest checkpoint of a run's directory, else the path as it was given."""
-    kind: Literal["hub", "presharded", "dcp", "sharded"]
-    """A Hub model, a checkpoint with a `shardkit.json`, any other plain DCP checkpoint, or one of another format."""
+    kind: Literal["hub", "presharded", "dcp", "sharded", "unfinished"]
+    """A Hub model, a checkpoint with a `shardkit.json`, any other plain DCP checkpoint, or one of another format.
+    "unfinished" is no checkpoint: a directory in which a run works, or worked until it was killed."""
     format: str
-    """The files': "safetensors", "torch-bin" or "dcp"; for kind "sharded" the checkpoint's, such as "lightning"."""
+    """The files': "safetensors", "torch-bin" or "dcp"; for kind "sharded" the checkpoint's, such as "lightning"; for
+    "unfinished" the verb, if it is known."""
     made_by: str | None = None
     """Tool and version, if they are recorded; for a sharded checkpoint the trainer, if it is known."""
     source: str | None = None
@@ -142,6 +147,8 @@ class InspectResult(Result):
     """(kind of weights, reason) of weights that are incomplete and cannot be recovered."""
     skipped: tuple[tuple[str, str], ...] = ()
     """(file or entry, reason) of what was not read."""
+    run: Leftover | None = None
+    """Of kind "unfinished": whose it is, how far it came, and what goes on."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """Differences from what the manifest lists."""
@@ -181,6 +188,10 @@ def inspect(
     path = stores.as_path(path)
     if not storage.lexists(path):
         raise absent(path)
+    run = leftover_at(path)
+    if run is not None:
+        return _inspect_run(path, run)
+    refuse(path)
     found = stands_for(path)
     result = _inspect(found.path, tensors=tensors, holdings=holdings)
     return replace(
@@ -188,6 +199,21 @@ def inspect(
         path=path,
         notes=(*found.notes, *result.notes),
         warnings=(*found.warnings, *result.warnings),
+    )
+
+
+def _inspect_run(path: str, run: Leftover) -> InspectResult:
+    files = read_journal(journal_of(run.staging)).finished
+    return InspectResult(
+        path=path,
+        resolved=path,
+        kind="unfinished",
+        format=run.verb,
+        **_tensor_fields((), unfold=False),
+        files=tuple(
+            InspectedFile(name=name, file_bytes=size, tensor_bytes=None) for name, size in files.items()
+        ),
+        run=run,
     )
 
 

@@ -47,6 +47,7 @@ from shardkit.operations.preshard.profiles import (
     below,
     check_stock,
     choose_keys,
+    companions_of,
     find_assets,
     with_config,
 )
@@ -137,6 +138,11 @@ class PreshardJob:
             "computed_by": computed_by() if self.factored else None,
             "assets": [ReadFile(name, path) for name, path in self.assets.items()],
         }
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """See `operations.write.Job`."""
+        return (*self.assets, *companions_of(self.profile, self.layout.mesh.size))
 
 
 def _hex(files: Mapping[str, bytes]) -> dict[str, str]:

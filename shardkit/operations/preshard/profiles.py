@@ -289,6 +289,13 @@ def with_config(
     }
 
 
+def companions_of(profile: Profile, world_size: int) -> dict[str, bytes]:
+    """Return the files that the trainer reads beside the shards of so many ranks, by name."""
+    if profile.form != "verl":
+        return dict(profile.companions)
+    return {**profile.companions, "fsdp_config.json": _json({"FSDP_version": 2, "world_size": world_size})}
+
+
 def write_companions(
     profile: Profile,
     assets: Mapping[str, str],
@@ -308,9 +315,7 @@ def write_companions(
         directory: where the output goes.
         sha256: take the sha256 of each.
     """
-    companions = dict(profile.companions)
-    if profile.form == "verl":
-        companions["fsdp_config.json"] = _json({"FSDP_version": 2, "world_size": world_size})
+    companions = companions_of(profile, world_size)
     for name, data in companions.items():
         storage.make_directories(os.path.dirname(os.path.join(directory, name)))
         storage.write_file(os.path.join(directory, name), data)

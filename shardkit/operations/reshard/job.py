@@ -396,6 +396,11 @@ class ReshardJob:
         folders = {folder: job.describe() for folder, job in self.folders.items()}
         return {"folders": folders, "siblings": self.parts.siblings}
 
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """See `operations.write.Job`."""
+        return self.parts.siblings
+
 
 def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, digest: str) -> ReshardJob:
     """Decide how a checkpoint is stored for `mesh`.

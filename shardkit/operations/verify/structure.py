@@ -24,6 +24,7 @@ from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
 from shardkit.operations.companions import walk
+from shardkit.operations.leftovers import refuse
 from shardkit.operations.resolve import was_checkpoint
 from shardkit.operations.verify.dcp import verify_dcp
 from shardkit.operations.verify.manifest import (
@@ -66,6 +67,7 @@ def check_structure(
     """
     if not storage.lexists(path):
         raise absent(path)
+    refuse(path)
     directory = home_of(directory_of(path))
     beside = _manifest_beside(directory, manifest_path, report) if not is_new else None
     checkpoint, failure = _open(path, is_known=beside is not None)

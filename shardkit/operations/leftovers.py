@@ -1,0 +1,344 @@
+"""What runs that did not end have left beside a local output: how far each came, how it goes on, and its removal.
+
+What lies in such a directory and no run of shardkit puts there is named, and never removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardkit.core.text import count, escape, format_size, in_shell, listed
+from shardkit.errors import ShardkitError, SourceError, UsageError
+from shardkit.files import manifest, storage
+from shardkit.files.shared import destination_of_parts
+from shardkit.files.staging import (
+    Owner,
+    destination_of,
+    give_up,
+    has_aside,
+    identity_of,
+    journal_of,
+    owned,
+    owner_of,
+)
+from shardkit.files.strict_json import parse_object, read_small
+from shardkit.formats.dcp import METADATA, chunk_list
+from shardkit.formats.hub.assets import is_asset
+from shardkit.transfer.journal import Journalled, read_journal
+
+_OWNER, _MAX_OWNER = "owner.json", 1 << 16
+_OF_RUNS = re.compile(
+    r"\.metadata(\..*)?|shardkit\.json|.*\.(distcp|chunks\.json|safetensors|safetensors\.index\.json|part)",
+    re.DOTALL,
+)
+"""Names of files that runs of every version write, whatever the job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """A directory in which a run works, or has worked until it was killed."""
+
+    staging: str
+    """Its path."""
+    owner: Literal["dead", "alive", "unknown"]
+    """Whether the run is over; of another host or container nobody can tell."""
+    host: str
+    """The machine that the run was on; empty if nothing says it."""
+    pid: int
+    last_written: str
+    """When the run wrote there last, such as "2026-01-31T12:00:00Z", by the clock of the file system."""
+    kind: Literal["run", "save", "ended"]
+    """A run that may go on, one that begins anew (of `shardkit.save`, or without anything finished), or one that has made
+    the output and left the rest."""
+    verb: str
+    """What it was carrying out; empty if nothing says it."""
+    num_files: int
+    """Files with tensors in them that it was to write; 0 if nothing says it."""
+    file_bytes: int
+    """Size of all of them."""
+    finished_files: int
+    finished_bytes: int
+    num_weights: int
+    """Weights that were to become factors, before files are finished."""
+    finished_weights: int
+    disk_bytes: int
+    """What all of it takes on the disk."""
+    command: str
+    """What goes on from there, as the shell takes it; empty if nothing can, or if the run was not started by a command."""
+    foreign: tuple[str, ...]
+    """Files in it that shardkit has not put there, relative to it. They are never removed."""
+    is_removed: bool = False
+    """All of it was removed but what is foreign; with a dry run, would be."""
+
+
+def leftovers(destination: str) -> tuple[Leftover, ...]:
+    """Return what runs have left beside a destination, or are writing there.
+
+    Args:
+        destination: absolute.
+    """
+    return tuple(_look(destination, path, owner) for path, owner in owned(destination) if storage.isdir(path))
+
+
+def leftover_at(path: str) -> Leftover | None:
+    """Return what a path is, if it is the directory of a run that has not ended; else None."""
+    full = storage.absolute(path)
+    destination = destination_of(full)
+    owner = None if destination is None else owner_of(full)
+    return None if destination is None or owner is None else _look(destination, full, owner)
+
+
+def remove(destination: str, found: Collection[Leftover], *, also_unknown: bool) -> tuple[Leftover, ...]:
+    """Remove what runs left, but what is foreign; what they had moved aside goes back. Return what became of each.
+
+    Args:
+        destination: absolute.
+        found: of `leftovers`. A run that is alive is left alone.
+        also_unknown: remove those too of which nobody can tell whether they are over.
+
+    Raises:
+        UsageError: some could not be removed; all others were.
+    """
+    gone = ("dead", "unknown") if also_unknown else ("dead",)
+    done = [
+        replace(run, is_removed=run.owner in gone and give_up(destination, run.staging, foreign_in))
+        for run in found
+    ]
+    UsageError.raise_for(
+        [
+            f"{escape(run.staging)}"
+            + (", with what was there before in data.old" if has_aside(run.staging) else "")
+            for run in done
+            if run.owner in gone and not run.is_removed and storage.lexists(run.staging)
+        ],
+        f"{escape(destination)}: what runs have left could not be removed",
+        hint="keep what you want of it, and remove the rest yourself",
+    )
+    return tuple(done)
+
+
+def warn_before(
+    found: Collection[Leftover], on_warning: Callable[[str], object] | None, *, also_unknown: bool
+) -> tuple[str, ...]:
+    """Say what has to be said before runs are removed: who is at work, whose nobody can tell, what stays.
+
+    Args:
+        found: all of them.
+        on_warning: told each warning.
+        also_unknown: runs are removed too of which nobody can tell whether they are over.
+    """
+    warnings = tuple(_before_removal(found, also_unknown))
+    if on_warning is not None:
+        for warning in warnings:
+            on_warning(warning)
+    return warnings
+
+
+def _before_removal(found: Collection[Leftover], also_unknown: bool) -> Iterator[str]:
+    for run in found:
+        shown, whose = escape(run.staging), _whose(run)
+        if run.owner == "alive":
+            yield f"{shown} stays: {whose} is at work; stop it first"
+            continue
+        if run.owner == "unknown":
+            what = "is removed" if also_unknown else "stays"
+            yield (
+                f"{shown} {what}: of {whose}, which wrote there last at {run.last_written}; from here nobody can tell "
+                "whether it is over"
+            )
+        if run.foreign and (run.owner == "dead" or also_unknown):
+            yield f"{shown}: not shardkit's, so this stays: {listed([*map(escape, run.foreign)])}"
+
+
+def foreign_in(path: str) -> list[str]:
+    """Return the files of a staging directory that shardkit has not put there, relative to it."""
+    said = read_journal(journal_of(path))
+    found = []
+    for name in _names(path):
+        top, _, below = name.partition("/")
+        if top == "data" and below:
+            found += [] if _is_own(os.path.join(path, top), below, said) else [name]
+        elif top in ("data.old", "replaced") and below:
+            # What goes back to its place is not removed.
+            goes_back = top == "data.old" and storage.lexists(os.path.join(path, "data"))
+            found += [] if goes_back or _is_listed(os.path.join(path, top), below) else [name]
+        elif name not in (_OWNER, os.path.basename(journal_of(path)), "plan.json"):
+            found.append(name)
+    return found
+
+
+def _names(path: str) -> Iterator[str]:
+    for here, folders, names in storage.walk(path):
+        links = [name for name in folders if storage.islink(os.path.join(here, name))]
+        yield from sorted(os.path.relpath(os.path.join(here, name), path) for name in (*names, *links))
+
+
+def _is_own(directory: str, name: str, said: Journalled) -> bool:
+    """True for a file of a run in its directory `data`; once that was exchanged, the old output lies there."""
+    if said.job is None or said.directory != storage.stat(directory).st_ino:
+        return _is_listed(directory, name) or name in said.finished
+    written = {file for file, _ in said.job.files}
+    return name in written or name in said.job.beside or name.removesuffix(".part") in _described(written)
+
+
+def _described(written: Collection[str]) -> set[str]:
+    """Return the names of what a run writes beside its files of tensors."""
+    folders = {os.path.dirname(name) for name in written} | {""}
+    beside = {os.path.join(folder, name) for folder in folders for name in (METADATA, manifest.NAME)}
+    indices = {"model.safetensors.index.json", "adapter_model.safetensors.index.json"}
+    return beside | indices | {chunk_list.name_for(name) for name in written}
+
+
+def _is_listed(directory: str, name: str) -> bool:
+    """True for a file of an output that was replaced, as far as its manifest or its own name says."""
+    return (
+        bool(_OF_RUNS.fullmatch(os.path.basename(name))) or is_asset(name) or name in _manifested(directory)
+    )
+
+
+def _manifested(directory: str) -> set[str]:
+    found = set[str]()
+    try:
+        said = manifest.read(directory)
+    except ShardkitError:
+        return found
+    return found if said is None else {file.name for file in manifest.all_files(said)}
+
+
+def _look(destination: str, path: str, owner: Owner) -> Leftover:
+    said, told = read_journal(journal_of(path)), _read_owner(path)
+    job, finished = said.job, {} if said.plan_hash is None else said.finished
+    identity = identity_of(destination)
+    has_ended = said.directory is not None and identity is not None and identity[1] == said.directory
+    pid = told.get("pid")
+    state: Literal["dead", "alive", "unknown"] = "unknown"
+    if owner.is_provably_alive():
+        state = "alive"
+    elif owner.is_provably_dead():
+        state = "dead"
+    sizes = [_status(os.path.join(path, name)) for name in _names(path)]
+    newest = max([each[1] for each in sizes], default=_status(path)[1])
+    return Leftover(
+        staging=path,
+        owner=state,
+        host=str(told.get("host", "")),
+        pid=pid if isinstance(pid, int) else owner.pid,
+        last_written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(newest)),
+        kind="ended" if has_ended else "run" if said.plan_hash is not None else "save",
+        verb="" if job is None else job.verb,
+        num_files=0 if job is None else len(job.files),
+        file_bytes=0 if job is None else sum(size for _, size in job.files),
+        finished_files=len(finished),
+        finished_bytes=sum(finished.values()),
+        num_weights=0 if job is None else job.num_weights,
+        finished_weights=said.num_targets,
+        disk_bytes=sum(each[0] for each in sizes),
+        command="" if state == "alive" else _command(path, said, state),
+        foreign=tuple(foreign_in(path)),
+    )
+
+
+def _command(path: str, said: Journalled, state: str) -> str:
+    """Return what goes on where a run ended: what was typed, where it was typed."""
+    if not said.command:
+        return ""
+    takes = "" if state == "dead" else f" --resume-from {in_shell(path)}"
+    before = f"cd {in_shell(said.cwd)} && " if said.cwd and said.cwd != _cwd() else ""
+    return f"{before}{said.command}{takes}"
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
+def _status(path: str) -> tuple[int, float]:
+    """Return the bytes that a file takes on the disk, and when it was written."""
+    try:
+        status = storage.lstat(path)
+    except OSError:
+        return 0, 0.0
+    return status.st_blocks * 512, status.st_mtime
+
+
+def _read_owner(path: str) -> dict[str, object]:
+    try:
+        return parse_object(read_small(os.path.join(path, _OWNER), _OWNER, _MAX_OWNER, follow=False), _OWNER)
+    except (OSError, ShardkitError, json.JSONDecodeError):
+        return {}
+
+
+def describe(found: Leftover) -> list[tuple[str, str]]:
+    """Return what a leftover is, as pairs of a label and a text that is safe to print."""
+    whose = _whose(found)
+    states = {
+        "dead": f"{whose}, which is over",
+        "alive": f"{whose}, which is at work",
+        "unknown": f"{whose}; from here nobody can tell whether it is at work",
+    }
+    facts = [("run", f"{escape(found.verb) or 'of an unknown command'}, {states[found.owner]}")]
+    facts.append(("last wrote", found.last_written))
+    if found.kind == "ended":
+        facts.append(("state", "it has made the output; only the rest was not removed"))
+    elif found.kind == "run":
+        facts += list(_so_far(found))
+    else:
+        facts.append(("finished", "nothing that another run could take over"))
+    facts.append(("on the disk", format_size(found.disk_bytes)))
+    if found.foreign:
+        facts.append(("not shardkit's", f"{listed([*map(escape, found.foreign)])}; this stays"))
+    return facts
+
+
+def _whose(found: Leftover) -> str:
+    return f"process {found.pid}" + (f" on {escape(found.host)}" if found.host else "")
+
+
+def _so_far(found: Leftover) -> Iterator[tuple[str, str]]:
+    if found.num_weights:
+        yield "factors", f"of {found.finished_weights} of {count(found.num_weights, 'weight')}"
+    if found.num_files:
+        yield (
+            "finished",
+            f"{found.finished_files} of {count(found.num_files, 'file')}, {format_size(found.finished_bytes)} of "
+            f"{format_size(found.file_bytes)}",
+        )
+    else:
+        yield "finished", f"{count(found.finished_files, 'file')}, {format_size(found.finished_bytes)}"
+    if found.owner != "alive":
+        # A file says it, and it has to be whole.
+        command = found.command if found.command.isprintable() else ""
+        yield "goes on with", command or "the call that began it"
+
+
+def refuse(path: str) -> None:
+    """Refuse the directory of a run that has not ended, where a model or a checkpoint is expected.
+
+    Raises:
+        SourceError: it is one.
+    """
+    parts = destination_of_parts(storage.absolute(path))
+    if parts is not None:
+        raise SourceError(
+            f"{escape(path)} is no checkpoint: the parts of a job write there, or have written",
+            hint=f"`shardkit status {in_shell(parts)}` says how far they are",
+        )
+    found = leftover_at(path)
+    if found is None:
+        return
+    output = destination_of(found.staging)
+    raise SourceError(
+        f"{escape(path)} is no checkpoint: a run works there"
+        if found.owner == "alive"
+        else f"{escape(path)} is no checkpoint: it is what a run left that did not end",
+        problems=[f"{label}: {text}" for label, text in describe(found)],
+        hint=f"`shardkit status {in_shell(output or '')}` shows all of them, and removes them with `--abort`",
+    )

@@ -1,0 +1,215 @@
+"""What killed runs leave is found, described and removed; nothing of a living run, and nothing that is somebody else's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import shardkit
+from shardkit.cli import main
+from shardkit.errors import SourceError
+from shardkit.files.staging import Staging
+from tests.torture.harness import Place, Scenario, Scenarios, Server
+
+VERBS = ("preshard two jobs", "consolidate", "reshard two jobs")
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(main, args, prog_name="shardkit")
+
+
+def killed(
+    scenario: Scenario, server: Server, path: Path, share: float = 0.6, *, overwrite: bool = False
+) -> Place:
+    """Kill a run after this share of its calls."""
+    place = Place(scenario, path)
+    if overwrite:
+        shardkit_old(place)
+    fault = {"at": int(scenario.num_calls * share), "do": "kill"}
+    assert scenario.run(server, place.out, overwrite=overwrite, fault=fault).code == -9
+    assert len(place.staging()) == 1
+    return place
+
+
+def shardkit_old(place: Place) -> None:
+    from tests.torture.harness import restore
+
+    restore(place.out, place.scenario.old)
+
+
+def renamed_to_another_host(left: Path) -> Path:
+    """Let the directory be one of a process on another host."""
+    head, _, token = left.name.rpartition(".shardkit-")
+    other = left.with_name(f"{head}.shardkit-01234567-{token.partition('-')[2]}")
+    return left.rename(other)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_status_says_how_far_it_came_and_what_goes_on(
+    name: str, found: Scenarios, server: Server, place: Path
+) -> None:
+    killed_place = killed(found[name], server, place)
+    (left,) = killed_place.staging()
+    told = shardkit.status(killed_place.out)
+    (each,) = told.runs
+    assert (each.staging, each.owner, each.kind, each.verb) == (str(left), "dead", "run", name.split()[0])
+    assert 0 < each.num_files
+    assert 0 <= each.finished_files <= each.num_files
+    assert each.foreign == ()
+    assert not told.is_there
+    shown = run("status", str(killed_place.out))
+    assert shown.exit_code == 0
+    assert each.command in shown.stdout
+    assert f"{each.finished_files} of {each.num_files} file" in shown.stdout
+    # What it says goes on does, where that run ended.
+    again = server(each.command.split()[1:])
+    assert again.code == 0, again.err
+    killed_place.check_is(found[name].expected)
+    assert killed_place.staging() == []
+    assert shardkit.status(killed_place.out).runs == ()
+    killed_place.remove()
+
+
+@pytest.mark.parametrize("way", ["gc", "gc of the directory", "abort"])
+def test_it_goes_when_asked(way: str, found: Scenarios, server: Server, place: Path) -> None:
+    there = killed(found["preshard"], server, place)
+    (left,) = there.staging()
+    out = str(there.out)
+    assert run("gc", out, "-n").exit_code == 0
+    assert there.staging() == [left]
+    args = {"gc": ("gc", out), "gc of the directory": ("gc", str(left)), "abort": ("status", out, "--abort")}
+    shown = run(*args[way])
+    assert shown.exit_code == 0, shown.stderr
+    assert "removed" in shown.stdout
+    assert str(left) in shown.stdout
+    assert there.staging() == []
+    assert not there.out.exists()
+    there.remove()
+
+
+def test_inspect_says_what_it_is_and_nothing_takes_it(found: Scenarios, server: Server, place: Path) -> None:
+    there = killed(found["preshard"], server, place)
+    (left,) = there.staging()
+    result = shardkit.inspect(left)
+    assert (result.kind, result.format, result.num_tensors) == ("unfinished", "preshard", 0)
+    assert result.run is not None
+    assert result.run.owner == "dead"
+    shown = run("inspect", str(left))
+    assert shown.exit_code == 0
+    assert "no checkpoint: a run left it that did not end" in shown.stdout
+    assert f"shardkit status {there.out}" in shown.stdout
+    with pytest.raises(SourceError, match="it is what a run left that did not end"):
+        shardkit.consolidate(left, there.path / "model")
+    there.remove()
+
+
+def test_what_is_somebody_elses_is_named_and_stays(found: Scenarios, server: Server, place: Path) -> None:
+    there = killed(found["reshard"], server, place, 0.9)
+    (left,) = there.staging()
+    for name in ("notes.txt", "data/mine/results.csv", "data/optimizer.bin"):
+        (left / name).parent.mkdir(exist_ok=True)
+        (left / name).write_bytes(b"mine")
+    before = {"notes.txt", "data/mine/results.csv", "data/optimizer.bin"}
+    assert {*shardkit.status(there.out).runs[0].foreign} == before
+    shown = run("gc", str(there.out))
+    assert shown.exit_code == 0
+    assert all(name in shown.stderr for name in before)
+    assert {str(file.relative_to(left)) for file in left.rglob("*") if file.is_file()} == before
+    assert {*shardkit.status(there.out, abort=True).runs[0].foreign} == before
+    assert (left / "data/optimizer.bin").read_bytes() == b"mine"
+    there.remove()
+
+
+def test_of_another_host_it_is_named_first(found: Scenarios, server: Server, place: Path) -> None:
+    there = killed(found["preshard"], server, place)
+    left = renamed_to_another_host(there.staging()[0])
+    assert shardkit.gc(there.out).runs[0].is_removed is False
+    assert there.staging() == [left]
+    (each,) = shardkit.status(there.out).runs
+    assert each.owner == "unknown"
+    assert f"--resume-from {left}" in each.command
+    told = list[str]()
+
+    def on_warning(text: str) -> None:
+        assert there.staging() == [left], "it was removed before it was named"
+        told.append(text)
+
+    result = shardkit.status(there.out, abort=True, on_warning=on_warning)
+    assert result.aborted
+    assert (
+        f"process {each.pid} on {os.uname().nodename}, which wrote there last at {each.last_written}"
+        in told[0]
+    )
+    assert there.staging() == []
+    there.remove()
+
+
+def test_a_living_run_stays(found: Scenarios, server: Server, place: Path) -> None:
+    there = Place(found["preshard"], place)
+    at_work = Staging.create(str(there.out))
+    for args in (("gc", str(there.out)), ("status", str(there.out), "--abort")):
+        shown = run(*args)
+        assert shown.exit_code == 0
+        assert "is at work; stop it first" in shown.stderr
+        assert there.staging() == [Path(at_work.path)]
+    assert shardkit.inspect(at_work.path).run.owner == "alive"  # type: ignore[union-attr]
+    at_work.discard()
+    there.remove()
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_the_old_output_is_never_lost(exchange: bool, found: Scenarios, server: Server, place: Path) -> None:
+    """Killed at any call near the exchange: the destination is whole afterwards, whoever removes the rest."""
+    scenario = found["preshard"]
+    there = Place(scenario, place)
+    for before_end in range(2, 40, 3):
+        shardkit_old(there)
+        (there.out / "extra.txt").write_bytes(b"of the user")
+        fault = {"at": scenario.num_calls + 20 - before_end, "do": "kill"}
+        scenario.run(server, there.out, overwrite=True, exchange=exchange, fault=fault)
+        shardkit.status(there.out, abort=True)
+        old = {**scenario.old, "extra.txt": b"of the user"}
+        if there.check_is(old, scenario.expected) == scenario.expected:
+            kept = [file for left in there.staging() for file in left.rglob("extra.txt")]
+            assert all(file.read_bytes() == b"of the user" for file in kept)
+        for left in there.staging():
+            for file in left.rglob("*"):
+                assert file.is_dir() or file.name in ("extra.txt", "of a larger one"), file
+        there.remove()
+        there = Place(scenario, place)
+
+
+def test_what_cannot_go_back_is_kept_and_named(found: Scenarios, server: Server, place: Path) -> None:
+    there = killed(found["preshard"], server, place)
+    (left,) = there.staging()
+    (left / "data.old").mkdir()
+    (left / "data.old" / "of the user").write_bytes(b"old")
+    there.out.mkdir()
+    (there.out / "new").write_bytes(b"new")
+    for args in (("gc", str(there.out)), ("status", str(there.out), "--abort")):
+        shown = run(*args)
+        assert shown.exit_code == 2
+        assert f"{left}, with what was there before in data.old" in shown.stderr
+        assert (left / "data.old" / "of the user").read_bytes() == b"old"
+    there.remove()
+
+
+def test_what_parts_share_is_no_checkpoint_either(found: Scenarios, server: Server, place: Path) -> None:
+    there = Place(found["preshard"], place)
+    assert found["preshard"].run(server, there.out, extra=["--part", "1/2"]).code == 0
+    (shared,) = there.staging()
+    for args in (
+        ("inspect", str(shared)),
+        ("verify", str(shared)),
+        ("consolidate", str(shared), str(place / "model")),
+    ):
+        shown = run(*args)
+        assert shown.exit_code == 3
+        assert (
+            f"the parts of a job write there, or have written\nhint: `shardkit status {there.out}`"
+            in shown.stderr
+        )
+    there.remove()
