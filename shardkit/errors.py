@@ -38,7 +38,7 @@ FLAGS = frozenset(
 """Options without a value that functions have as arguments."""
 VALUED = frozenset(
     "--adapter-config --add-prefix --against --answers --ask-class --atol --attribute --base --base-revision --branch "
-    "--check-source --device --digest --dtype --dtype-rule --exclude --executor --hub --include --jobs --keys --layout "
+    "--check-source --device --digest --dtype --dtype-rule --exclude --executor --fill-from-base --hub --include --jobs --keys --layout "
     "--manifest-file --max-memory --max-shard-size --mesh --names --num-parts --optimizer-dtype --osft --output "
     "--parallel-rule --part --profile --push-to-hub --read --rename --resume-from --revision --root --rtol --seed "
     "--sort --source-manifest --stages --strip-prefix --variant --wait --weights --world-size --wrap".split()

@@ -358,6 +358,12 @@ naming = group(
     click.option("--add-prefix", default="", metavar="PREFIX", help="Put this before every name."),
     click.option("--rename", multiple=True, metavar="REGEX=REPL", help="Rename, in order; repeatable."),
     globs,
+    click.option(
+        "--fill-from-base",
+        multiple=True,
+        metavar="GLOB",
+        help="Take what the checkpoint lacks of these from the base: whole parts alone; repeatable.",
+    ),
     click.option("--allow-missing", is_flag=True, help="Allow tensors of the base to be missing."),
     click.option("--allow-unexpected", is_flag=True, help="Allow tensors that the base does not have."),
 )

@@ -12,11 +12,13 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from glob import escape as escape_glob
 from typing import Any
 
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
+from shardkit.keys.names import Segments, is_number, join, split
 from shardkit.keys.renaming import is_computed
 
 # One telling name of each; the first that matches decides.
@@ -234,3 +236,44 @@ def compare_with_base(
             if name in base and tuple(base[name]) != tuple(shape)
         ),
     )
+
+
+def torn_parts(missing: Collection[str], held: Collection[str]) -> dict[str, str]:
+    """Return the part that each missing name stands in, if others of that part are there.
+
+    A part is a whole list of blocks or experts, the outermost; elsewhere the largest module without such a list.
+    Tensors that lie directly in one module belong together too.
+
+    Args:
+        missing: names of the base that are to come from elsewhere.
+        held: names of the base that are there.
+    """
+    paths = {name: split(name) for name in (*missing, *held)}
+    above_lists = {path[:at] for path in paths.values() for at in range(_first_number(path) + 1)}
+    there = {paths[name][:depth] for name in held for depth in range(len(paths[name]))}
+    parents = {paths[name][:-1] for name in held}
+    found = dict[str, str]()
+    for name in missing:
+        path = paths[name]
+        at = _first_number(path)
+        without = (path[:depth] for depth in range(1, len(path)) if path[:depth] not in above_lists)
+        part = path[:at] if at >= 0 else next(without, path)
+        if part in there or path[:-1] in parents:
+            found[name] = join(part if part in there else path[:-1])
+    return found
+
+
+def whole_parts(missing: Collection[str], held: Collection[str]) -> list[str]:
+    """Return globs of missing names, each for the largest module of which nothing is there; arguments as above."""
+    there = {path[:depth] for path in map(split, held) for depth in range(1, len(path))}
+    globs = list[str]()
+    for name in missing:
+        path = split(name)
+        module = next((path[:depth] for depth in range(1, len(path)) if path[:depth] not in there), None)
+        globs.append(escape_glob(name) if module is None else f"{escape_glob(join(module))}.*")
+    return list(dict.fromkeys(globs))
+
+
+def _first_number(path: Segments) -> int:
+    """Return the place of the first index of a list in a name; -1 if there is none."""
+    return next((at for at, segment in enumerate(path) if is_number(segment)), -1)

@@ -84,7 +84,9 @@ class _NoWay(Exception):
     """No renaming by prefixes fits."""
 
 
-def rename_to_base(ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> Renaming:
+def rename_to_base(
+    ours: Mapping[str, Shape], base: Mapping[str, Shape], *, is_part: bool = False
+) -> Renaming:
     """Find out how a model's names become those of its base, one to one and with equal shapes.
 
     Either side may lack a copy of a tied tensor.
@@ -92,15 +94,20 @@ def rename_to_base(ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> Rena
     Args:
         ours: shape by name in the model.
         base: shape by name in the base.
+        is_part: the base may have more tensors, as the model may be a part of it: below one other prefix. Names that it
+            shares with the base stay.
 
     Returns:
         A renaming without names if both sides are equal, no prefixes fit, or several do.
     """
     sides = _Sides(ours, base)
-    if not sides.may_fit():
+    if not sides.may_fit(is_part=is_part):
         return Renaming()
     try:
-        chosen = _choose(sides, _groups(sides))
+        groups = [group for group in _groups(sides) if not (is_part and group.is_copy)]
+        if is_part and (len(groups) != 1 or len(groups[0].names) == 1):  # one tensor may fit anywhere
+            return Renaming()
+        chosen = _choose(sides, groups)
     except _NoWay:
         return Renaming()
     if chosen is None:
@@ -109,7 +116,7 @@ def rename_to_base(ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> Rena
         join(path): join((*new, *path[len(group.old) :])) for group, new in chosen for path in group.names
     }
     outputs = {names.get(name, name) for name in ours}
-    if len(outputs) != len(ours) or not outputs >= base.keys() - sides.base_copies:
+    if len(outputs) != len(ours) or not (is_part or outputs >= base.keys() - sides.base_copies):
         return Renaming()
     return Renaming(names=names, rules=_sorted(_rule(group, new) for group, new in chosen))
 
@@ -185,14 +192,15 @@ class _Sides:
             kind = _kind(name, base[name], name in self.base_copies)
             self._by_kind.setdefault(kind, []).append(split(name))
 
-    def may_fit(self) -> bool:
-        """True if as many tensors of each kind need a name as the base has to give; quick."""
+    def may_fit(self, *, is_part: bool) -> bool:
+        """True if as many tensors of each kind need a name as the base has to give, or fewer for a part; quick."""
         if not self.left or not self.free or any(name.endswith(".") for name in self.left):
             return False
         if any(tuple(self.base[name]) != tuple(self.ours[name]) for name in self.ours.keys() - self.left):
             return False
         kinds = Counter(_kind(name, self.ours[name], False) for name in self.left - self.our_copies)
-        return kinds == Counter(_kind(name, self.base[name], False) for name in self.free - self.base_copies)
+        theirs = Counter(_kind(name, self.base[name], False) for name in self.free - self.base_copies)
+        return kinds == theirs or (is_part and kinds <= theirs)
 
     def targets(self, level: Sequence[Segments], depth: int) -> list[Segments]:
         """Return every prefix of the base that has all these names below it, without their own prefix."""
@@ -348,6 +356,8 @@ def name_as_hub(
     shapes: Mapping[str, Shape],
     key_rules: Sequence[KeyRule] | None,
     base: Mapping[str, Shape] | None,
+    *,
+    is_part: bool = False,
 ) -> HubNames:
     """Return the Hub's name of every tensor, by recorded rules and by the base's names and shapes.
 
@@ -356,13 +366,14 @@ def name_as_hub(
         shapes: by stored name, of all tensors.
         key_rules: recorded rules, or None.
         base: shape by name in the base, or None.
+        is_part: the model may be a part of the base.
     """
     names, is_ambiguous = dict(found), False
     if len(set(names.values())) == len(names):  # else it will be refused
         recorded = apply_key_rules(key_rules or (), names.values()).names
         names = {stored: recorded.get(name, name) for stored, name in names.items()}
         if base is not None:
-            names, is_ambiguous = _as_base(names, shapes, base)
+            names, is_ambiguous = _as_base(names, shapes, base, is_part=is_part)
     warning = (
         "the names are not the base's, and several renamings of prefixes would make them so: they were left as they "
         "are; choose one with --rename"
@@ -376,16 +387,16 @@ def name_as_hub(
 
 
 def _as_base(
-    names: Mapping[str, str], shapes: Mapping[str, Shape], base: Mapping[str, Shape]
+    names: Mapping[str, str], shapes: Mapping[str, Shape], base: Mapping[str, Shape], *, is_part: bool
 ) -> tuple[dict[str, str], bool]:
     """Return the base's names where only prefixes or its age differ, and whether several renamings fit."""
     spelled = {modern_name(name): name for name in base}
     modern = {stored: modern_name(name) for stored, name in names.items()}
     theirs = {name: base[old] for name, old in spelled.items()}
     ours = {name: shapes[stored] for stored, name in modern.items()}
-    fit = rename_to_base(ours, theirs)
+    fit = rename_to_base(ours, theirs, is_part=is_part)
     if not fit.names:
-        fit = rename_to_base(_needed(ours), _needed(theirs))
+        fit = rename_to_base(_needed(ours), _needed(theirs), is_part=is_part)
 
     def name_of(stored: str) -> str:
         name = fit.names.get(modern[stored], modern[stored])

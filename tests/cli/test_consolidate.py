@@ -165,7 +165,7 @@ def test_options_reach_the_library(run, monkeypatch):
     flags = (
         "--base org/m --base-revision r --dtype base --dtype-rule g*=fp32 --max-shard-size 1GB --single-file --weights ema --root a.b "
         "--strip-prefix p --strip-prefix q --add-prefix z --rename a=b --rename c=d --include i* --exclude e* "
-        "--allow-missing --allow-unexpected --keys k.toml --ask-class off --dequantize --keep-factors --merge-lora --adapter-config f --check --manifest --push-to-hub me/m "
+        "--fill-from-base v* --allow-missing --allow-unexpected --keys k.toml --ask-class off --dequantize --keep-factors --merge-lora --adapter-config f --check --manifest --push-to-hub me/m "
         "--private --branch dev --overwrite --strict --follow-links -n --no-resume --digest none --jobs 3 --max-memory 1GB --json"
     )
     assert run("consolidate", "last.ckpt", "out", *flags.split()).exit_code == 0
@@ -187,6 +187,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "rename": ("a=b", "c=d"),
         "include": ("i*",),
         "exclude": ("e*",),
+        "fill_from_base": ("v*",),
         "allow_missing": True,
         "allow_unexpected": True,
         "keys": "k.toml",

@@ -40,6 +40,7 @@ SURFACE = {
         "--dtype-rule",
         "--exclude",
         "--executor",
+        "--fill-from-base",
         "--follow-links",
         "--include",
         "--jobs",

@@ -57,6 +57,24 @@ def test_a_tied_head_may_be_missing_on_either_side(has_head: bool, base_has_head
     assert len(found.names) == len(TEXT) + (moved is not None)
 
 
+@pytest.mark.parametrize(
+    ("ours", "base", "rules"),
+    [
+        (below("model.", TEXT), [*below("thinker.model.", TEXT), *below("talker.", TOWER)], [""]),
+        (TEXT, [*below("model.text.", TEXT), *below("model.visual.", TOWER)], [""]),
+        (TEXT, [*below("thinker.", TEXT), *below("talker.", TEXT)], []),  # two places
+        (["norm.weight"], [*below("text.", TEXT), *below("visual.", TOWER)], []),  # may be anything's
+        ([*TEXT, "value.weight"], [*below("text.", TEXT), *below("visual.", TOWER)], []),
+        ([*below("a.", TEXT), *below("b.", TOWER)], [*below("x.", TEXT), *below("y.", [*TOWER, "z.w"])], []),
+    ],
+)
+def test_a_part_of_the_base_has_one_place(ours: list[str], base: list[str], rules: list[str]) -> None:
+    found = rename_to_base(shaped(ours), shaped(base), is_part=True)
+    assert [rule.old for rule in found.rules] == rules
+    assert not rename_to_base(shaped(ours), shaped(base)).names
+    assert not found.is_ambiguous or not rules
+
+
 def test_prefixes_come_and_go() -> None:
     assert rename_to_base(shaped(TEXT), shaped(below("model.", TEXT))).rules == (KeyRule("", "model.", 8),)
     assert rename_to_base(shaped(below("a.b.", TEXT)), shaped(TEXT)).rules == (KeyRule("a.b.", "", 8),)

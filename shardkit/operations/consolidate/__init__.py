@@ -61,6 +61,7 @@ def consolidate(
     rename: Sequence[str] = (),
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    fill_from_base: Sequence[str] = (),
     allow_missing: bool = False,
     allow_unexpected: bool = False,
     keys: str | os.PathLike[str] = "auto",
@@ -118,6 +119,8 @@ def consolidate(
         rename: REGEX=REPL, in order.
         include: globs; only these tensors are written.
         exclude: globs; these tensors are not written.
+        fill_from_base: globs of the base's names. What the checkpoint lacks of them is taken from `base`, as it is, if
+            the checkpoint holds a part of its model. Only whole parts: no layer of a stack, no expert.
         allow_missing: tensors of the base may be missing.
         allow_unexpected: there may be tensors that the base does not have.
         keys: rules that turn a trainer's own names into the Hub's: "auto" takes a set that shardkit has, if one knows
@@ -182,6 +185,7 @@ def consolidate(
     )
     options = JobOptions(
         naming=naming,
+        fill_from_base=tuple(fill_from_base),
         allow_missing=allow_missing,
         allow_unexpected=allow_unexpected,
         dtype=dtype,
@@ -512,6 +516,8 @@ class ConsolidateResult(WriteResult):
     """The checkpoint was compared with the checksums in it before a byte moved."""
     pushed_to: str | None
     """Address of the repo on the Hub."""
+    from_base: tuple[str, ...] = ()
+    """Names of the tensors that were taken from the base."""
     unloadable: tuple[str, ...] = ()
     """Why `from_pretrained` would not load all weights of the output; in `warnings` too."""
     held_against: str | None = None
@@ -604,6 +610,7 @@ def _result(
         assets=tuple(sorted([each.name for each in job.assets] + [each.file for each in job.modules])),
         ties=tuple((kept, dropped) for dropped, kept in job.ties.dropped.items()),
         untied=job.ties.diverged,
+        from_base=job.fit.carried,
         cast=job.options.dtype,
         dtypes=tuple(count_dtypes((tensor.dtype.name, tensor.nbytes) for tensor in job.tensors)),
         num_tensors=len(job.tensors),

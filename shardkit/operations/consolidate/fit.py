@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape, listed, suggestions
+from shardkit.core.text import count, escape, in_shell, listed, suggestions
 from shardkit.errors import LayoutError
-from shardkit.formats.hub.base import Base, refuse_adapter
-from shardkit.keys.check import BaseComparison, compare_with_base, holds_fused_experts
+from shardkit.formats.hub.base import Base, holds_equal, refuse_adapter
+from shardkit.keys.check import (
+    BaseComparison,
+    compare_with_base,
+    holds_fused_experts,
+    torn_parts,
+    whole_parts,
+)
 from shardkit.keys.quantised import method_of
+from shardkit.keys.ties import tied_names
 from shardkit.layout.traced import ModelNames
 
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
@@ -35,7 +44,8 @@ class Fit:
     is_whole: bool = False
     """The base's weights are known, and the output has all of them."""
     carried: tuple[str, ...] = ()
-    """Names of the base that the trained model has no place for; the output has the base's own bytes."""
+    """Names of the base whose own bytes the output has: the trained model has no place for them, or a person asked for
+    them."""
 
 
 def base_shapes(base: Base | None) -> dict[str, Shape] | None:
@@ -51,6 +61,8 @@ def check_fit(
     ties: Iterable[Collection[str]],
     asked: ModelNames | None,
     *,
+    checkpoint: str,
+    fill: Sequence[str] = (),
     allow_missing: bool,
     allow_unexpected: bool,
     is_part: bool,
@@ -62,6 +74,8 @@ def check_fit(
         base: None, or one without known tensors, has nothing to compare with.
         ties: groups of names that are one parameter.
         asked: what the model's class says of the base's names, where it was asked.
+        checkpoint: its path, for a command that a hint shows.
+        fill: globs of names to take from the base, if the output lacks them.
         allow_missing: names of the base may be missing.
         allow_unexpected: there may be others.
         is_part: a person asked for a part of the model.
@@ -69,7 +83,7 @@ def check_fit(
     Raises:
         SourceError: the given base is an adapter.
         LayoutError: the given base is quantised in a way that is not known here; or lists every name that is missing,
-            unexpected or of another shape.
+            unexpected or of another shape, and what is asked of the base but is no part by itself.
     """
     if base is not None and base.is_given:
         _refuse_no_plain_model(base)
@@ -78,19 +92,23 @@ def check_fit(
         return Fit()
     label = escape(base.label)
     found, carried, said = _explain(compare_with_base(shapes, theirs, ties=ties), theirs, asked, label)
+    is_here = base.catalog is not None and not is_part
     if carried:
-        is_here = base.catalog is not None and not is_part
         what = f"taken from {label} as they are" if is_here else "not written"
         said.append(f"{what}, the model computes them or has no place for them: {listed(carried)}")
-        carried = carried if is_here else []
+    filling = _fill(found.missing, base, frozenset(carried), fill)
+    found = replace(found, missing=filling.left)
+    said += [*filling.notes(fill, label)]
+    carried = [*(carried if is_here else ()), *filling.names]
     fit = Fit(notes=tuple(said), is_whole=not (found.missing or found.wrong_shapes), carried=tuple(carried))
-    if found.is_equal:
+    if found.is_equal and not filling.refused:
         return replace(fit, notes=(f"names and shapes are the same as in {label}", *said))
     if not base.is_given:
         told = tuple(_differences(found, f"the weights in {label}"))
         num_lost = 1 if found.missing else 0
         return replace(fit, missing=told[:num_lost], warnings=told[num_lost:])
     problems = [
+        *filling.refused,
         *([] if allow_missing else _misfits("missing", found.missing, found.unexpected)),
         *([] if allow_unexpected else _misfits("unexpected", found.unexpected, found.missing)),
         *(
@@ -101,9 +119,86 @@ def check_fit(
     LayoutError.raise_for(
         problems,
         f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
-        hint=_FUSED if holds_fused_experts(found.unexpected) else _OTHER_NAMES,
+        hint=_hint(found, filling, base, checkpoint, fill),
     )
     return replace(fit, notes=(*_differences(found, label), *said))
+
+
+class _Filling(NamedTuple):
+    """What is taken from the base because a person asked for it."""
+
+    names: tuple[str, ...]
+    """Names of the base."""
+    held: frozenset[str]
+    """Those that the output has from the checkpoint."""
+    left: tuple[str, ...]
+    """Those that are missing, and nobody asked for."""
+    refused: tuple[str, ...] = ()
+    """Why others that a person asked for are not taken."""
+
+    def notes(self, fill: Iterable[str], label: str) -> Iterator[str]:
+        """Yield what to tell; `fill` are the globs."""
+        if self.names:
+            parts = listed(whole_parts(self.names, self.held))
+            yield f"taken from {label} as they are: {count(len(self.names), 'tensor')}: {parts}"
+        for glob in fill:
+            if not any(fnmatchcase(name, glob) for name in self.names):
+                yield f"--fill-from-base {escape(glob)!r} matches no tensor that is missing"
+
+
+def _fill(missing: Collection[str], base: Base, carried: Collection[str], fill: Sequence[str]) -> _Filling:
+    """Decide which tensors a checkpoint that holds a part of the base's model gets from the base.
+
+    Args:
+        missing: names of the base that the output lacks.
+        base: with known tensors.
+        carried: other names that the base gives.
+        fill: globs that a person gave.
+    """
+    assert base.tensors is not None
+    held = frozenset(base.tensors.keys() - set(missing) - set(carried))
+    wanted = {name: None for name in missing if any(fnmatchcase(name, glob) for glob in fill)}
+    left = [name for name in missing if name not in wanted]
+    torn = {
+        name: f"others of {escape(part) or 'the model'} would not come from the base"
+        for name, part in torn_parts(wanted, [*held, *left]).items()
+    }
+    if not held:
+        torn = dict.fromkeys(wanted, "the checkpoint has no tensor of the base")
+    for name, keeper in _tied_in(base, wanted, held) if wanted else ():
+        torn[name] = f"the base has the same bytes under {escape(keeper)}, which is in the checkpoint"
+    return _Filling(
+        names=tuple(name for name in wanted if name not in torn),
+        held=held,
+        left=tuple(left),
+        refused=tuple(f"no part by itself: {escape(name)}: {why}" for name, why in torn.items()),
+    )
+
+
+def _tied_in(base: Base, wanted: Collection[str], held: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield names that are to be taken from a base, with the equal one that they may be tied to."""
+    for name, keepers, _ in tied_names(base_shapes(base) or {}):
+        for one, other in (
+            (one, other) for keeper in keepers for one, other in ((name, keeper), (keeper, name))
+        ):
+            if one in wanted and other in held and holds_equal(base, one, other):
+                yield one, other
+
+
+def _hint(found: BaseComparison, filling: _Filling, base: Base, checkpoint: str, fill: Sequence[str]) -> str:
+    """Return what to do about a checkpoint that does not fit: a part of a larger model can be filled up."""
+    if filling.refused:
+        return "only whole parts are taken from the base, no layer of a stack and no tensor of a module"
+    if holds_fused_experts(found.unexpected):
+        return _FUSED
+    if found.unexpected or found.wrong_shapes or torn_parts(found.missing, filling.held):
+        return _OTHER_NAMES
+    globs = [*fill, *whole_parts(found.missing, filling.held)]
+    options = " ".join(f"--fill-from-base {in_shell(glob)}" for glob in globs)
+    if base.catalog is None:
+        return f"{options} takes them from a base on this machine: `hf download {in_shell(base.label)}` brings it here"
+    command = f"shardkit consolidate {in_shell(checkpoint)} --base {in_shell(base.label)} {options}"
+    return f"if they were not trained, take them from the base as they are: `{command}`"
 
 
 def _refuse_no_plain_model(base: Base) -> None:

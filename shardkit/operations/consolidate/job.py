@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
 
 from shardkit.core.catalog import Catalog, renumber, subset
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.core.threads import OnStep, silent
 from shardkit.errors import LayoutError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest
@@ -24,6 +25,7 @@ from shardkit.formats.hub.assets import CONFIG
 from shardkit.formats.hub.base import (
     SAVED_ROOT,
     Base,
+    BaseTensor,
     files_of,
     holds_equal,
     holds_hub_names,
@@ -90,6 +92,8 @@ class JobOptions:
 
     naming: Naming
     """Which tensors are wanted, and what becomes of their names."""
+    fill_from_base: tuple[str, ...] = ()
+    """Globs of the base's names: what the checkpoint lacks of them is taken from the base."""
     allow_missing: bool = False
     """Tensors of the base may be missing."""
     allow_unexpected: bool = False
@@ -349,7 +353,7 @@ def _name(
     )
     selection, chosen = _choose(checkpoint, base, options, sieve, select)
     chosen, answer, by_class = _name_as_saved(chosen, selection, checkpoint, base, options, on_step)
-    chosen, ties, fit, renamed = _fit(chosen, selection, base, options, sieve, ask)
+    chosen, ties, fit, renamed = _fit(chosen, selection, checkpoint, base, options, sieve, ask)
     selection = sieve.tell(selection, chosen)
     selection = replace(selection, renamed=(*selection.renamed, *by_class, *renamed))
     chosen = replace(chosen, names=_in_order(chosen.names, base_shapes(base)) or chosen.names)
@@ -648,6 +652,7 @@ def _refuse_objects(objects: Sequence[str], selection: Selection) -> None:
 def _fit(
     chosen: Chosen,
     selection: Selection,
+    checkpoint: Checkpoint,
     base: Base | None,
     options: JobOptions,
     sieve: Sieve,
@@ -660,6 +665,8 @@ def _fit(
         an adapter.
     """
     if chosen.kind == "adapter":
+        if options.fill_from_base:
+            raise UsageError("--fill-from-base is about a model, and the checkpoint holds an adapter")
         return chosen, _NO_TIES, Fit(), ()
     asked, renamed = sieve.asked, tuple[KeyRule, ...]()
     if asked is None:
@@ -668,29 +675,98 @@ def _fit(
         if base is not None and _may_ask(shapes, base, groups):
             asked = ask(base)
     if base is not None and base.tensors is not None and asked is not None:
-        if not options.naming.changes_names:
-            chosen = _take_apart(chosen, selection.live, asked.converted)
-            named = _name_by_class(chosen.names, selection.live, base, asked)
-            chosen, renamed = replace(chosen, names=named.names), named.rules
+        chosen, renamed = _fit_class(chosen, selection, base, options, asked)
         if sieve.asked is not None:
             chosen = sieve.sift(chosen, selection)
-        unsaved = [
-            name for name in chosen.names.values() if name in asked.unsaved and name not in base.tensors
-        ]
-        kept = {source: name for source, name in chosen.names.items() if name not in unsaved}
-        notes = [f"not written, the model computes them: {listed(unsaved)}"] if unsaved else []
-        chosen = replace(chosen, names=kept, notes=(*chosen.notes, *notes))
+        ties, shapes, groups = _ties(chosen, base, asked)
+    if base is not None and _may_be_part(shapes, base, options):
+        named = _name_part(chosen.names, chosen.catalog, *_wholes(base_shapes(base) or {}, {}, options))
+        chosen, renamed = replace(chosen, names=named.names), (*renamed, *named.rules)
         ties, shapes, groups = _ties(chosen, base, asked)
     fit = check_fit(
         shapes,
         base,
         groups,
         asked,
+        checkpoint=checkpoint.path,
+        fill=options.fill_from_base,
         allow_missing=options.allow_missing,
         allow_unexpected=options.allow_unexpected,
         is_part=options.naming.chooses_part,
     )
     return _carry(chosen, base, fit.carried), ties, fit, renamed
+
+
+def _fit_class(
+    chosen: Chosen, selection: Selection, base: Base, options: JobOptions, asked: ModelNames
+) -> tuple[Chosen, tuple[KeyRule, ...]]:
+    """Return what is written as the base's class has it in its files, and the rules by which it renamed tensors."""
+    assert base.tensors is not None
+    rules = tuple[KeyRule, ...]()
+    if not options.naming.changes_names:
+        live = selection.live
+        if _may_be_part(_shapes_in(chosen), base, options):
+            live = _live_in_whole(chosen, live, base.tensors, options, asked)
+        chosen = _take_apart(chosen, live, asked.converted)
+        named = _name_by_class(chosen.names, live, base, asked)
+        chosen, rules = replace(chosen, names=named.names), named.rules
+    unsaved = [name for name in chosen.names.values() if name in asked.unsaved and name not in base.tensors]
+    kept = {source: name for source, name in chosen.names.items() if name not in unsaved}
+    notes = [f"not written, the model computes them: {listed(unsaved)}"] if unsaved else []
+    return replace(chosen, names=kept, notes=(*chosen.notes, *notes)), rules
+
+
+def _shapes_in(chosen: Chosen) -> dict[str, Shape]:
+    return {name: chosen.catalog.tensors[source].shape for source, name in chosen.names.items()}
+
+
+def _may_be_part(shapes: Mapping[str, Shape], base: Base, options: JobOptions) -> bool:
+    """True if names that a given base lacks may be those of a part of its model, with shorter prefixes."""
+    is_open = base.is_given and not (options.naming.changes_names or options.allow_unexpected)
+    return is_open and base.tensors is not None and not shapes.keys() <= base.tensors.keys()
+
+
+def _live_in_whole(
+    chosen: Chosen,
+    live: Mapping[str, str],
+    theirs: Mapping[str, BaseTensor],
+    options: JobOptions,
+    asked: ModelNames,
+) -> Mapping[str, str]:
+    """Return the names in memory that a part's tensors have in the whole model; `live` if it is no part.
+
+    Args:
+        chosen: what is written.
+        live: name in the catalog -> name in memory, in the part.
+        theirs: the base's tensors.
+        options: globs of names that the base gives are no part's.
+        asked: what the class of the whole model says.
+    """
+    found = {source: live.get(source, name) for source, name in chosen.names.items()}
+    whole = {fqn: made.shape for fqn, made in asked.converted.items()}
+    whole |= {fqn: theirs[name].shape for fqn, name in asked.names.items() if name in theirs}
+    named = _name_part(found, chosen.catalog, *_wholes(whole, asked.names, options))
+    return {**live, **named.names} if named.rules else live
+
+
+def _wholes(
+    whole: Mapping[str, Shape], names: Mapping[str, str], options: JobOptions
+) -> list[Mapping[str, Shape]]:
+    """Return tensors of a whole model, and those of them that are not to be taken from the base; `names` in its files."""
+    globs = options.fill_from_base
+    left = {
+        fqn: shape
+        for fqn, shape in whole.items()
+        if not any(fnmatchcase(names.get(fqn, fqn), glob) for glob in globs)
+    }
+    return [whole, left] if globs else [whole]
+
+
+def _name_part(names: Mapping[str, str], catalog: Catalog, *wholes: Mapping[str, Shape]) -> HubNames:
+    """Name a part's tensors as the first of several sets of names has them in one place; else leave them."""
+    shapes = {source: catalog.tensors[source].shape for source in names}
+    found = (name_as_hub(names, shapes, None, whole, is_part=True) for whole in wholes)
+    return next((each for each in found if each.rules), HubNames(dict(names), (), is_whole=False))
 
 
 def _ties(
@@ -774,11 +850,24 @@ def _check_options(checkpoint: Checkpoint, base: Base | None, options: JobOption
     check_choice(options.dtype, base)
     if (options.allow_missing or options.allow_unexpected) and (base is None or base.tensors is None):
         raise UsageError("--allow-missing and --allow-unexpected are about a base: name it with --base")
+    if options.fill_from_base:
+        _check_filled_from(base)
     reason = checkpoint.refused_weights.get(options.naming.weights)
     if reason is not None:
         raise SourceError(
             f"--weights {escape(options.naming.weights)}: {reason}",
             hint="leave --weights out to take the model's",
+        )
+
+
+def _check_filled_from(base: Base | None) -> None:
+    """Refuse to take tensors from a base that is not named, or not on this machine."""
+    if base is None or not base.is_given or base.tensors is None:
+        raise UsageError("--fill-from-base takes tensors of a base with weights: name it with --base")
+    if base.catalog is None:
+        raise UsageError(
+            f"--fill-from-base copies bytes of the base, and the weights of {escape(base.label)} are not on this machine",
+            hint=f"`hf download {in_shell(base.label)}` brings them here and prints the directory to give as --base",
         )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -70,6 +71,17 @@ def vision() -> Any:
     return transformers.LlavaForConditionalGeneration(config)
 
 
+def qwen3_5() -> Any:
+    config = transformers.Qwen3_5Config(
+        text_config={**SMALL, "layer_types": ["linear_attention", "full_attention", "full_attention"]}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+        | {"linear_value_head_dim": 8},
+        vision_config={"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2}
+        | {"out_hidden_size": 16, "num_position_embeddings": 16, "patch_size": 4},
+    )
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Write each model as transformers saves it."""
@@ -95,6 +107,23 @@ def loaded(output: Path) -> tuple[set[str], set[str]]:
         output, output_loading_info=True, ignore_mismatched_sizes=True
     )
     return set(said["missing_keys"]), {name for name, *_ in said["mismatched_keys"]}
+
+
+def test_the_language_model_of_a_vision_model(tmp_path: Path, fast_trace: None) -> None:
+    """The class has other prefixes for it, and no place for what foretells tokens: both are the base's affair."""
+    base, model = tmp_path / "base", qwen3_5()
+    model.save_pretrained(base)
+    stored = load_file(base / "model.safetensors") | {"mtp.norm.weight": torch.ones(16)}
+    save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
+    text = transformers.AutoModelForCausalLM.from_pretrained(base)
+    save({"model": {name: 3 * value for name, value in text.state_dict().items()}}, tmp_path / "step-3")
+    result = consolidate(tmp_path / "step-3", tmp_path / "out", base=base, fill_from_base=["model.visual.*"])
+    found, ours = load_file(tmp_path / "out" / "model.safetensors"), set(stored) - set(result.from_base)
+    assert set(result.from_base) == {name for name in stored if name.startswith(("mtp.", "model.visual."))}
+    assert found.keys() == stored.keys()
+    assert not [
+        name for name in found if not torch.equal(found[name], stored[name] * (3 if name in ours else 1))
+    ]
 
 
 def nothing(name: str) -> bool:
