@@ -221,7 +221,8 @@ def select_model(
         return name_as_hub(found, shapes, key_rules, base_shapes or None)
 
     is_free = naming.weights == "model" and naming.root is None and bool(base_shapes)
-    located, modules, hub = _name(source, located, base, name, may_widen=is_free and not naming.changes_names)
+    may_widen = is_free and not naming.changes_names
+    located, modules, hub = _name(source, located, base, base_shapes, name, may_widen=may_widen)
     _refuse_flat_parameters(located)
     waiting = {stored for stored, path in located.names.items() if join(path) in undecided}
     names, notes = apply_rules(rules, hub.names, waiting)
@@ -249,6 +250,7 @@ def _name(
     source: Source,
     located: Located,
     base: Collection[str] | None,
+    shapes: Mapping[str, Shape] | None,
     name: Callable[[Located], HubNames],
     *,
     may_widen: bool,
@@ -256,12 +258,13 @@ def _name(
     """Name the tensors that were located, or more than those.
 
     If the base's names differ from the model's in memory, a part of the model may match them best. Then the
-    whole model is taken, if it can be named like the base.
+    whole model is taken, if it can be named like the base, or if the part would lack what the base has a name for.
 
     Args:
         source: the checkpoint.
         located: what matches the base's names best.
         base: the base's names.
+        shapes: shape by name in the base, where they are known.
         name: names the tensors that were located.
         may_widen: whether more may be taken, because nobody said where the model begins.
 
@@ -277,9 +280,25 @@ def _name(
     except SourceError:  # there are several models, and the base tells which one
         return located, modules, named
     modules_of_whole = _without_modules(whole, base)
-    if whole.names.keys() > located.names.keys() and (better := name(whole)).is_whole:
-        return whole, modules_of_whole, better
+    left = {stored: path for stored, path in whole.names.items() if stored not in located.names}
+    if left and whole.names.keys() > located.names.keys():
+        better = name(whole)
+        if better.is_whole or (not named.is_whole and _have_place(source, left, shapes or {}, named)):
+            return whole, modules_of_whole, better
     return located, modules, named
+
+
+def _have_place(
+    source: Source, left: Mapping[str, Segments], base: Mapping[str, Shape], named: HubNames
+) -> bool:
+    """True if the base has a name for a tensor that would be left out: the same, below another prefix."""
+    taken, wanted = set(named.names.values()), {path: stored for stored, path in left.items()}
+    for name in base.keys() - taken:
+        path = split(name)
+        ends = (wanted.get(path[at:]) for at in range(len(path)))
+        if any(end is not None and tuple(source.tensors[end].shape) == tuple(base[name]) for end in ends):
+            return True
+    return False
 
 
 def _locate(source: Source, naming: Naming, rules: Rules, base: Collection[str] | None) -> Located:

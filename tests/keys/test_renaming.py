@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules, rename_to_base
 from shardkit.keys.select import Naming, select_model
-from tests.keys.key_sets import entry, layered, load, optimizer
+from tests.keys.key_sets import entries, entry, layered, load, optimizer
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -253,6 +253,28 @@ class TestSelection:
             found = select_model(tensors, base_shapes=base | head)
             assert set(found.names.values()) == {*base, "lm_head.weight"}
             assert found.root == "model"
+
+    @pytest.mark.parametrize("dict_name", ["model.", ""])
+    @pytest.mark.parametrize("head", ["lm_head.weight", "head.out.weight"])
+    def test_nor_where_names_alone_do_not_fit(self, dict_name: str, head: str) -> None:
+        """Only the class knows what its fused experts are, so no renaming of prefixes gives the base's names."""
+        names = [
+            *below("model.visual.", TOWER),
+            *below("model.language_model.", [*TEXT, "experts.fused"]),
+            head,
+        ]
+        base = {name: (4, 4) for name in [*below("visual.", TOWER), *below("language_model.model.", TEXT)]}
+        base |= {"language_model.model.experts.0.weight": (4, 4), f"language_model.{head}": (4, 4)}
+        found = select_model(entries([f"{dict_name}{name}" for name in names]), base_shapes=base)
+        assert found.root == dict_name.rstrip(".")
+        assert len(found.names) == len(names)
+
+    def test_what_the_base_has_no_name_for_is_no_part_of_the_model(self) -> None:
+        """A value head beside the model that was trained: the base has other tensors that are missing, but not that."""
+        names = [f"policy.{name}" for name in below("model.", TEXT)]
+        base = {name: (4, 4) for name in [*below("model.", TEXT), "mtp.norm.weight", "lm_head.weight"]}
+        found = select_model(entries([*names, "v_head.summary.weight"]), base_shapes=base)
+        assert set(found.names.values()) == set(below("model.", TEXT))
 
 
 WORDS = st.sampled_from(["model", "net", "layers", "blocks", "0", "1", "2", "attn", "mlp", "norm", "proj"])
