@@ -48,6 +48,12 @@ Examples:
     help="The model that it was trained from, a Hub directory or repo id: for config, tokenizer, names, shapes.",
 )
 @click.option("--base-revision", metavar="REV", help="Branch, tag or commit of a repo id.")
+@click.option(
+    "--tokenizer",
+    type=opt.PATH,
+    metavar="DIR",
+    help="Put this tokenizer beside the weights, not the base's: training changed the vocabulary.",
+)
 @opt.dtype("--dtype", "base", help="Convert floating tensors; base: each as it is stored in the base.")
 @opt.dtype_rules
 @opt.dequantize

@@ -209,6 +209,8 @@ def _row(tensor: TensorDiff) -> _Row:
 
 def _what(tensor: TensorDiff, *, is_one: bool = True) -> str:
     """Return what differs; of one among many alike, without what is true of it alone."""
+    if tensor.status == "shape" and tensor.rows is not None:
+        return f"{count(tensor.rows[0], 'row')} and {count(tensor.rows[1], 'row')}"
     if tensor.status in _ALONE:
         return _ALONE[tensor.status]
     figures = _stats(tensor.stats) if tensor.stats else ()

@@ -312,6 +312,8 @@ class Presharded:
     tells it."""
     derived: tuple[Derived, ...]
     """Tensors that are made of others of the source, by their names without `root`; their `source` is their own name."""
+    vocab_size: int | None = None
+    """Of reshard alone: what `shardkit.save` recorded of the vocabulary; None if it did not."""
     dequantized: str | None = None
     """How weights are quantised in the source, such as "fp8", where plain ones were made of them; else None."""
     osft: Osft | None = None
@@ -354,6 +356,8 @@ class SavedState:
     """Rules that turn the model's names into the Hub's: a prefix and its replacement. None if that is not known."""
     derived: tuple[Derived, ...] | None = None
     """The model's tensors that are made of others of the Hub's; None if there are none."""
+    vocab_size: int | None = None
+    """Rows of the vocabulary, as the model's config counts them; None if it has none."""
     metadata: File | None = None
     """`.metadata`; early versions did not list it."""
     files: tuple[SavedFile, ...]

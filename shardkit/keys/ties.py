@@ -234,6 +234,22 @@ def is_output(name: str) -> bool:
     return _role_of(name) == _HEAD
 
 
+def is_embedding(name: str) -> bool:
+    """True for the weight of an embedding of tokens, shared or not."""
+    return _role_of(name) in (_SHARED, _EMBEDDING)
+
+
+def is_output_bias(name: str) -> bool:
+    """True for what an output layer adds to the logits: a bias of its own, or one that is kept beside it."""
+    path, _, leaf = name.rpartition(".")
+    if leaf == "final_logits_bias":  # of BART
+        return True
+    ends = {end for pair in _BIASES for end in pair}
+    return leaf == "bias" and (
+        _role_of(f"{path}.weight") == _HEAD or any(f".{name}".endswith(f".{end}") for end in ends)
+    )
+
+
 def _role_of(name: str) -> int | None:
     """Return the role of a weight: shared embedding, embedding or output layer; None for any other."""
     path, _, leaf = name.rpartition(".")

@@ -66,6 +66,8 @@ class DcpOutput:
     """How weights are quantised in the source, where plain ones were made of them."""
     osft: manifest.Osft | None = None
     """Which weights are stored as factors, without what was measured."""
+    vocab_size: int | None = None
+    """Rows of the vocabulary, as `shardkit.save` recorded them."""
     dtype_rules: tuple[DtypeRule, ...] = ()
     """Other dtypes for some tensors, as asked for."""
     paths: Mapping[str, tuple[str | int, ...]] | None = None
@@ -122,6 +124,7 @@ class DcpOutput:
             ),
             dequantized=self.dequantized,
             osft=_with_measured(self.osft, measured, self.root),
+            vocab_size=self.vocab_size,
             dtype=self.cast,
             dtype_rules=tuple((rule.glob, rule.dtype) for rule in self.dtype_rules) or None,
             optimizer_dtype=self.optimizer_cast,

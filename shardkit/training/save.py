@@ -43,6 +43,7 @@ from shardkit.files import manifest, storage
 from shardkit.files.stores import forget, is_remote
 from shardkit.formats.dcp import METADATA
 from shardkit.keys.names import clean_name
+from shardkit.layout.naming import transformers_root
 from shardkit.training.checkpointable import checkpointable
 from shardkit.training.diagnostics.diagnose import diagnose
 from shardkit.training.fill.source import HubForm, recall
@@ -232,6 +233,7 @@ def _describe(
         ties=tuple(map(tuple, ties.values())),
         key_rules=form.key_rules,
         derived=tuple(manifest.Derived(name=fqn, made_of=made) for fqn, made in form.derived.items()) or None,
+        vocab_size=_vocab_size(model),
         metadata=manifest.describe_bytes(METADATA, writer.metadata(), digest=True, sha256=False),
         files=tuple(
             manifest.SavedFile(name=name, size=storage.getsize(os.path.join(writer.path, name)))
@@ -239,6 +241,14 @@ def _describe(
         ),
     )
     write_small(os.path.join(writer.path, manifest.NAME), manifest.dump(content))
+
+
+def _vocab_size(model: nn.Module) -> int | None:
+    """Return the rows of the vocabulary that a transformers model's config counts; None if there are none."""
+    found = transformers_root(model)
+    config: Any = getattr(found[1], "config", None) if found is not None else None
+    size = getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
+    return size if type(size) is int else None
 
 
 def _has_bytes(path: str, size: int) -> bool:

@@ -165,7 +165,7 @@ def test_options_reach_the_library(run, monkeypatch):
     flags = (
         "--base org/m --base-revision r --dtype base --dtype-rule g*=fp32 --max-shard-size 1GB --single-file --weights ema --root a.b "
         "--strip-prefix p --strip-prefix q --add-prefix z --rename a=b --rename c=d --include i* --exclude e* "
-        "--fill-from-base v* --allow-missing --allow-unexpected --keys k.toml --ask-class off --dequantize --keep-factors --merge-lora --adapter-config f --check --manifest --push-to-hub me/m "
+        "--fill-from-base v* --tokenizer t --allow-missing --allow-unexpected --keys k.toml --ask-class off --dequantize --keep-factors --merge-lora --adapter-config f --check --manifest --push-to-hub me/m "
         "--private --branch dev --overwrite --strict --follow-links -n --no-resume --digest none --jobs 3 --max-memory 1GB --json"
     )
     assert run("consolidate", "last.ckpt", "out", *flags.split()).exit_code == 0
@@ -176,6 +176,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "args": ("last.ckpt", "out"),
         "base": "org/m",
         "base_revision": "r",
+        "tokenizer": "t",
         "dtype": "base",
         "dtype_rules": ("g*=fp32",),
         "max_shard_size": "1GB",

@@ -69,6 +69,7 @@ SURFACE = {
         "--source-manifest",
         "--strict",
         "--strip-prefix",
+        "--tokenizer",
         "--verbose",
         "--weights",
         "-n",

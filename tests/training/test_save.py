@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
@@ -135,6 +136,28 @@ def test_the_manifest_says_what_was_saved(out: Path) -> None:
     assert [unit["path"] for unit in content["units"]] == ["", *(f"model.layers.{n}" for n in range(3))]
     assert content["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
     assert [file["name"] for file in content["files"]] == [f"__{n}_0.distcp" for n in range(4)]
+    config = json.loads((out / "hub-saved-hsdp" / "config.json").read_text())
+    assert content["vocab_size"] == config["vocab_size"]
+
+
+def test_a_cut_vocabulary_is_known_by_the_record(out: Path, tmp_path: Path) -> None:
+    """The base had more rows than the model that was saved; resharding keeps what was recorded."""
+    saved, base = out / "saved-llama", out / "hub-saved-llama"
+    config, stored = json.loads((base / "config.json").read_text()), load_file(base / "model.safetensors")
+    rows = config["vocab_size"]
+    larger = {
+        name: np.concatenate([value, value[:9]]) if len(value) == rows and value.ndim == 2 else value
+        for name, value in stored.items()
+    }
+    (tmp_path / "base").mkdir()
+    save_file(larger, tmp_path / "base" / "model.safetensors")
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "vocab_size": rows + 9}))
+    shardkit.reshard(saved, tmp_path / "other", world_size=3)
+    for source in (saved, tmp_path / "other"):
+        done = shardkit.consolidate(source, tmp_path / f"{source.name}-hf", base=tmp_path / "base")
+        assert json.loads((Path(done.output) / "config.json").read_text())["vocab_size"] == rows
+        found = load_file(Path(done.output) / "model.safetensors")
+        assert all(found[name].tobytes() == value.tobytes() for name, value in stored.items())
 
 
 class Model(nn.Module):

@@ -38,6 +38,16 @@ _PATTERNS = tuple(
     """.split()
 )
 _FOLDERS = ("additional_chat_templates", "[0-9]_*")
+# Those that belong to a tokenizer, as far as another one replaces them.
+_TOKENIZER = tuple(
+    """
+    tokenizer* special_tokens_map.json added_tokens.json vocab.* vocab-* merges.txt bpe.codes spm.model
+    spiece.model source.spm target.spm sentencepiece* *.tiktoken tekken.json byte_maps.json dict.txt
+    emoji.json entity_vocab.json normalizer.json prophetnet.tokenizer spm_char.model target_vocab.json
+    word_pronunciation.json word_shape.json chat_template.jinja chat_template.json
+    additional_chat_templates/*.jinja tokenization_*.py
+    """.split()
+)
 
 MODULES = "modules.json"
 # sentence_transformers 5.6, base/model.py (modules.json) and base/modules/router.py (router_config.json).
@@ -87,6 +97,13 @@ def is_asset(name: str) -> bool:
     """True for the name of an asset, relative to the model's directory."""
     return not name.endswith((".safetensors", ".bin", ".pt")) and any(
         name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in _PATTERNS
+    )
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """True for the name of an asset that belongs to a tokenizer."""
+    return is_asset(name) and any(
+        name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in _TOKENIZER
     )
 
 

@@ -210,6 +210,16 @@ def recorded_osft(checkpoint: Checkpoint) -> manifest.Osft | None:
     return found.osft if isinstance(found, manifest.Presharded) else None
 
 
+def recorded_tokens(checkpoint: Checkpoint) -> int | None:
+    """Return the rows of the vocabulary that `shardkit.save` recorded; None if it did not.
+
+    Raises:
+        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+    """
+    found = _manifest_of(checkpoint)
+    return found.vocab_size if isinstance(found, (manifest.Presharded, manifest.SavedState)) else None
+
+
 def source_key_rules(found: manifest.Presharded) -> tuple[KeyRule, ...] | None:
     """Return the rules from the model's names to the source's; None if preshard kept the names.
 

@@ -25,6 +25,7 @@ from shardkit.formats.fold import folded_base, take_folded
 from shardkit.formats.hub.assets import is_weights
 from shardkit.formats.hub.base import Base, find_base, open_base
 from shardkit.formats.hub.safetensors import SafetensorsImage
+from shardkit.formats.hub.tokenizer import open_tokenizer
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.select import Naming
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as, parse_rules
@@ -50,6 +51,7 @@ def consolidate(
     *,
     base: str | os.PathLike[str] | None = None,
     base_revision: str | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     dtype: str = "keep",
     dtype_rules: Sequence[str] = (),
     max_shard_size: str | int | None = None,
@@ -105,6 +107,8 @@ def consolidate(
         base: the model that it was trained from, a directory or a repo id. Config and tokenizer are taken from it, and
             names and shapes must be the same. By default it is what the trainer put into the checkpoint.
         base_revision: branch, tag or commit of a repo id.
+        tokenizer: a directory with the tokenizer to put beside the weights instead of the base's, where training changed
+            the vocabulary.
         dtype: "keep", "base" (as the base stores each tensor), "bf16", "fp16" or "fp32"; only floating tensors
             are converted.
         dtype_rules: "GLOB=fp32" for other dtypes of some tensors, by their names in the output. The last that matches
@@ -198,6 +202,7 @@ def consolidate(
         adapter_config=adapter_config,
         keys=os.fspath(keys),
         ask_class=ask_class,
+        tokenizer=None if tokenizer is None else open_tokenizer(stores.as_path(tokenizer)),
     )
     moving = Moving(
         jobs=jobs,

@@ -22,11 +22,12 @@ from shardkit.files import storage
 from shardkit.files.strict_json import parse_integer, read_small
 from shardkit.formats.contract import Checkpoint, has_any
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG
-from shardkit.formats.hub.assets import CONFIG, GENERATION_CONFIG, is_weights, modules
+from shardkit.formats.hub.assets import CONFIG, GENERATION_CONFIG, is_tokenizer_file, is_weights, modules
 from shardkit.formats.hub.base import Base
 from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
+from shardkit.formats.hub.tokenizer import Tokenizer
 from shardkit.operations.casts import BASE, KEEP
 from shardkit.transfer.plan import TransferPlan, build_plan
 
@@ -96,6 +97,12 @@ def adapter_assets(base: Base | None, config: bytes | None) -> list[Asset]:
     beside = base.assets.items() if base else ()
     assets = [Asset(name, path, b"") for name, path in beside if has_any((name,), *_ADAPTERS)]
     return [*assets, Asset(ADAPTER_CONFIG, None, config)] if config is not None else assets
+
+
+def with_tokenizer(assets: Iterable[Asset], tokenizer: Tokenizer) -> list[Asset]:
+    """Return what to write beside weights, with another tokenizer in place of the base's."""
+    others = [asset for asset in assets if not is_tokenizer_file(asset.name)]
+    return [*others, *(Asset(name, path, b"") for name, path in tokenizer.files.items())]
 
 
 def _model_config(base: Base, dtype: DType | None, *, untie: bool) -> tuple[bytes, list[str]]:

@@ -21,11 +21,16 @@ from shardkit.keys.check import (
 )
 from shardkit.keys.quantised import method_of
 from shardkit.keys.ties import tied_names
+from shardkit.keys.tokens import TokenRows
 from shardkit.layout.traced import ModelNames
 
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
 _OTHER_NAMES = (
     "--rename or --root may give the base's names; --allow-missing and --allow-unexpected accept others"
+)
+_OTHER_SHAPES = (
+    "give as --base the model that it was trained from; is a part of the checkpoint missing? `shardkit inspect CHECKPOINT` "
+    "lists its shapes"
 )
 _FUSED = (
     "transformers fuses the experts into one tensor, and the base stores them one by one; with transformers installed "
@@ -66,6 +71,8 @@ def check_fit(
     allow_missing: bool,
     allow_unexpected: bool,
     is_part: bool,
+    rows: Sequence[TokenRows] = (),
+    hint: str = "",
 ) -> Fit:
     """Compare the output with the base. A base that a person gave is binding; one that was found is not.
 
@@ -79,6 +86,8 @@ def check_fit(
         allow_missing: names of the base may be missing.
         allow_unexpected: there may be others.
         is_part: a person asked for a part of the model.
+        rows: vocabularies of which the base's shapes have the output's rows here.
+        hint: what to do about other rows; empty if there are none.
 
     Raises:
         SourceError: the given base is an adapter.
@@ -100,9 +109,14 @@ def check_fit(
     found = replace(found, missing=filling.left)
     said += [*filling.notes(fill, label)]
     carried = [*(carried if is_here else ()), *filling.names]
+    short = list(_short(carried, base, rows))
+    if short and allow_missing:
+        said.append(f"not written, they have the rows of the base's vocabulary: {listed(short)}")
+        carried = [name for name in carried if name not in short]
     fit = Fit(notes=tuple(said), is_whole=not (found.missing or found.wrong_shapes), carried=tuple(carried))
-    if found.is_equal and not filling.refused:
-        return replace(fit, notes=(f"names and shapes are the same as in {label}", *said))
+    if found.is_equal and not filling.refused and (allow_missing or not short):
+        what = "names, and shapes but for the rows of the vocabulary," if rows else "names and shapes"
+        return replace(fit, notes=(f"{what} are the same as in {label}", *said))
     if not base.is_given:
         told = tuple(_differences(found, f"the weights in {label}"))
         num_lost = 1 if found.missing else 0
@@ -115,11 +129,16 @@ def check_fit(
             f"shape: {escape(name)}: {list(ours)}, in the base {list(base)}"
             for name, base, ours in found.wrong_shapes
         ),
+        *(
+            []
+            if allow_missing
+            else [f"rows: {escape(name)}: the base's, and the vocabulary has others" for name in short]
+        ),
     ]
     LayoutError.raise_for(
         problems,
         f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
-        hint=_hint(found, filling, base, checkpoint, fill),
+        hint=_hint(found, filling, base, checkpoint, fill, hint),
     )
     return replace(fit, notes=(*_differences(found, label), *said))
 
@@ -185,20 +204,40 @@ def _tied_in(base: Base, wanted: Collection[str], held: Collection[str]) -> Iter
                 yield one, other
 
 
-def _hint(found: BaseComparison, filling: _Filling, base: Base, checkpoint: str, fill: Sequence[str]) -> str:
+def _hint(
+    found: BaseComparison,
+    filling: _Filling,
+    base: Base,
+    checkpoint: str,
+    fill: Sequence[str],
+    about_rows: str,
+) -> str:
     """Return what to do about a checkpoint that does not fit: a part of a larger model can be filled up."""
     if filling.refused:
         return "only whole parts are taken from the base, no layer of a stack and no tensor of a module"
     if holds_fused_experts(found.unexpected):
         return _FUSED
-    if found.unexpected or found.wrong_shapes or torn_parts(found.missing, filling.held):
+    if found.unexpected or torn_parts(found.missing, filling.held):
         return _OTHER_NAMES
+    if found.wrong_shapes:
+        return about_rows or _OTHER_SHAPES
+    if not found.missing:
+        return "--allow-missing leaves them out"
     globs = [*fill, *whole_parts(found.missing, filling.held)]
     options = " ".join(f"--fill-from-base {in_shell(glob)}" for glob in globs)
     if base.catalog is None:
         return f"{options} takes them from a base on this machine: `hf download {in_shell(base.label)}` brings it here"
     command = f"shardkit consolidate {in_shell(checkpoint)} --base {in_shell(base.label)} {options}"
     return f"if they were not trained, take them from the base as they are: `{command}`"
+
+
+def _short(carried: Iterable[str], base: Base, rows: Sequence[TokenRows]) -> Iterator[str]:
+    """Yield what would be taken from the base with as many rows as its vocabulary has, which is not the output's."""
+    old = {each.old for each in rows}
+    for name in carried:
+        shape = base.catalog.tensors[name].shape if base.catalog is not None else ()
+        if len(shape) > 1 and shape[0] in old:
+            yield name
 
 
 def _refuse_no_plain_model(base: Base) -> None:

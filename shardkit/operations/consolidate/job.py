@@ -35,6 +35,7 @@ from shardkit.formats.hub.base import (
     saved_key_rules,
 )
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImage, SafetensorsImages
+from shardkit.formats.hub.tokenizer import Tokenizer
 from shardkit.keys.check import compare_with_base, find_gaps, refuse_factors
 from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, made_name, under_names
 from shardkit.keys.names import in_order
@@ -71,10 +72,12 @@ from shardkit.operations.consolidate.assets import (
     main_dtype,
     model_assets,
     trained_modules,
+    with_tokenizer,
 )
 from shardkit.operations.consolidate.factors import take_factors
 from shardkit.operations.consolidate.fit import Fit, base_shapes, check_fit
 from shardkit.operations.consolidate.globs import Sieve, make_sieve
+from shardkit.operations.consolidate.vocabulary import Vocabulary, check_tokenizer, follow_vocabulary
 from shardkit.operations.keys import AUTO, NONE, load_rules
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.transfer.bound import bind
@@ -118,6 +121,8 @@ class JobOptions:
     """Key rules: "auto" takes a shipped set that knows all names; "none"; a file's path, or the name of a shipped set."""
     ask_class: bool = True
     """The class that the config names may be asked what its tensors are on the Hub."""
+    tokenizer: Tokenizer | None = None
+    """Its files lie beside the weights, in place of the base's tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +164,8 @@ class ConsolidateJob:
     @property
     def decided(self) -> dict[str, object]:
         """See `operations.write.Job`."""
-        return {"description": self.describe()}
+        tokenizer = self.options.tokenizer
+        return {"description": self.describe(), "tokenizer": tokenizer and tokenizer.content}
 
     @property
     def beside(self) -> tuple[str, ...]:
@@ -252,13 +258,14 @@ def build_job(
     """
     _check_options(checkpoint, base, options)
     named = _name(checkpoint, base, options, select, on_step)
-    chosen, selection, fit = named.chosen, named.selection, named.fit
+    chosen, selection, fit, base = named.chosen, named.selection, named.fit, named.vocabulary.base
     tensors, dtypes = _tensors(named, checkpoint, base, options)
     written = take_factors(tensors, chosen.catalog, checkpoint.folded, keep=options.keep_factors)
     if chosen.are_closed and written.catalog.records is None:  # tensors are made of others
         return build_job(checkpoint, base, options, on_step=on_step)
     output = _images(written.tensors, base, options, chosen.kind)
-    assets, changed = _assets(chosen, base, named.ties, written.tensors)
+    check_tokenizer(options.tokenizer, base, {tensor.fqn: tensor.shape for tensor in written.tensors})
+    assets, changed = _assets(chosen, base, named.ties, written.tensors, options.tokenizer)
     modules, untaken = trained_modules(
         checkpoint,
         base,
@@ -314,6 +321,7 @@ class _Named:
     selection: Selection
     ties: Ties
     fit: Fit
+    vocabulary: Vocabulary
     answer: Answer | None
     """What the class says of the names, where it was to be asked."""
 
@@ -325,7 +333,7 @@ class _Named:
     def notes(self, base: Base | None) -> Iterator[str]:
         """Yield what to tell about the choice."""
         yield from (*self.selection.notes, *self.chosen.notes)
-        yield from (*(base.notes if base else ()), *self.fit.notes)
+        yield from (*(base.notes if base else ()), *self.vocabulary.notes, *self.fit.notes)
 
     def warnings(self, base: Base | None) -> Iterator[str]:
         """Yield the warnings about the choice, without those that say that the output cannot be loaded."""
@@ -333,6 +341,7 @@ class _Named:
         if not selection.unloadable:  # else they ask for the base
             yield from _base_warnings(base, self.chosen.kind)
         yield from self.fit.warnings
+        yield from self.vocabulary.warnings
         yield from (*selection.warnings, *selection.renaming)
         yield from selection.in_memory(list(self.names.values()), base_shapes(base))
         yield from self.chosen.warnings
@@ -343,6 +352,37 @@ def _name(
 ) -> _Named:
     """Choose the tensors, name them, and compare them with the base's; errors as for `build_job`."""
     ask = partial(_ask_class, on_step=on_step)
+    sieve, selection, chosen = _sifted(checkpoint, base, options, select, ask)
+    vocabulary = Vocabulary(base=base)
+    if chosen.kind != "adapter":
+        vocabulary = follow_vocabulary(checkpoint, base, _shapes_in(chosen), options.tokenizer)
+    if vocabulary.changed:  # names that differ from the base's are found by shapes
+        base = vocabulary.base
+        sieve, selection, chosen = _sifted(checkpoint, base, options, select, ask)
+    chosen, answer, by_class = _name_as_saved(chosen, selection, checkpoint, base, options, on_step)
+    chosen, ties, fit, renamed = _fit(chosen, selection, checkpoint, vocabulary, options, sieve, ask)
+    selection = sieve.tell(selection, chosen)
+    selection = replace(selection, renamed=(*selection.renamed, *by_class, *renamed))
+    chosen = replace(chosen, names=_in_order(chosen.names, base_shapes(base)) or chosen.names)
+    named = _Named(
+        chosen=chosen, selection=selection, ties=ties, fit=fit, vocabulary=vocabulary, answer=answer
+    )
+    selection = selection.written_as(list(named.names.values()), base_shapes(base))
+    fix = "--keys says which rules turn them into the Hub's" if _has_config(base) else "add --base MODEL"
+    return replace(
+        named,
+        selection=replace(selection, unloadable=tuple(f"{line}; {fix}" for line in selection.unloadable)),
+    )
+
+
+def _sifted(
+    checkpoint: Checkpoint,
+    base: Base | None,
+    options: JobOptions,
+    select: Select | None,
+    ask: Callable[[Base], ModelNames | None],
+) -> tuple[Sieve, Selection, Chosen]:
+    """Choose the tensors and name them, with what sifts them by names; errors as for `build_job`."""
     sieve = make_sieve(
         checkpoint,
         base,
@@ -351,19 +391,7 @@ def _name(
         select=partial(_select, checkpoint, base),
         ask=ask,
     )
-    selection, chosen = _choose(checkpoint, base, options, sieve, select)
-    chosen, answer, by_class = _name_as_saved(chosen, selection, checkpoint, base, options, on_step)
-    chosen, ties, fit, renamed = _fit(chosen, selection, checkpoint, base, options, sieve, ask)
-    selection = sieve.tell(selection, chosen)
-    selection = replace(selection, renamed=(*selection.renamed, *by_class, *renamed))
-    chosen = replace(chosen, names=_in_order(chosen.names, base_shapes(base)) or chosen.names)
-    named = _Named(chosen=chosen, selection=selection, ties=ties, fit=fit, answer=answer)
-    selection = selection.written_as(list(named.names.values()), base_shapes(base))
-    fix = "--keys says which rules turn them into the Hub's" if _has_config(base) else "add --base MODEL"
-    return replace(
-        named,
-        selection=replace(selection, unloadable=tuple(f"{line}; {fix}" for line in selection.unloadable)),
-    )
+    return sieve, *_choose(checkpoint, base, options, sieve, select)
 
 
 def _has_config(base: Base | None) -> bool:
@@ -653,7 +681,7 @@ def _fit(
     chosen: Chosen,
     selection: Selection,
     checkpoint: Checkpoint,
-    base: Base | None,
+    vocabulary: Vocabulary,
     options: JobOptions,
     sieve: Sieve,
     ask: Callable[[Base], ModelNames | None],
@@ -668,7 +696,7 @@ def _fit(
         if options.fill_from_base:
             raise UsageError("--fill-from-base is about a model, and the checkpoint holds an adapter")
         return chosen, _NO_TIES, Fit(), ()
-    asked, renamed = sieve.asked, tuple[KeyRule, ...]()
+    asked, renamed, base = sieve.asked, tuple[KeyRule, ...](), vocabulary.base
     if asked is None:
         chosen = sieve.sift(chosen, selection)
         ties, shapes, groups = _ties(chosen, base, None)
@@ -693,6 +721,8 @@ def _fit(
         allow_missing=options.allow_missing,
         allow_unexpected=options.allow_unexpected,
         is_part=options.naming.chooses_part,
+        rows=vocabulary.changed,
+        hint=vocabulary.hint,
     )
     return _carry(chosen, base, fit.carried), ties, fit, renamed
 
@@ -837,13 +867,19 @@ def _is_as_in(base: Base | None, tensors: Sequence[OutputTensor]) -> bool:
 
 
 def _assets(
-    chosen: Chosen, base: Base | None, ties: Ties, tensors: Sequence[OutputTensor]
+    chosen: Chosen,
+    base: Base | None,
+    ties: Ties,
+    tensors: Sequence[OutputTensor],
+    tokenizer: Tokenizer | None,
 ) -> tuple[list[Asset], list[str]]:
     if chosen.kind == "adapter":
-        return adapter_assets(base, chosen.adapter_config), []
-    config = base.config if base else None
-    untie = ties.untied and ties_embeddings(config) is not False and may_be_untied(config)
-    return model_assets(base, main_dtype(tensors), untie=untie)
+        assets, changed = adapter_assets(base, chosen.adapter_config), list[str]()
+    else:
+        config = base.config if base else None
+        untie = ties.untied and ties_embeddings(config) is not False and may_be_untied(config)
+        assets, changed = model_assets(base, main_dtype(tensors), untie=untie)
+    return (assets if tokenizer is None else with_tokenizer(assets, tokenizer)), changed
 
 
 def _check_options(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> None:

@@ -118,6 +118,13 @@ class TensorDiff:
         return prod((self.shape_a if self.shape_a is not None else self.shape_b) or ())
 
     @property
+    def rows(self) -> tuple[int, int] | None:
+        """The rows of A and of B if the shapes differ in these alone, as those of a vocabulary do; else None."""
+        one, two = self.shape_a or (), self.shape_b or ()
+        is_matrix = len(one) > 1 and one[1:] == two[1:] and one != two
+        return (one[0], two[0]) if is_matrix else None
+
+    @property
     def share_changed(self) -> float | None:
         """`num_changed` over all elements."""
         if self.num_changed is None:

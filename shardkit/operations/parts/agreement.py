@@ -19,7 +19,7 @@ from shardkit.operations.parts.part import Part, divide, parse_part
 _FORMAT = 1
 _MAX_BYTES = 1 << 28
 _PATHS = (
-    *("source", "checkpoint", "base", "keys", "source_manifest", "adapter_config"),
+    *("source", "checkpoint", "base", "tokenizer", "keys", "source_manifest", "adapter_config"),
     *("path", "manifest", "against", "a", "b"),
 )
 _MADE = "manifest_file"

@@ -47,6 +47,7 @@ from shardkit.formats.hub.base import (
     recorded_file_names,
     recorded_osft,
     recorded_root,
+    recorded_tokens,
     saved_derived,
     saved_key_rules,
 )
@@ -105,6 +106,8 @@ class Part:
     """What stands before the model's own names, as `preshard` recorded it; carried over too."""
     osft: manifest.Osft | None = None
     """How weights became factors, as `preshard` recorded it; carried over too."""
+    vocab_size: int | None = None
+    """Rows of the vocabulary, as `shardkit.save` recorded them; carried over too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +172,7 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
             file_names=names,
             root=root,
             osft=osft,
+            vocab_size=recorded_tokens(checkpoint),
         )
         if (part.folder or os.curdir) == home
         else part
@@ -478,6 +482,7 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
         file_names=part.file_names,
         root=part.root,
         osft=_osft(part.osft, cast),
+        vocab_size=part.vocab_size,
         optimizer_cast=optimizer_cast,
         objects=part.objects,
         optimizer=optimizer,

@@ -151,7 +151,9 @@ def _report(tensor: TensorDiff, other: str, report: Report) -> None:
             report.problem(f"it is missing: only {other} has it", tensor=tensor.name)
         case "shape":
             expected, found = str(list(tensor.shape_b or ())), str(list(tensor.shape_a or ()))
-            report.problem("shape", tensor=tensor.name, expected=expected, found=found)
+            rows = tensor.rows
+            what = "shape" if rows is None else f"{count(rows[1], 'row')} and {count(rows[0], 'row')}"
+            report.problem(what, tensor=tensor.name, expected=expected, found=found)
         case "dtype":
             message = f"dtype{_values(tensor)}"
             report.problem(message, tensor=tensor.name, expected=tensor.dtype_b, found=tensor.dtype_a)

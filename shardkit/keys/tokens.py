@@ -1,0 +1,231 @@
+"""Tensors with a row for each token: did a model's vocabulary grow since its base, or was it cut? Pure.
+
+The base's config counts the tokens, and its names say which tensors are input and output embeddings. A vocabulary that
+changed changes all of them alike, in their rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from shardkit.core.regions import Shape
+from shardkit.keys.names import Segments, split
+from shardkit.keys.ties import is_embedding, is_output, is_output_bias
+
+_COUNTS = ("vocab_size", "decoder_vocab_size", "src_vocab_size", "tgt_vocab_size")
+_OF_DECODER = frozenset({"decoder_vocab_size", "tgt_vocab_size"})
+# Embeddings with a count of their own, beside the vocabulary (Gemma 3n and 4).
+_OWN_COUNTS = {"embed_tokens_per_layer": "vocab_size_per_layer_input"}
+_TEXT_PARTS = frozenset({"text", "llm", "language", "language_model"})
+_MAX_DEPTH = 4
+_SHARES = (2, 3, 4)
+_MULTIPLES = tuple(8 << n for n in range(11))
+_VALUE_HEAD = 4  # a head of fewer than a fourth of the rows, beside a whole embedding, is one of another kind
+
+Place = tuple[str, ...]
+"""Keys that lead to a number in a config."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRows:
+    """Tensors of the base that have a row for each token of one vocabulary, of which the model has another number."""
+
+    old: int
+    """Rows in the base."""
+    rows: Mapping[str, int]
+    """Rows in the model, by name in the base; without what the model lacks."""
+    shapes: Mapping[str, Shape]
+    """By name in the base: the shape with the model's rows, if that is one number."""
+    places: tuple[Place, ...]
+    """Where the base's config counts the tokens."""
+
+    @property
+    def new(self) -> tuple[int, ...]:
+        """Rows in the model: one number, or several if the tensors differ among themselves."""
+        return tuple(dict.fromkeys(self.rows.values()))
+
+    @property
+    def are_alike(self) -> bool:
+        """True if all tensors have the same rows in the model."""
+        return len(self.new) == 1
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the model has fewer rows."""
+        return self.are_alike and self.new[0] < self.old
+
+    @property
+    def share(self) -> int | None:
+        """Return 2, 3 or 4 if the rows are such a share of the base's, as a rank of so many has them; else None."""
+        shares = (n for n in _SHARES if self.new[0] in (self.old // n, -(-self.old // n)))
+        return next(shares, None) if self.is_cut else None
+
+
+def find_token_rows(
+    ours: Mapping[str, Shape], base: Mapping[str, Shape], config: Mapping[str, Any]
+) -> list[TokenRows]:
+    """Return each vocabulary that has other rows in a model than in its base.
+
+    Args:
+        ours: by name in the model, or below a wrapper's prefix.
+        base: by name in the base.
+        config: the base's.
+    """
+    counts = dict(_counts(config, ()))
+    ends: dict[Segments, list[str]] = {}
+    for name in ours:
+        ends.setdefault(_end(name), []).append(name)
+    found = list[_Counted]()
+    for name, shape in base.items():
+        dim = _token_dim(name, shape)
+        places = () if dim is None else tuple(_places(name, shape[dim], counts))
+        if dim is not None and places:
+            found.append(_Counted(name, shape, dim, places, _rows(name, shape, dim, ours, ends)))
+    return [rows for group in _joined(found) if (rows := _token_rows(group)) is not None]
+
+
+class _Counted(NamedTuple):
+    """A tensor of the base with an element or a row for each token."""
+
+    name: str
+    shape: Shape
+    dim: int
+    places: tuple[Place, ...]
+    """What counts its rows."""
+    rows: int | None
+    """Of the model; None if it has no such tensor."""
+
+
+def _counts(config: Mapping[str, Any], at: Place) -> Iterator[tuple[Place, int]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and len(at) < _MAX_DEPTH:
+            yield from _counts(value, (*at, key))
+        elif (
+            key in (*_COUNTS, *_OWN_COUNTS.values())
+            and isinstance(value, int)
+            and not isinstance(value, bool)
+        ):
+            yield (*at, key), value
+
+
+def _token_dim(name: str, shape: Shape) -> int | None:
+    """Return which dim of a tensor has an element for each token; None if it is no tensor of a vocabulary."""
+    if is_output_bias(name):
+        return len(shape) - 1 if shape and set(shape[:-1]) <= {1} else None
+    module = split(name)[-2:-1]
+    is_row = is_embedding(name) or is_output(name) or (module and module[0] in _OWN_COUNTS)
+    return 0 if is_row and len(shape) == 2 else None
+
+
+def _places(name: str, rows: int, counts: Mapping[Place, int]) -> Iterator[Place]:
+    """Yield what counts a tensor's rows in the config."""
+    segments = split(name)
+    own = next((_OWN_COUNTS[each] for each in segments if each in _OWN_COUNTS), None)
+    for place, count in counts.items():
+        parts = [part.removesuffix("_config") for part in place[:-1]]
+        is_leaf = place[-1] == own if own else place[-1] in _COUNTS and _counts_it(place, segments, counts)
+        if count == rows and is_leaf and all(_is_of(part, segments) for part in parts):
+            yield place
+
+
+def _counts_it(place: Place, segments: Segments, counts: Mapping[Place, int]) -> bool:
+    """True if a count may be about a tensor, where encoder and decoder have one each."""
+    key, is_encoders = place[-1], "encoder" in segments
+    if key == "vocab_size":
+        has_two = (*place[:-1], "decoder_vocab_size") in counts
+        return not has_two or is_encoders or "shared" in segments
+    return is_encoders == (key not in _OF_DECODER) or "shared" in segments
+
+
+def _is_of(part: str, segments: Segments) -> bool:
+    """True if the part of a model that has its own config holds a tensor."""
+    if part == "decoder":
+        return "encoder" not in segments
+    return part in _TEXT_PARTS or part in segments
+
+
+def _end(name: str) -> Segments:
+    return split(name)[-2:]
+
+
+def _rows(
+    name: str, shape: Shape, dim: int, ours: Mapping[str, Shape], ends: Mapping[Segments, Sequence[str]]
+) -> int | None:
+    """Return the rows of the model's tensor that ends as a base's does, and has its other dims."""
+    names = [name] if name in ours else ends.get(_end(name), ())
+    alike = [each for each in names if _without(ours[each], dim) == _without(shape, dim)]
+    longest = max((_common(name, each) for each in alike), default=0)
+    rows = {ours[each][dim] for each in alike if _common(name, each) == longest}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _without(shape: Shape, dim: int) -> tuple[int, ...]:
+    return (len(shape), *shape[:dim], *shape[dim + 1 :])
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many segments two names have in common at their ends."""
+    pairs = zip(reversed(split(one)), reversed(split(other)), strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(split(one)), len(split(other))))
+
+
+def _joined(found: Iterable[_Counted]) -> list[list[_Counted]]:
+    """Group tensors whose rows the same place counts."""
+    groups = list[list[_Counted]]()
+    for each in found:
+        near = [group for group in groups if any(set(each.places) & set(other.places) for other in group)]
+        groups = [group for group in groups if group not in near]
+        groups.append([*(other for group in near for other in group), each])
+    return groups
+
+
+def _token_rows(group: Sequence[_Counted]) -> TokenRows | None:
+    rows = {each.name: each.rows for each in group if each.rows is not None}
+    old = group[0].shape[group[0].dim]
+    if set(rows.values()) <= {old} or _are_other_heads(rows, old):
+        return None
+    found = TokenRows(
+        old=old,
+        rows=rows,
+        shapes={},
+        places=tuple(dict.fromkeys(place for each in group for place in each.places)),
+    )
+    if not found.are_alike:
+        return found
+    shapes = {name: (*shape[:dim], found.new[0], *shape[dim + 1 :]) for name, shape, dim, _, _ in group}
+    return replace(found, shapes=shapes)
+
+
+def _are_other_heads(rows: Mapping[str, int], old: int) -> bool:
+    """True if all that changed is the head, and to few rows: that of a critic or a classifier."""
+    changed = {name: number for name, number in rows.items() if number != old}
+    return any(number == old and is_embedding(name) for name, number in rows.items()) and all(
+        not is_embedding(name) and number * _VALUE_HEAD < old for name, number in changed.items()
+    )
+
+
+def paddings(tokens: int) -> set[int]:
+    """Return the rows that a vocabulary may be padded to: the next multiple of a power of two from 8 to 128 x 64.
+
+    Megatron-Core pads to `make_vocab_size_divisible_by`, 128 by default, times the ranks of tensor parallelism.
+    """
+    return {-(-tokens // multiple) * multiple for multiple in _MULTIPLES}
+
+
+def with_counts(config: Mapping[str, Any], places: Iterable[Place], rows: int) -> dict[str, Any]:
+    """Return a config that counts other tokens at some places."""
+    changed = dict(config)
+    for place in places:
+        if len(place) == 1:
+            changed[place[0]] = rows
+        else:
+            changed[place[0]] = with_counts(changed[place[0]], [place[1:]], rows)
+    return changed
+
+
+def counts_tokens(config: Mapping[str, Any], places: Iterable[Place], rows: int) -> bool:
+    """True if another config of the same kind counts so many tokens."""
+    counts = dict(_counts(config, ()))
+    return any(counts.get(place) == rows for place in places)

@@ -1,0 +1,158 @@
+"""A vocabulary that is not the base's: may the output have it, and what its config then says.
+
+More rows are an added token or many. Fewer may be what one rank holds of them, so something has to say that they are all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardkit.core.regions import Shape
+from shardkit.core.text import count, escape, in_shell, listed
+from shardkit.errors import LayoutError
+from shardkit.formats.contract import Checkpoint
+from shardkit.formats.hub.assets import is_tokenizer_file
+from shardkit.formats.hub.base import Base, find_config, recorded_tokens
+from shardkit.formats.hub.directory import read_config
+from shardkit.formats.hub.tokenizer import Tokenizer, tokenizer_files
+from shardkit.keys.tokens import TokenRows, counts_tokens, find_token_rows, paddings, with_counts
+
+_MOST_PADDING = 128  # rows, as `pad_to_multiple_of` of a resized embedding has them
+_SHARES = {2: "half", 3: "a third", 4: "a quarter"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What becomes of rows that are not the base's."""
+
+    base: Base | None
+    """With the rows of the output, in the shapes and in the config."""
+    changed: tuple[TokenRows, ...] = ()
+    """What the output has in other numbers than the base."""
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    hint: str = ""
+    """What to do about rows that the output cannot have; empty if there are none."""
+
+
+def follow_vocabulary(
+    checkpoint: Checkpoint, base: Base | None, shapes: Mapping[str, Shape], tokenizer: Tokenizer | None
+) -> Vocabulary:
+    """Decide whether the output has other rows than its base.
+
+    Args:
+        checkpoint: opened.
+        base: without known tensors there is nothing to compare with.
+        shapes: by name in the output, or in memory.
+        tokenizer: as a person named it; its size may say that the vocabulary was cut.
+
+    Raises:
+        SourceError, IntegrityError, ResourceError: the checkpoint's config or manifest cannot be read.
+    """
+    if base is None or base.tensors is None or base.config is None:
+        return Vocabulary(base=base)
+    theirs = {name: tensor.shape for name, tensor in base.tensors.items()}
+    why = [
+        (rows, _why_not(rows, checkpoint, tokenizer)) for rows in find_token_rows(shapes, theirs, base.config)
+    ]
+    hints, changed = [hint for _, hint in why if hint], tuple(rows for rows, hint in why if not hint)
+    tensors, config = dict(base.tensors), dict(base.config)
+    for rows in changed:
+        tensors |= {name: tensors[name]._replace(shape=shape) for name, shape in rows.shapes.items()}
+        config = with_counts(config, rows.places, rows.new[0])
+    return Vocabulary(
+        base=replace(base, tensors=tensors, config=config) if changed else base,
+        changed=changed,
+        notes=tuple(_notes(changed, base, tokenizer)),
+        warnings=tuple(_warnings(changed, checkpoint, base, tokenizer)),
+        hint=hints[0] if hints else "",
+    )
+
+
+def _why_not(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> str:
+    """Return why the output cannot have these rows, and what to do; empty if it can."""
+    if not rows.are_alike:
+        told = [f"{name} has {count(number, 'row')}" for name, number in rows.rows.items()]
+        return (
+            f"input and output need a row for each token, both of them: {listed(told)}; resize the model as a whole, with "
+            "resize_token_embeddings or shardkit.prepare(tokenizer=...)"
+        )
+    if not rows.is_cut:
+        return ""
+    new, copy = rows.new[0], "--base COPY, a directory with config.json and tokenizer of the base alone"
+    by_hand = f"{copy} and vocab_size {new} in it, writes these rows"
+    if rows.share is not None:
+        return (
+            f"{new} rows are {_SHARES[rows.share]} of the base's {rows.old}, as one of {rows.share} ranks has them: is a "
+            f"part of the checkpoint missing? If the vocabulary was cut to this, {by_hand}"
+        )
+    if _is_said(rows, checkpoint, tokenizer):
+        return ""
+    return (
+        f"the vocabulary has {new} rows and the base's {rows.old}, and nothing says that it was cut: --tokenizer DIR with "
+        f"a tokenizer of {new} tokens does; or {by_hand}"
+    )
+
+
+def _is_said(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> bool:
+    """True if the checkpoint's own config, its record or a tokenizer says that these rows are all."""
+    new = rows.new[0]
+    if tokenizer is not None and tokenizer.tokens is not None:
+        padding = new - tokenizer.tokens
+        if 0 <= padding < _MOST_PADDING and (not padding or new in paddings(tokenizer.tokens)):
+            return True
+    directory = find_config(checkpoint)
+    config = read_config(directory) if directory is not None else None
+    return recorded_tokens(checkpoint) == new or (
+        config is not None and counts_tokens(config, rows.places, new)
+    )
+
+
+def _warnings(
+    changed: tuple[TokenRows, ...], checkpoint: Checkpoint, base: Base, tokenizer: Tokenizer | None
+) -> Iterator[str]:
+    label = escape(base.label)
+    for rows in changed if tokenizer is None and base.is_given else ():
+        new = rows.new[0]
+        more = "lack the new tokens" if new > rows.old else "have more tokens"
+        whose = f"the tokenizer, which comes from {label}, may {more}"
+        if not any(map(is_tokenizer_file, base.assets)):
+            whose = f"{label} has no tokenizer"
+        yield (
+            f"the vocabulary has {new} rows, in {label} {rows.old}: vocab_size is {new} now, and {whose}; --tokenizer "
+            f"{_where(checkpoint)} takes another"
+        )
+
+
+def _notes(changed: tuple[TokenRows, ...], base: Base, tokenizer: Tokenizer | None) -> Iterator[str]:
+    for rows in changed if tokenizer is not None or not base.is_given else ():
+        yield f"the vocabulary has {rows.new[0]} rows, in {escape(base.label)} {rows.old}: vocab_size is {rows.new[0]} now"
+
+
+def _where(checkpoint: Checkpoint) -> str:
+    """Return the checkpoint's own directory that has a tokenizer, to name it; else a placeholder."""
+    return next((in_shell(each) for each in checkpoint.assets if tokenizer_files(each)), "DIR")
+
+
+def check_tokenizer(tokenizer: Tokenizer | None, base: Base | None, shapes: Mapping[str, Shape]) -> None:
+    """Refuse a tokenizer with ids beyond the rows of the output.
+
+    Args:
+        tokenizer: as a person named it, or None.
+        base: with the rows of the output; without known tensors nothing is compared.
+        shapes: by name in the output.
+
+    Raises:
+        LayoutError: it has such ids.
+    """
+    if tokenizer is None or tokenizer.tokens is None or base is None or base.config is None:
+        return
+    rows = {name: (tokenizer.tokens, *shape[1:]) for name, shape in shapes.items()}
+    short = [each for each in find_token_rows(rows, shapes, base.config) if each.new[0] > each.old]
+    if short:
+        raise LayoutError(
+            f"--tokenizer {escape(tokenizer.label)} needs {count(tokenizer.tokens, 'row')}, and the vocabulary has "
+            f"{short[0].old}",
+            hint="give the tokenizer that the model was trained with",
+        )
