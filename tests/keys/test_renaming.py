@@ -273,7 +273,8 @@ class TestSelection:
         """A value head beside the model that was trained: the base has other tensors that are missing, but not that."""
         names = [f"policy.{name}" for name in below("model.", TEXT)]
         base = {name: (4, 4) for name in [*below("model.", TEXT), "mtp.norm.weight", "lm_head.weight"]}
-        found = select_model(entries([*names, "v_head.summary.weight"]), base_shapes=base)
+        tensors = entries(names) | {"v_head.summary.weight": entry("v_head.summary.weight", (1, 4))}
+        found = select_model(tensors, base_shapes=base)
         assert set(found.names.values()) == set(below("model.", TEXT))
 
 
