@@ -282,7 +282,7 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     left = [
         name
         for name in list_weights(home)
-        if os.path.join(home, name) not in read and name not in said and said.isdisjoint(name.split("/"))
+        if os.path.join(home, name) not in read and said.isdisjoint((*name.split("/"), *_above(name), name))
     ]
     if left:  # under another name, or by a link
         assets = (path for folder in checkpoint.assets for path in list_assets(folder)[0].values())
@@ -290,6 +290,12 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         known = {storage.realpath(path) for path in (*read, *assets, *skipped)}
         left = [name for name in left if storage.realpath(os.path.join(home, name)) not in known]
     yield from weights_beside(left, ())
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yield the directories that a relative name lies in."""
+    while name := os.path.dirname(name):
+        yield name
 
 
 def directory_of(path: str) -> str:
@@ -358,7 +364,8 @@ def _nothing(path: str) -> SourceError:
     if below:
         return SourceError(
             f"{escape(path)} is not a checkpoint but a run's directory, with {listed(below)}",
-            hint=f'give one of them; shardkit.resolve_checkpoint("{escape(path)}").path is the newest complete one',
+            hint=f'give one of them; shardkit.resolve_checkpoint("{escape(path)}").path is the newest complete one, '
+            "if steps or dates in their names tell",
         )
     looked_for = [] if guess else [f"looked for: {row.what}" for row in _FORMATS.values()]
     return SourceError(

@@ -107,6 +107,12 @@ _COUNTERS = frozenset({"step", "eta", "mu", "mu_product", "sum", "step_size", "p
 _OPTIMIZER = re.compile(
     r"(?:\w+_)?(?:optim|optimizer)s?(?:_(?:states?|state_dict|dict|\d+))*|opt_states?|chained_\d+|param_groups"
 )
+_OPTIMIZER_WORD = re.compile(r"optim(?:izer)?s?(?:states?)?")
+# They say of a name neither whose it is nor which.
+_FILLERS = frozenset(
+    "model models weights params parameters state states dict ckpt ckpts checkpoint checkpoints".split()
+    + "dcp dist distcp distributed fsdp shard shards sharded".split()
+)
 _SCHEDULER = re.compile(r"(?:lr_|learning_rate_)?(?:scheduler|sched)s?(?:_(?:states?|state_dict|\d+))*")
 _RANDOM = re.compile(r"(?:\w+_)?(?:rng|random)(?:_\w+)?s?")
 _TRAINER = re.compile(
@@ -172,6 +178,33 @@ def optimizer_path(name: str) -> Segments:
         if _OPTIMIZER.fullmatch(segment):
             return segments[: at + 1]
     return segments[: segments.index("state")] if "state" in segments else segments[:1]
+
+
+def is_optimizers(name: str) -> bool:
+    """True for a name that people give to the file or directory of an optimizer (`optim_ckpt`), and of nothing else."""
+    words = _words(name)
+    is_one = _OPTIMIZER.fullmatch(name) is not None or any(map(_OPTIMIZER_WORD.fullmatch, words))
+    return is_one and "and" not in words  # not model_and_optim
+
+
+def is_optimizer_of(name: str, model: str, *, is_only: bool) -> bool:
+    """True if a directory of an optimizer belongs to that of a model, going by their names.
+
+    Args:
+        name: of the optimizer's: `optim_ckpt`, `generator_optim`, `optim_step20`.
+        model: of the model's: `model_ckpt`, `generator`, `model_step20`.
+        is_only: no other model lies beside the two. An optimizer's name that says nothing else fits any model then.
+    """
+    own, others = (
+        [word for word in _words(each) if word not in _FILLERS and not _OPTIMIZER_WORD.fullmatch(word)]
+        for each in (name, model)
+    )
+    numbers, its_numbers = (re.findall(r"[0-9]+", each) for each in (name, model))
+    return own == others or (is_only and numbers == its_numbers and not any(map(str.isalpha, own)))
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[\W_]+", name.lower()) if word]
 
 
 def object_kind(segment: str) -> Kind | None:

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from shardkit import formats
 from shardkit.core.result import Result
 from shardkit.core.text import escape, listed
-from shardkit.errors import ShardkitError, SourceError
+from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of, is_data_folder
 from shardkit.files.links import locate, read_inside
@@ -26,12 +26,12 @@ from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS, is_adapter
 from shardkit.formats.hub.files import PIPELINE
 from shardkit.formats.registry import directory_of, recognise
-from shardkit.formats.trainers.plain_dcp import find_structure
+from shardkit.formats.trainers.plain_dcp import find_structure, lacks_last, optimizers_beside
 from shardkit.operations.leftovers import refuse
 from shardkit.operations.resolve_order import (
     BEYOND,
     EPOCH,
-    EXPORT_ENDING,
+    EXPORT_ENDINGS,
     HOME,
     NAMED,
     OTHER,
@@ -40,7 +40,9 @@ from shardkit.operations.resolve_order import (
     TRACKERS,
     Place,
     family_of,
+    has_date,
     is_a_place,
+    is_a_step,
     is_left_out,
     is_temporary,
     ordered,
@@ -106,7 +108,7 @@ class Taken:
         Raises:
             SourceError, IntegrityError, ResourceError: as opening does.
         """
-        return self.opened or _open_models(self.resolved.path)
+        return tuple(map(self._without_warnings, self.opened or _open_models(self.resolved.path)))
 
     def open(self) -> Checkpoint:
         """Return the checkpoint, opened.
@@ -115,7 +117,13 @@ class Taken:
             SourceError: it holds several models; or as opening does.
             IntegrityError, ResourceError: as opening does.
         """
-        return self.opened[0] if len(self.opened) == 1 else formats.open(self.resolved.path)
+        is_open = len(self.opened) == 1
+        return self._without_warnings(self.opened[0] if is_open else formats.open(self.resolved.path))
+
+    def _without_warnings(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a checkpoint without the notes that are warnings here."""
+        notes = tuple(note for note in checkpoint.notes if note not in self.resolved.warnings)
+        return checkpoint if notes == checkpoint.notes else replace(checkpoint, notes=notes)
 
 
 def as_it_is(path: str, checkpoint: Checkpoint) -> Taken:
@@ -148,6 +156,7 @@ def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) ->
         strict: fail where a newer one was passed over.
 
     Raises:
+        UsageError: several complete checkpoints, and nothing tells which is the newest. Lists them.
         SourceError: no complete checkpoint; or, with `strict`, a newer one was passed over. Lists what was passed over
             and why.
         ResourceError: something may not be read.
@@ -159,7 +168,7 @@ def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
     """Choose a checkpoint as `resolve_checkpoint` does, and keep what that opens.
 
     Raises:
-        SourceError, ResourceError: as `resolve_checkpoint`.
+        UsageError, SourceError, ResourceError: as `resolve_checkpoint`.
     """
     given = stores.as_path(path)
     if not storage.lexists(given):
@@ -172,22 +181,25 @@ def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
     found = search.itself()
     if found is None and not storage.isdir(given):
         formats.open(given)  # raises, and says why it is none
-    found = found or search.below(given, _MAX_DEPTH)
+    found = found or search.below(given, _MAX_DEPTH) or search.newest_unfinished()
     if PIPELINE in listing(given) and found is not None and found.path != given and found.step is None:
         formats.open(given)  # raises: one model of a pipeline is not the newest checkpoint of a run
     if found is not None:
-        said = list(_passed_over(found, given))
+        _refuse_rivals(given, search.rivals.get(found.path, ()))
+        said, doubt = list(_passed_over(found, given)), lacks_last(found.path)
         found = replace(
             found,
-            warnings=tuple(line for line, is_older in said if not is_older),
+            warnings=(*filter(None, [doubt]), *(line for line, is_older in said if not is_older)),
             notes=(*(line for line, is_older in said if is_older), *search.notes),
         )
-        if strict and found.warnings:
+        if strict and doubt is not None:
             raise SourceError(
-                f"{escape(given)}: the newest checkpoint in it cannot be taken",
-                problems=found.warnings,
-                hint=f"repair or remove it, or name the one to take: {escape(found.path)}",
+                f"{escape(found.path)}: {doubt}",
+                problems=found.warnings[1:],
+                hint=f"wait for the save to end, or give {escape(found.path)} without --strict",
             )
+        if strict and found.warnings:
+            raise _not_the_newest(given, found, search.complete)
         return Taken(resolved=found, opened=search.opened.get(found.path, ()))
     if not search.skipped and recognise(given) is None:
         formats.open(given)  # raises, and says what the directory looks like: a save that did not finish, ...
@@ -195,6 +207,38 @@ def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
         f"{escape(given)}: no complete checkpoint in it",
         problems=[f"{escape(name)}: {reason}" for name, reason in search.skipped] or search.looked_for(),
         hint="give the directory that the trainer's save made, or its parent",
+    )
+
+
+def _refuse_rivals(given: str, rivals: Collection[str]) -> None:
+    """Refuse a choice that would be made by chance.
+
+    Raises:
+        UsageError: several checkpoints may be meant.
+    """
+    if len(rivals) > 1:
+        names = [os.path.relpath(path, given) for path in rivals]
+        raise UsageError(
+            f"{escape(given)}: {len(rivals)} checkpoints here; say which",
+            problems=map(escape, names),
+            hint=f"no step, date or tracker file tells which is the newest: give one by its path, such as "
+            f"{escape(os.path.join(given, names[0]))}",
+        )
+
+
+def _not_the_newest(given: str, found: ResolvedCheckpoint, complete: Collection[str]) -> SourceError:
+    """Return the error for a checkpoint that may not be the newest one, where only that will do."""
+    lines = zip(found.skipped, _passed_over(found, given), strict=True)
+    if all(is_older or name in complete for (name, _), (_, is_older) in lines):
+        return SourceError(
+            f"{escape(given)}: it is not certain which checkpoint in it is the newest",
+            problems=found.warnings,
+            hint=f"name the one to take, such as {escape(found.path)}",
+        )
+    return SourceError(
+        f"{escape(given)}: the newest checkpoint in it cannot be taken",
+        problems=found.warnings,
+        hint=f"repair or remove it, or name the one to take: {escape(found.path)}",
     )
 
 
@@ -208,12 +252,14 @@ def stands_for(path: str, *, strict: bool = False) -> ResolvedCheckpoint:
         strict: fail where a newer checkpoint of a run cannot be taken.
 
     Raises:
-        SourceError, ResourceError: as `resolve_checkpoint`.
+        UsageError, SourceError, ResourceError: as `resolve_checkpoint`.
     """
     adapter = adapter_file(path)
     if adapter is None and storage.isdir(path) and not was_checkpoint(path):
         return take(path, strict=strict).resolved
-    return ResolvedCheckpoint(path=adapter or path, format="", step=None, reason=ITSELF)
+    doubt = lacks_last(path) if storage.isdir(path) else None
+    warnings = () if doubt is None else (doubt,)
+    return ResolvedCheckpoint(path=adapter or path, format="", step=None, reason=ITSELF, warnings=warnings)
 
 
 def was_checkpoint(path: str) -> bool:
@@ -279,6 +325,12 @@ class _Search:
         self.notes: list[str] = []
         self.opened: dict[str, tuple[Checkpoint, ...]] = {}
         """By path, what opened."""
+        self.complete: set[str] = set()
+        """Names of those that were passed over though nothing is wrong with them."""
+        self.rivals: dict[str, tuple[str, ...]] = {}
+        """By path of one that was taken by chance, it and all others that might be meant."""
+        self.unfinished: list[ResolvedCheckpoint] = []
+        """Those that open, newest first, and whose trainer did not say that it had finished them."""
         self.entries_left = _MAX_ENTRIES
 
     def looked_for(self) -> list[str]:
@@ -294,7 +346,8 @@ class _Search:
             return None
         if not found.is_sharded and self._holds_training_states():
             first = "the checkpoints of its training come first; its weight file can be given by itself"
-            self._skip(self.home, self._damage(self.home) or first)
+            damage = self._damage(self.home)
+            self._skip(self.home, damage or first, is_complete=damage is None)
             return None
         tracked = _tracked(self.home)
         step = _step_at(self.home)
@@ -310,6 +363,15 @@ class _Search:
                 self.home, found.name, step_of(tracked[1]), f"{tracked[0]} names {escape(tracked[1])}"
             )
         return self._take(self.home, found.name, step, ITSELF)
+
+    def newest_unfinished(self) -> ResolvedCheckpoint | None:
+        """Return the newest of those that may be taken where nothing finished is there."""
+        if not self.unfinished:
+            return None
+        found = self.unfinished[0]
+        name = os.path.relpath(found.path, self.home)
+        self.skipped = [pair for pair in self.skipped if pair[0] != name]
+        return replace(found, reason="no finished one is there", skipped=tuple(self.skipped))
 
     def below(self, directory: str, depth: int) -> ResolvedCheckpoint | None:
         """Return the newest complete checkpoint below a directory, None if there is none.
@@ -339,6 +401,8 @@ class _Search:
             if tracked and rule != BEYOND:
                 self._mention(directory, by_rule.get(BEYOND, []), tracked[0])
             best = max(found, key=lambda resolved: -1 if resolved.step is None else resolved.step)
+            if rule == OTHER and best.step is None and len(found) > 1:
+                self._doubt(directory, names, best, found)
             name = os.path.relpath(best.path, directory).split(os.sep)[0]
             others = list[tuple[str, str]]()
             if not self._is_in_a_checkpoint(directory):
@@ -350,12 +414,33 @@ class _Search:
             it = escape(name) if best.reason else "it"
             why = why.format(tracker=tracked[0] if tracked else "", it=it)
             for path, reason in others:
-                self._skip(path, reason)
+                self._skip(path, reason, is_complete=True)
             # That checkpoints lie where trainers put them is no reason to tell beside that for one of them.
             told = (best.reason, None if rule == HOME and best.reason else why)
             reason = "; ".join(part for part in told if part)
             return replace(best, reason=reason, skipped=tuple(self.skipped))
         return None
+
+    def _doubt(
+        self, directory: str, names: list[str], best: ResolvedCheckpoint, found: list[ResolvedCheckpoint]
+    ) -> None:
+        """Note what else might be meant where nothing tells which of several is the newest.
+
+        Args:
+            names: of all in the directory that may be meant, damaged ones too.
+            found: the newest of those that are numbered alike.
+        """
+        tops = {os.path.relpath(each.path, directory).split(os.sep)[0]: each.path for each in found}
+        if all(map(has_date, tops)):
+            return
+        rivals, passed = list[str](), {os.path.join(self.home, path) for path, _ in self.skipped}
+        for name in names:
+            path = os.path.join(directory, name)
+            if name in tops:
+                rivals += self.rivals.get(tops[name], (tops[name],))
+            elif path not in passed and recognise(path) is not None:
+                rivals.append(path)
+        self.rivals[best.path] = tuple(sorted(rivals))
 
     def _others(
         self,
@@ -421,10 +506,7 @@ class _Search:
     def _is_in_a_checkpoint(self, directory: str) -> bool:
         """True if a directory belongs to a checkpoint, so that it holds parts of one."""
         inside = os.path.relpath(directory, os.path.dirname(storage.absolute(self.home)))
-        return any(
-            step_of(name) is not None and name[-1].isdigit()  # not ckpt-8b-sft
-            for name in inside.split(os.sep)
-        )
+        return any(map(is_a_step, inside.split(os.sep)))
 
     def _first(
         self, directory: str, names: list[str], family: str | None, depth: int
@@ -443,7 +525,11 @@ class _Search:
         if recognised is not None:
             reason = self._damage(path)
             if reason is None:
-                return self._take(path, recognised.name, _step_inside(path) if step is None else step, "")
+                found = self._take(path, recognised.name, _step_inside(path) if step is None else step, "")
+                reason = lacks_last(path)
+                if reason is None:
+                    return found
+                self.unfinished.append(found)
         elif not storage.isdir(path):
             reason = "not a checkpoint of a known format"
         else:
@@ -472,7 +558,9 @@ class _Search:
     def _damage(self, path: str) -> str | None:
         """Return why a checkpoint cannot be taken, None if it opens."""
         structure = find_structure(path) if storage.isdir(path) else None
-        last = structure.structure.last if structure else _last_of_trainer(path)
+        known = structure.structure if structure else None
+        last = known.last if known is not None and not known.is_taken_without_last else None
+        last = _last_of_trainer(path) if last is None else last
         if last is not None and not storage.lexists(os.path.join(path, last)):
             return f"the save did not finish: {last}, which is written last, is missing"
         try:
@@ -503,7 +591,12 @@ class _Search:
                 self._skip(path, "it has a temporary name: the save did not finish")
                 continue
             names.append(entry.name)
-        return [name for name in names if not self._is_export(directory, name, names)]
+        optimizers = optimizers_beside(directory, names)
+        if self._is_in_a_checkpoint(directory):
+            names = _without_exports(directory, names)
+        return [
+            name for name in names if name not in optimizers and not self._is_export(directory, name, names)
+        ]
 
     def _scan(self, directory: str) -> Iterator[os.DirEntry[str]]:
         """Yield directories, links and .ckpt files."""
@@ -524,12 +617,12 @@ class _Search:
 
     def _is_export(self, directory: str, name: str, names: list[str]) -> bool:
         """True for what consolidate wrote beside a checkpoint: it has no optimizer and is no newer than that."""
-        stem = name.removesuffix(EXPORT_ENDING)
+        stem = EXPORT_ENDINGS.sub("", name)
         return (
             stem != name
             and any(other == stem or other.startswith(f"{stem}.") for other in names)
-            and (found := recognise(os.path.join(directory, name))) is not None
-            and not found.is_sharded
+            and recognise(os.path.join(directory, name)) is not None
+            and not _is_sharded(os.path.join(directory, name))
         )
 
     def _holds_training_states(self) -> bool:
@@ -548,8 +641,10 @@ class _Search:
             reason = f"newer than what {tracker} names: its save was not recorded as finished"
             self._skip(os.path.join(directory, name), reason)
 
-    def _skip(self, path: str, reason: str) -> None:
+    def _skip(self, path: str, reason: str, *, is_complete: bool = False) -> None:
         name = os.path.relpath(path, self.home)
+        if is_complete:
+            self.complete.add(name)
         if all(known != name for known, _ in self.skipped):
             self.skipped.append((name, reason))
 
@@ -588,6 +683,19 @@ def _undated(best: ResolvedCheckpoint, found: Iterable[ResolvedCheckpoint]) -> l
     return [
         (other.path, _UNDATED) for other in found if other is not best and None in (other.step, best.step)
     ]
+
+
+def _is_sharded(path: str) -> bool:
+    found = recognise(path)
+    return found is not None and found.is_sharded
+
+
+def _without_exports(directory: str, names: list[str]) -> list[str]:
+    """Return the names in a step's directory without Hub models, if a sharded checkpoint of that step is there."""
+    found = {name: recognise(os.path.join(directory, name)) for name in names}
+    if not any(row is not None and row.is_sharded for row in found.values()):
+        return names
+    return [name for name, row in found.items() if row is None or row.name != "hub"]
 
 
 def _groups(places: Iterable[tuple[Place, str]]) -> Iterator[list[str]]:

@@ -13,6 +13,9 @@ from typing import NamedTuple
 EXPORT_ENDING = "-hf"
 """What consolidate appends to a checkpoint's name for its default output."""
 
+EXPORT_ENDINGS = re.compile(r"[-_.](?:hf|huggingface|hub)$", re.IGNORECASE)
+"""What people, and consolidate, append to it."""
+
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 """Files in which a trainer records its last save: verl, Megatron and ByteCheckpoint as a step, DeepSpeed as a name."""
 
@@ -22,6 +25,7 @@ _EPOCH = re.compile(r"(?<![a-z])(?:epoch|ep)[-_=]?([0-9]{1,15})", re.IGNORECASE)
 # Lightning adds it if the name is taken.
 _VERSION = re.compile(r"-v([0-9]{1,9})(?:\.ckpt)?$")
 _BARE = re.compile(r"[0-9]{1,15}")
+_DATE = re.compile(r"(?<![0-9])20[0-9]{2}([-_.]?)(?:0[1-9]|1[0-2])\1(?:0[1-9]|[12][0-9]|3[01])")
 _LAST = re.compile(r"(last|latest)(-v[0-9]+)?(\.ckpt)?", re.IGNORECASE)
 _REQUEUED = re.compile(r"hpc_ckpt_([0-9]{1,9})\.ckpt")
 _ON_EXCEPTION = re.compile(r"on_exception(-v[0-9]+)?\.ckpt")
@@ -70,6 +74,11 @@ def step_of(name: str) -> int | None:
     return int(name) if _BARE.fullmatch(name) else None
 
 
+def has_date(name: str) -> bool:
+    """True for a name with a date in it, as tools give them to runs."""
+    return _DATE.search(name) is not None
+
+
 def family_of(name: str) -> str:
     """Return what a name shares with those that differ from it in numbers alone."""
     return re.sub(r"[0-9]+", "0", name)
@@ -88,6 +97,16 @@ def is_temporary(name: str) -> bool:
 def is_a_place(name: str) -> bool:
     """True for a name that says that a checkpoint, or a directory of them, is there."""
     return _place(name, None, None).rule != OTHER
+
+
+def is_ordered(name: str) -> bool:
+    """True for a name that tells when a checkpoint was saved: a step, an epoch, the last one."""
+    return _place(name, None, None).rule not in (HOME, OTHER)
+
+
+def is_a_step(name: str) -> bool:
+    """True for a directory's name that tells a step or an epoch, and nothing of a model (ckpt-8b-sft)."""
+    return name[-1:].isdigit() and _place(name, None, None).rule in (STEP, EPOCH)
 
 
 def ordered(names: Iterable[str], tracked: str | None) -> list[tuple[Place, str]]:

@@ -11,13 +11,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from shardkit.errors import SourceError
+from shardkit import prepare
+from shardkit.cli import main
+from shardkit.errors import LayoutError, SourceError, UsageError
 from shardkit.formats.registry import Format
 from shardkit.operations import resolve
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.diff import diff
+from shardkit.operations.inspect import inspect
+from shardkit.operations.manifest import write_manifest
 from shardkit.operations.reshard import reshard
 from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
 from shardkit.operations.resolve_order import is_left_out, is_temporary, step_of
@@ -497,11 +502,84 @@ def test_complete_ones_whose_age_nothing_tells(tmp_path: Path) -> None:
     found = resolve_checkpoint(tmp_path, strict=True)
     assert os.path.relpath(found, tmp_path) == "last"
     assert found.notes == ("step-200 is not newer than last, going by its name alone",)
-    (tmp_path / "last").rename(tmp_path / "sft")
-    (tmp_path / "step-200").rename(tmp_path / "dpo")
-    found = resolve_checkpoint(tmp_path)
-    assert found.reason.startswith("nothing tells whether it is the newest one")
-    assert found.warnings[0].startswith("passed over dpo, which may be newer")
+
+
+def test_several_side_by_side_are_named_by_every_verb(tmp_path: Path) -> None:
+    for name in ("sft", "dpo"):
+        save(tmp_path / "runs" / name, weight=1)
+    runs, other = tmp_path / "runs", tmp_path / "runs/sft"
+    for refused in (
+        lambda: resolve_checkpoint(runs),
+        lambda: consolidate(runs, tmp_path / "out"),
+        lambda: reshard(runs, tmp_path / "out", world_size=2),
+        lambda: diff(runs, other),
+        lambda: verify(runs),
+        lambda: verify(other, against=runs),
+        lambda: inspect(runs),
+        lambda: write_manifest(runs),
+    ):
+        with pytest.raises(UsageError, match="runs: 2 checkpoints here; say which") as caught:
+            refused()
+        assert caught.value.problems == ("dpo", "sft")
+        assert str(runs / "dpo") in (caught.value.hint or "")
+    done = CliRunner().invoke(main, ["verify", str(runs)])
+    assert (done.exit_code, done.stdout) == (2, "")
+    with pytest.raises(LayoutError, match="runs is a directory of several checkpoints"):
+        prepare(str(runs), str(other))
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("names", "rivals"),
+    [
+        (["base", "sft", "dpo", "rlhf"], ["base", "dpo", "rlhf", "sft"]),
+        (["sft/checkpoints/a", "sft/checkpoints/b", "dpo/final"], ["dpo/final", "sft/checkpoints/a", "sft/checkpoints/b"]),
+        (["sft", "ablation-1", "ablation-2"], ["ablation-1", "ablation-2", "sft"]),
+        (["step_5/generator", "step_5/discriminator"], ["step_5/discriminator", "step_5/generator"]),
+        (["sft", "dpo!", "rlhf"], ["rlhf", "sft"]),
+        (["sft", "dpo!"], "sft"),
+        (["sft", "step_5"], "step_5"),
+        (["sft", "dpo", "last"], "last"),
+        (["sft", "dpo", "model"], "model"),
+        (["sft/step_9", "dpo"], "sft/step_9"),
+        (["sft_2026-01-09", "dpo_2026-01-10"], "dpo_2026-01-10"),
+        (["ablation-1", "ablation-2"], "ablation-2"),
+        (["step_5", "x/sft", "x/dpo"], "step_5"),
+        (["latest=>sft", "sft", "dpo"], "sft"),
+    ],
+)  # fmt: skip
+def test_only_what_nothing_orders_is_not_chosen(
+    tmp_path: Path, names: list[str], rivals: list[str] | str
+) -> None:
+    make(tmp_path, *names)
+    if isinstance(rivals, str):
+        assert taken(tmp_path) == rivals
+        return
+    with pytest.raises(UsageError, match=f": {len(rivals)} checkpoints here; say which") as caught:
+        resolve_checkpoint(tmp_path)
+    assert list(caught.value.problems) == rivals
+
+
+def test_a_complete_one_is_not_to_be_repaired(tmp_path: Path) -> None:
+    for name in ("step-200", "final"):
+        save(tmp_path / name, weight=1)
+    with pytest.raises(SourceError, match="it is not certain which checkpoint in it is the newest") as caught:
+        verify(tmp_path)
+    assert caught.value.hint == f"name the one to take, such as {tmp_path / 'step-200'}"
+
+
+def test_exports_of_a_checkpoint_are_none_of_their_own(tmp_path: Path) -> None:
+    for name in ("final", "step_5/sharded"):
+        save(tmp_path / name, weight=1)
+    for name in ("final-hf", "final_HF", "step_5/zz_export"):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.ones(3)}, tmp_path / name / "model.safetensors")
+    assert taken(tmp_path / "step_5") == "sharded"
+    shutil.rmtree(tmp_path / "step_5")
+    assert taken(tmp_path) == "final"
+    (tmp_path / "final_HF").rename(tmp_path / "merged")
+    with pytest.raises(UsageError, match="2 checkpoints here"):
+        resolve_checkpoint(tmp_path)
 
 
 def test_parts_of_one_checkpoint_are_not_taken_for_newer_ones(tmp_path: Path) -> None:

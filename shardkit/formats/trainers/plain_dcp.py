@@ -5,7 +5,7 @@ own files beside it. `_WRITERS`: the directory is DCP itself, and its names tell
 stay as they are; key rules map them to the Hub's if they differ.
 
 Source: docs and savers of mini_trainer 0.9, OLMo-core 2.3, NeMo Automodel 0.7, NeMo-RL 0.4, prime-rl 0.3,
-verl 0.9, SkyRL, VeOmni, fms-fsdp, Composer 0.30, AReaL, torchtitan 0.3, torchtune 0.6; torch's AppState
+verl 0.9, SkyRL, VeOmni (its layout of September 2026 too), fms-fsdp, Composer 0.30, AReaL, torchtitan 0.3, torchtune 0.6; torch's AppState
 recipe.
 """
 
@@ -31,6 +31,7 @@ from shardkit.formats.contract import (
     own_name,
     parent,
 )
+from shardkit.keys.tree import is_averaged, is_optimizer_of, is_optimizers
 
 Roots = Mapping[str, tuple[str | int, ...]]
 
@@ -42,7 +43,18 @@ _WEIGHTS = (
     "sharded",
 )
 _OPTIMIZERS = ("optim", "optimizer", "optimizers", "optimizer_state")
-_NOT_SHOWN = (".*", "*.md", "config.json", "*token*", "*.jinja", "huggingface", "hf", "*.yaml", "*.log")
+_NOT_SHOWN = (
+    ".*",
+    manifest.NAME,
+    "*.md",
+    "config.json",
+    "*token*",
+    "*.jinja",
+    "huggingface",
+    "hf",
+    "*.yaml",
+    "*.log",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +68,15 @@ class Structure:
     weights: tuple[str, ...]
     """Where the checkpoint may lie in it, best first."""
     beside: tuple[str, ...] = ()
-    """Patterns of names beside it, one of which must be there."""
+    """Patterns of names beside it, one of which must be there; or directories, relative to the one that people name."""
     roots: Roots = field(default_factory=dict)
     """As in `Checkpoint`, if the trainer's own code fixes them."""
     assets: tuple[str, ...] = (".",)
     """Where config and tokenizer may lie in it."""
     last: str | None = None
     """The file that the trainer writes last."""
+    is_taken_without_last: bool = False
+    """Without that file it is taken if nothing finished is there: DCP's own markers prove its tensors."""
 
 
 class Found(NamedTuple):
@@ -122,6 +136,16 @@ _STRUCTURES = (
         beside=("optim", "step_scheduler*", "losses.json"),
         assets=("model/.hf_metadata", "model", "."),
     ),
+    Structure(
+        format="veomni",
+        writer="VeOmni",
+        weights=("model/ckpt",),
+        beside=("model/optimizer", "checkpoint_manifest.json"),
+        roots={"model": ("model",)},
+        assets=("hf_ckpt", "."),
+        last="checkpoint_manifest.json",
+        is_taken_without_last=True,
+    ),
     # No trainer in particular: the model's part of a checkpoint in a directory of its own.
     Structure(format=None, writer=None, weights=("model", "weights", "distcp", "dcp", "fsdp")),
 )
@@ -163,13 +187,58 @@ def find_structure(path: str) -> Found | None:
     if has_any(names, ".metadata", "__*.metadata"):
         return None
     for structure in _STRUCTURES:
-        if structure.beside and not has_any(names, *structure.beside):
+        if structure.beside and not any(_lies_in(path, names, each) for each in structure.beside):
             continue
         for below in structure.weights:
             found = inner(path, below) if below.partition("/")[0] in names else None
             if found is not None and has_any(listing(found), *_WEIGHTS):
                 return Found(structure, found)
-    return None
+    return _pair(path, names)
+
+
+def _lies_in(path: str, names: frozenset[str], beside: str) -> bool:
+    return inner(path, beside) is not None if "/" in beside else has_any(names, beside)
+
+
+def _pair(path: str, names: frozenset[str]) -> Found | None:
+    """Return a directory with the weights of one model beside one of its optimizer, whatever the two are called."""
+    optimizers = [name for name in names if is_optimizers(name) and _has_weights(path, name)]
+    if not optimizers:
+        return None
+    models = [
+        name
+        for name in names
+        if not is_optimizers(name) and not is_averaged(name) and _has_weights(path, name)
+    ]
+    is_only = len(models) == 1
+    paired = [
+        name for name in models if any(is_optimizer_of(other, name, is_only=is_only) for other in optimizers)
+    ]
+    if len(paired) != 1:
+        return None
+    return Found(Structure(format=None, writer=None, weights=(paired[0],)), os.path.join(path, paired[0]))
+
+
+def optimizers_beside(path: str, names: Collection[str]) -> set[str]:
+    """Return those of the names in a directory that are DCP directories of optimizers of models beside them."""
+    optimizers = [name for name in names if is_optimizers(name) and _has_weights(path, name)]
+    models = [name for name in names if optimizers and not is_optimizers(name) and _has_weights(path, name)]
+    return {
+        name for name in optimizers if any(is_optimizer_of(name, model, is_only=True) for model in models)
+    }
+
+
+def _has_weights(path: str, name: str) -> bool:
+    found = inner(path, name)
+    return found is not None and has_any(listing(found), *_WEIGHTS)
+
+
+def lacks_last(path: str) -> str | None:
+    """Return what makes a checkpoint doubtful that may be taken all the same; None if nothing does."""
+    found = find_structure(path)
+    if found is None or not found.structure.is_taken_without_last:
+        return None
+    return next(_unfinished(path, found.structure), None)
 
 
 def inside(checkpoint: Checkpoint, found: Found, path: str) -> Checkpoint:
@@ -250,10 +319,13 @@ def _only_optimizer(tops: set[str | int], directory: str) -> Iterator[str]:
 
 def _beside(path: str, found: Found) -> Iterator[tuple[str, str]]:
     """Yield what lies beside the weights and was not read."""
-    taken = os.path.relpath(found.weights, path).split(os.sep)[0]
-    names = listing(path)
-    for name in sorted(names - {taken} - set(matching(names, *_NOT_SHOWN))):
-        yield name, "optimizer state" if name.startswith("optim") else "not a part of the weights"
+    above = ""
+    for taken in os.path.relpath(found.weights, path).split(os.sep):
+        names = listing(os.path.join(path, above))
+        for name in sorted(names - {taken} - set(matching(names, *_NOT_SHOWN))):
+            reason = "optimizer state" if is_optimizers(name) else "not a part of the weights"
+            yield os.path.join(above, name), reason
+        above = os.path.join(above, taken)
 
 
 def _unfinished(path: str, structure: Structure) -> Iterator[str]:

@@ -197,7 +197,7 @@ def inspect(
     return replace(
         result,
         path=path,
-        notes=(*found.notes, *result.notes),
+        notes=(*found.notes, *(note for note in result.notes if note not in found.warnings)),
         warnings=(*found.warnings, *result.warnings),
     )
 

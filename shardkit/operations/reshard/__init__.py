@@ -198,7 +198,7 @@ def reshard(
     named = source if adapter_file(source) else resolved.path
     chosen = default_output(label_of(named), named, parsed) if output is None else output
     writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
-    parts = take_apart(taken, check_source=check_source)
+    parts = take_apart(taken, source, check_source=check_source)
     writer.warn(parts.warnings)
     manifests = writer.find_manifests([part.catalog for part in parts.parts], resolved.path)
     if is_remote(writer.path):

@@ -60,11 +60,11 @@ from shardkit.layout.layout import Layout, TensorLayout, Unit
 from shardkit.operations.casts import check_cast
 from shardkit.operations.companions import BesideFile, Survey, check_survey, leave_out, survey
 from shardkit.operations.describe_dcp import DcpOutput
+from shardkit.operations.reshard.left_out import OF_A_RANK, around, unread
 from shardkit.operations.resolve import Taken
 from shardkit.osft.plan import factor_of, shard_dim
 from shardkit.transfer.plan import TransferPlan, build_plan
 
-_OF_A_RANK = re.compile(r"(?:^|[_-])rank[_-]?\d+\.|(?:rng_state|random_states)_\d+\.")
 _ENTRY_OF_A_RANK = re.compile(r"(?:.*[._])?(?:dp_)?rank_?\d+(?:\..*)?")  # torchtitan: dataloader.dp_rank_0
 _OPTIMIZER = re.compile(r"(bf16_)?(zero_pp_)?optim")
 _MAX_ENTRIES = 1 << 16  # of a byte entry's zip
@@ -126,6 +126,8 @@ class Parts:
     """The folder of DCP-HF shards that holds the weights. They fit any number of ranks and are copied."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+    is_training: bool = True
+    """A training saved it; False for a Hub model."""
 
     @property
     def siblings(self) -> tuple[str, ...]:
@@ -133,17 +135,30 @@ class Parts:
         return tuple(file.name for file in self.files)
 
 
-def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
+def take_apart(taken: Taken, given: str, *, check_source: bool = True) -> Parts:
     """Open every DCP directory of a checkpoint, or the one catalog of a checkpoint in another format.
 
     Args:
         taken: the checkpoint.
+        given: the path that a person gave. What lies in it, beside the checkpoint, is named.
         check_source: refuse byte entries that are not zips as torch writes them. Otherwise they are carried over
             unchanged, with a warning.
 
     Raises:
         SourceError, IntegrityError, ResourceError: it cannot be opened, or the save of a part did not finish.
     """
+    parts = _take_apart(taken, check_source=check_source)
+    if not parts.is_training:
+        return parts
+    beside = around(taken.resolved.path, given)
+    return replace(
+        parts,
+        notes=(*parts.notes, *beside.notes()),
+        warnings=(*parts.warnings, *beside.warnings()),
+    )
+
+
+def _take_apart(taken: Taken, *, check_source: bool) -> Parts:
     path = home_of(taken.resolved.path)
     if not storage.isdir(path) or not _keeps_folders(path):
         return _other(taken.open())
@@ -186,7 +201,7 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
             hint="use another copy of the checkpoint; --check-source off carries them over as they are",
         )
     beside = _weights_beside(path, checkpoint, found)
-    of_ranks = [file.name for file in found.files if _OF_A_RANK.search(os.path.basename(file.name))]
+    of_ranks = [file.name for file in found.files if OF_A_RANK.search(os.path.basename(file.name))]
     return Parts(
         writer=checkpoint.writer,
         parts=parts,
@@ -328,6 +343,7 @@ def _other(checkpoint: Checkpoint) -> Parts:
     opened = checkpoint.optimizer() if checkpoint.optimizer is not None else None
     warnings, notes, objects = list[str](), list(checkpoint.notes), tuple[str, ...]()
     unboxed = set[str]() if checkpoint.has_boxes else set(catalog.tensors)
+    states = list[str]()
     if isinstance(opened, OptimizerState):
         unboxed = {f"{_MODEL}.{name}" for name in unboxed}
         unboxed |= set() if opened.has_boxes else {f"{_OPTIM}.{name}" for name in opened.catalog.tensors}
@@ -344,6 +360,13 @@ def _other(checkpoint: Checkpoint) -> Parts:
             warnings.append(
                 f"the optimizer's state is left out ({listed(states)}){reason}; only weights are written"
             )
+    if checkpoint.hub is None and storage.isdir(checkpoint.path):
+        files = (
+            *checkpoint.catalog.files,
+            *(opened.catalog.files if isinstance(opened, OptimizerState) else ()),
+        )
+        read = {storage.realpath(os.path.dirname(file.path)) for file in files}
+        warnings += unread(checkpoint.path, read, {name.split("/")[0] for name in states}).warnings()
     directory = find_config(checkpoint)
     places, refused = ({}, ()) if directory is None else list_assets(directory)
     if refused:
@@ -367,6 +390,7 @@ def _other(checkpoint: Checkpoint) -> Parts:
         places=places,
         notes=tuple(f"{escape(name)} was not read: {escape(reason)}" for name, reason in skipped),
         warnings=tuple(warnings),
+        is_training=checkpoint.hub is None,
     )
 
 

@@ -110,6 +110,7 @@ def verify(
     if storage.lexists(path):
         taken = stands_for(path, strict=True)
         path = taken.path
+        report.warnings += taken.warnings
         report.add_notes(taken.notes)
     manifest_path = None if manifest is None else os.fspath(manifest)
     if store:

@@ -242,8 +242,8 @@ class Report:
         return cls(problems=[_load_problem(problem) for problem in plain["problems"]], **fields)
 
     def add_notes(self, notes: Iterable[str]) -> None:
-        """Add notes, each once."""
-        self.notes += [note for note in notes if note not in self.notes]
+        """Add notes, each once; none that is a warning."""
+        self.notes += [note for note in notes if note not in (*self.notes, *self.warnings)]
 
     def chunk(self, nbytes: int) -> None:
         """Count a chunk."""

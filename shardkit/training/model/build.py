@@ -346,6 +346,8 @@ def _what_it_is(path: str) -> tuple[str, str | None]:
         return OTHER_FILES[ending][0], None
     try:
         taken = stands_for(path).path
+    except UsageError:
+        return "a directory of several checkpoints", None
     except ShardkitError:
         return "no checkpoint", None
     if taken != path:

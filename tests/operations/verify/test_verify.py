@@ -495,9 +495,11 @@ def test_legacy_weights(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint(made: Path, tmp_path: Path) -> None:
-    for path in (tmp_path / "absent", tmp_path, made):
+    for path in (tmp_path / "absent", tmp_path):
         with pytest.raises(SourceError):
             verify(path)
+    with pytest.raises(UsageError, match="6 checkpoints here"):
+        verify(made)
 
 
 def test_unfinished_save_is_a_problem(copied: Callable[[str], Path]) -> None:

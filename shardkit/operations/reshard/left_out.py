@@ -1,0 +1,172 @@
+"""What lies beside a checkpoint that reshard takes, and is not in its output.
+
+Trainers that nobody has a row for put the optimizer, the files of single ranks and more beside the weights, in the
+directory of a step. What is taken may be a part of that; everything else has a name here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import ShardkitError
+from shardkit.files import storage
+from shardkit.files.stores import is_remote
+from shardkit.formats.contract import inner, listing
+from shardkit.formats.dcp.directory import is_dcp, open_dcp
+from shardkit.keys.tree import is_optimizer_of, is_optimizers, object_kind
+from shardkit.operations.companions import walk
+from shardkit.operations.resolve_order import is_a_step, is_ordered
+
+OF_A_RANK = re.compile(r"(?:^|[_-])rank[_-]?\d+\.|(?:rng_state|random_states)_\d+\.")
+_RECORDS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".distcp")
+_MAX_CLIMBED = 3  # step/model/vision/ckpt
+_MAX_OPENED = 64  # DCP directories whose tensors are counted
+
+
+@dataclass(slots=True, kw_only=True)
+class LeftOut:
+    """Names relative to the directory around the checkpoint."""
+
+    taken: str
+    """The checkpoint."""
+    folders: list[str] = field(default_factory=list)
+    """DCP directories, with the number of their tensors."""
+    optimizers: list[str] = field(default_factory=list)
+    """Files of an optimizer."""
+    of_ranks: list[str] = field(default_factory=list)
+    """Other files of single ranks."""
+    others: list[str] = field(default_factory=list)
+    """Any other file and directory."""
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what a person has to be warned of."""
+        if self.folders:
+            what = count(len(self.folders), "DCP directory", "DCP directories")
+            yield f"{self._beside(what, self.folders)}; reshard takes each by its own path"
+        if self.optimizers:
+            yield self._beside(f"{count(len(self.optimizers), 'file')} of an optimizer", self.optimizers)
+        if self.of_ranks:
+            yield self._beside(f"{count(len(self.of_ranks), 'file')} of single ranks", self.of_ranks)
+
+    def notes(self) -> Iterator[str]:
+        """Yield what else to tell."""
+        if self.others:
+            yield self._beside(count(len(self.others), "other name"), self.others)
+
+    def _beside(self, what: str, names: list[str]) -> str:
+        is_or_are = "is" if len(names) == 1 else "are"
+        return f"{what} beside {escape(self.taken)} {is_or_are} not in the output: {listed(sorted(names))}"
+
+
+def around(path: str, given: str) -> LeftOut:
+    """Return what lies beside a checkpoint in the directory of its step, or as its optimizer in any other.
+
+    What lies outside the path that a person gave is a warning or nothing: whoever names a part may want it alone.
+
+    Args:
+        path: the checkpoint.
+        given: what a person gave: the checkpoint, or a directory around it.
+    """
+    path, given = storage.absolute(path), storage.absolute(given)
+    levels, is_in_step = _levels(path, given)
+    home = levels[-1][0] if levels else os.path.dirname(path)
+    found = LeftOut(taken=os.path.relpath(path, home))
+    for directory, taken in levels:
+        is_inside = directory == given or directory.startswith(os.path.join(given, ""))
+        for name in sorted(listing(directory) - {taken}):
+            if name.startswith(".") or storage.islink(os.path.join(directory, name)):
+                continue
+            if is_in_step or _is_its_optimizer(name, taken):
+                _add(found, home, os.path.join(directory, name))
+        found.others = found.others if is_inside and is_in_step else []
+    return found
+
+
+def _is_its_optimizer(name: str, taken: str) -> bool:
+    stem = os.path.splitext(name)[0] if name.endswith(_RECORDS) else name
+    is_any = not any(map(str.isdigit, stem))  # nothing says that it is of another step
+    return is_optimizers(stem) and (is_any or is_optimizer_of(stem, taken, is_only=True))
+
+
+def unread(path: str, read: Collection[str], said: Collection[str]) -> LeftOut:
+    """Return the directories with tensors in a checkpoint of which nothing was read.
+
+    Args:
+        path: the checkpoint.
+        read: real paths of the directories that were read.
+        said: names of directories in it that a warning names anyway.
+    """
+    found = LeftOut(taken=min((os.path.relpath(each, storage.realpath(path)) for each in read), default="."))
+    for name in sorted(listing(path)):
+        directory = inner(path, name)
+        if directory is None or name.startswith(".") or name in said or is_a_step(name):
+            continue
+        real = storage.realpath(directory)
+        if object_kind(name) in (None, "optimizer") and not any(_is_at(each, real) for each in read):
+            _add(found, path, directory)
+    found.others.clear()
+    return found
+
+
+def _is_at(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(os.path.join(directory, ""))
+
+
+def _levels(path: str, given: str) -> tuple[list[tuple[str, str]], bool]:
+    """Return (directory, name in it that leads to the checkpoint) of those around it, and whether they are a step's."""
+    levels = list[tuple[str, str]]()
+    here = path
+    while len(levels) < (0 if is_ordered(os.path.basename(path)) else _MAX_CLIMBED):
+        if is_remote(given) and here == given:
+            break
+        here, name = os.path.split(here)
+        levels.append((here, name))
+        own = os.path.basename(here)
+        if is_a_step(own) and (not own.isdigit() or _is_at(here, given)):  # a bare number may be a job's
+            return levels, True
+    if path == given:
+        return ([] if is_remote(given) else [os.path.split(path)]), False
+    return [level for level in levels if _is_at(level[0], given)] or [os.path.split(path)], False
+
+
+def _add(found: LeftOut, home: str, path: str) -> None:
+    """Add a file, or what a directory holds."""
+    name = os.path.relpath(path, home)
+    if not storage.isdir(path):
+        _add_file(found, name)
+        return
+    before = len(found.folders) + len(found.optimizers) + len(found.of_ranks)
+    for here, folder, directories, names in walk(path):
+        where = os.path.normpath(os.path.join(name, folder))
+        if is_dcp(here):
+            found.folders.append(f"{where}{_num_tensors(here, len(found.folders))}")
+            directories.clear()
+            continue
+        for each in sorted(names):
+            if _kind(found, each) is not found.others:
+                _add_file(found, os.path.join(where, each))
+    if len(found.folders) + len(found.optimizers) + len(found.of_ranks) == before:
+        found.others.append(os.path.join(name, ""))
+
+
+def _add_file(found: LeftOut, name: str) -> None:
+    _kind(found, os.path.basename(name)).append(name)
+
+
+def _kind(found: LeftOut, name: str) -> list[str]:
+    if name.endswith(_RECORDS) and is_optimizers(os.path.splitext(name)[0]):
+        return found.optimizers
+    return found.of_ranks if OF_A_RANK.search(name) else found.others
+
+
+def _num_tensors(directory: str, number: int) -> str:
+    if number >= _MAX_OPENED:
+        return ""
+    try:
+        return f" ({count(len(open_dcp(directory).catalog.tensors), 'tensor')})"
+    except ShardkitError:  # not torch's, or damaged
+        return ""
