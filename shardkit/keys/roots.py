@@ -10,7 +10,7 @@ belongs to the model and stays. A dict of the saved state dict is never part of 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardkit.core.catalog import TensorEntry
@@ -31,6 +31,7 @@ Path = tuple[str | int, ...]
 _MAX_DEPTH = 6  # of the roots that are suggested
 _MAX_DOTS = 1000  # every part of a name is a node that knows its path
 _MAX_CHAIN = 64
+_MAX_NAMED = 3  # levels on which parts have names
 
 # Keys that trainers put around a model's state dict. No model has a module of that name.
 _HARNESS_WORDS = ("state_dict", "model_state", "model_state_dict", "app", "state", "dcp")
@@ -238,23 +239,70 @@ def locate_other(source: Source, weights: str) -> Located:
     """
     if source.roots.get(weights):
         return locate_root(source, join(map(str, source.roots[weights])))
-    model = locate_model(source, None)
-    nodes = [node for path in model.aside if (node := source.tree.find(path)) is not None]
-    nodes += _on_the_way(source, model.root)
-    for node in nodes:
-        if node.path[-1] == weights and node.is_module:
-            return _find(source, node)
-    names = (
-        "model",
-        *(source.roots.keys() - {"optimizer"}),
-        *(node.path[-1] for node in nodes if node.is_module),
-    )
-    known = list(dict.fromkeys(map(str, names)))
+    parts = _parts(source)
+    found = parts.get(weights, [])
+    if len(found) > 1:
+        raise UsageError(
+            f"--weights {escape(weights)!r}: {len(found)} parts of the checkpoint have that name",
+            problems=[f"{_shown(node)}: {count(node.num_tensors, 'tensor')}" for node in found],
+            hint=f"choose one, as in --root {_shown(found[0])}",
+        )
+    if not found and weights.partition(".")[0] in parts:  # nothing says that ema_0.9999 was one key
+        found = [node for node in [source.tree.find(clean(weights))] if node is not None and node.is_module]
+    if found:
+        return _find(source, found[0])
+    named = (name for name, nodes in parts.items() if any(_is_announced(source, node) for node in nodes))
+    known = list(dict.fromkeys(("model", *(source.roots.keys() - {"optimizer"}), *named)))
     raise UsageError(
         f"--weights {escape(weights)!r}: the checkpoint has no weights of that name{suggestion(weights, known)}",
         problems=list_roots(source),
         hint=f"give --weights {' or '.join(map(repr, known))}; --root takes a path",
     )
+
+
+def _parts(source: Source) -> dict[str, list[Node]]:
+    """Return what may be taken by its name: what stands beside or above a model, and each of several models.
+
+    Of parts of one name, one inside the other, the outer one is meant.
+    """
+    named = list[tuple[str, Node]]()
+    try:
+        model = locate_model(source, None)
+    except SourceError:  # several models, and nothing tells which is meant
+        pass
+    else:
+        beside = [source.tree.find(path) for path in model.aside]
+        named += [(node.path[-1], node) for node in filter(None, beside)]
+        named += [(node.path[-1], node) for node in _on_the_way(source, model.root)]
+    level = [source.tree]
+    for _ in range(_MAX_NAMED):
+        below = list[tuple[str, Node]]()
+        for node in level:
+            if not node.is_container and not _is_whole(list(node.children.values())):
+                below += _named(node)
+        named += below
+        level = [node for _, node in below if node.is_dict or len(below) == 1]
+    parts = dict[str, list[Node]]()
+    for name, node in named:
+        is_inside = any(node.path[: len(other.path)] == other.path for other in parts.get(name, ()))
+        if node.is_module and not is_inside:
+            parts.setdefault(name, []).append(node)
+    return parts
+
+
+def _named(node: Node) -> Iterator[tuple[str, Node]]:
+    """Yield the modules below a node with their names; the key of a saved dict may have a dot in it."""
+    for child in filter(lambda child: child.is_module, node.children.values()):
+        keys = [] if child.is_dict else [inner for inner in child.children.values() if inner.is_dict]
+        for each in keys or [child]:
+            yield join(each.path[len(node.path) :]), each
+
+
+def _is_announced(source: Source, node: Node) -> bool:
+    """True for a part that a list has; a module of a model can be named all the same."""
+    if not node.is_dict and any(child.is_dict for child in node.children.values()):
+        return False
+    return node.is_dict or source.paths is None or _holds_whole(node) or is_averaged(node.path[-1])
 
 
 def list_roots(source: Source) -> list[str]:

@@ -241,6 +241,60 @@ def test_no_tensors_at_all() -> None:
         select_model({}, ["step"])
 
 
+PARTS = {
+    "two models": (["generator", "discriminator"], ["generator", "discriminator"]),
+    "in a dict": (["state.generator", "state.discriminator"], ["state", "generator", "discriminator"]),
+    "in a LightningModule": (["state_dict.generator", "state_dict.discriminator"], ["generator", "discriminator"]),
+    "averages": (["model", "ema_fast", "ema_slow"], ["model", "ema_fast", "ema_slow"]),
+    "beside the model": (["app.model", "app.critic", "app.teacher"], ["critic", "teacher"]),
+}  # fmt: skip
+"""Roots of LLAMA's names, and names of parts."""
+
+
+class TestPartsByName:
+    @pytest.mark.parametrize("case", PARTS)
+    @pytest.mark.parametrize("has_paths", [True, False])
+    def test_each_that_is_there(self, case: str, has_paths: bool) -> None:
+        roots, names = PARTS[case]
+        tensors = {**entries([n for root in roots for n in under(root, LLAMA)]), **optimizer("optim", LLAMA)}
+        dicts = {
+            root: root.split(".")[:1] if case == "in a LightningModule" else root.split(".") for root in roots
+        }
+        paths = {
+            f"{root}.{name}": (*above, f"{root}.{name}".removeprefix(f"{'.'.join(above)}."))
+            for root, above in dicts.items()
+            for name in LLAMA
+        }  # fmt: skip
+        for root in roots:
+            name = root.rpartition(".")[2]
+            found = select_model(tensors, paths=paths if has_paths else None, naming=Naming(weights=name))
+            assert (found.root, set(found.names.values())) == (root, set(LLAMA))
+        with pytest.raises(UsageError, match="no weights of that name") as caught:
+            select_model(tensors, paths=paths if has_paths else None, naming=Naming(weights="nothing"))
+        assert all(repr(name) in str(caught.value.hint) for name in names)
+
+    def test_small_models_without_a_word_that_tells_one(self) -> None:
+        tensors = entries(["g.w.weight", "g.b.weight", "d.w.weight", "d.x.weight"])
+        found = select_model(tensors, naming=Naming(weights="g"))
+        assert set(found.names.values()) == {"w.weight", "b.weight"}
+
+    @pytest.mark.parametrize("has_paths", [True, False])
+    def test_a_key_with_a_dot(self, has_paths: bool) -> None:
+        roots = ("model", "ema_0.9999", "ema_0.99")
+        paths = {f"{root}.{name}": (root, name) for root in roots for name in LLAMA}
+        for root in roots:
+            naming = Naming(weights=root)
+            found = select_model(entries(list(paths)), paths=paths if has_paths else None, naming=naming)
+            assert (found.root, set(found.names.values())) == (root, set(LLAMA))
+
+    def test_two_of_one_name(self) -> None:
+        roots = ("a.model", "a.copy", "b.model", "b.copy")
+        paths = {f"{root}.{name}": (*root.split("."), name) for root in roots for name in LLAMA}
+        with pytest.raises(UsageError, match="2 parts of the checkpoint have that name") as caught:
+            select_model(entries(list(paths)), paths=paths, naming=Naming(weights="copy"))
+        assert caught.value.problems == ("a.copy: 12 tensors", "b.copy: 12 tensors")
+
+
 class TestAveragedWeights:
     def test_inside_of_a_lightning_module(self) -> None:
         stored = [*under("state_dict.net", LLAMA), *under("state_dict.ema_model.module", LLAMA)]
