@@ -15,7 +15,7 @@ from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.contract import Checkpoint, Opener, asset_directories, parent
 from shardkit.formats.rankfiles.files import Gathering
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, TorchFile, open_torch_file
-from shardkit.formats.trainers.lightning import AVERAGED, AVERAGING, CURRENT, VERSION
+from shardkit.formats.trainers.lightning import AVERAGED, AVERAGING, CURRENT, VERSION, holds_average
 
 _ZIP = b"PK\x03\x04"
 _FIRST = b"/data.pkl"  # the name of the first entry ends with it
@@ -97,7 +97,7 @@ def _roots(tree: dict[str | int, object], *, is_lightning: bool) -> Roots:
 
 def _notes(file: TorchFile) -> Iterator[str]:
     tree = file.tree
-    if isinstance(tree, dict) and AVERAGING in tree and CURRENT in tree:
+    if isinstance(tree, dict) and holds_average(tree) and (VERSION in tree or CURRENT in tree):
         yield AVERAGED
     if file.num_dropped:
         yield f"{file.num_dropped} entries whose keys are neither text nor integers were left out"

@@ -100,8 +100,9 @@ def _read_meta(path: str) -> _Meta:
     if not isinstance(tree, Mapping):
         return _Meta()
     is_trainer = VERSION in tree
-    if AVERAGING in tree and _has_tensors(tree.get(CURRENT)):
-        refused = {"current": _ONLY_RANK_0.format(f"the current weights are {CURRENT}")}
+    if holds_average(tree):
+        current = _ONLY_RANK_0.format(f"the current weights are {CURRENT}")
+        refused = {"current": current} if _has_tensors(tree.get(CURRENT)) else {}
         return _Meta(is_trainer, refused, (AVERAGED,))
     ema = next(map(escape, _find_ema(tree)), None)
     if ema is None:
@@ -110,13 +111,19 @@ def _read_meta(path: str) -> _Meta:
     return _Meta(is_trainer, {"ema": _ONLY_RANK_0.format(f"the EMA is {ema}")}, (note,))
 
 
+def holds_average(tree: Mapping[str | int, object]) -> bool:
+    """True if a WeightAveraging callback put its average in the model's place; it keeps counters beside."""
+    return AVERAGING in tree and not _has_tensors(tree[AVERAGING])
+
+
 def _find_ema(tree: object, path: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield where tensors lie below a name that is about an EMA."""
     if not isinstance(tree, Mapping):
         return
     for key, value in tree.items():
         name = str(key)
-        if (_EMA.search(name) or _EMA_CLASS.search(name)) and _has_tensors(value):
+        is_average = name == AVERAGING or _EMA.search(name) or _EMA_CLASS.search(name)
+        if is_average and _has_tensors(value):
             yield ".".join((*path, name))
         else:
             yield from _find_ema(value, (*path, name))

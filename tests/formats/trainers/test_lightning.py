@@ -116,6 +116,16 @@ def test_weight_averaging_saves_the_average(saved):
     found = open_lightning(saved("state_dict", meta))
     assert list(found.refused_weights) == ["current"]
     assert any("running average" in note for note in found.notes)
+    del meta["current_model_state"]  # a file made smaller
+    found = open_lightning(saved("model", meta))
+    assert not found.refused_weights
+    assert any("running average" in note for note in found.notes)
+
+
+def test_an_average_of_somebodys_own_beside_the_current_weights(saved):
+    found = open_lightning(saved("model", TRAINER | {"averaging_state": {"net.w": torch.ones(3)}}))
+    assert "the EMA is averaging_state" in found.refused_weights["ema"]
+    assert any("averaging_state) that cannot be recovered" in note for note in found.notes)
 
 
 class Evil:
