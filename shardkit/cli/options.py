@@ -314,7 +314,7 @@ def rule_sets(*words: str) -> Complete:
     """Return what completes key rules: these words, the names of shipped sets and TOML files."""
 
     def shipped() -> Iterable[str]:
-        from shardkit.keys.rules import shipped
+        from shardkit.keys.rule_sets import shipped
 
         return [*words, *(rules.name for rules in shipped())]
 

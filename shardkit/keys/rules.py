@@ -20,7 +20,6 @@ expressions, and proves them: what goes there comes back, or it is said what doe
 from __future__ import annotations
 
 import ast
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import count, escape, listed, suggestion
-from shardkit.errors import LayoutError, SourceError, UsageError
+from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.expressions import (
     Expression,
     Stored,
@@ -53,6 +52,7 @@ FORMAT = 1
 
 _VARIABLE = re.compile(r"\{([A-Za-z_]\w{0,31})(:any)?\}", re.ASCII)
 _MAX_ROWS = 1 << 40  # no tensor has more
+_PADDED = 128  # Megatron-Core's make_vocab_size_divisible_by
 _STEPS = {
     "stack": ("dim",),
     "concat": ("sizes",),
@@ -64,8 +64,19 @@ _STEPS = {
     "pad": ("of", "to", "only"),
 }
 _RULE_KEYS = ("hub", "model", "steps", "steps_to_hub", "optional", "drop", "tie")
-_TOP_KEYS = ("format", "name", "title", "model_types", "requires", "optional", "others", "numbers", "rule")
-_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # which patterns mostly call `{i}`
+_TOP_KEYS = (
+    "format",
+    "name",
+    "title",
+    "model_types",
+    "requires",
+    "optional",
+    "others",
+    "numbers",
+    "numbered",
+    "rule",
+)
+NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # which patterns mostly call `{i}`
 _MAX_RULES, _MAX_SUGGESTIONS = 4096, 3
 
 Numbers = Mapping[str, int | str | tuple[str, ...]]
@@ -127,6 +138,8 @@ class RuleSet:
     """Patterns of names in the model of which each must be there for the set to be chosen by itself."""
     keeps_others: bool = False
     """Tensors that no rule is about are the same on both sides."""
+    numbered: str = ""
+    """Where names in the model may have a number, in place of a stack of the tensors of all numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +150,7 @@ class Binding:
     """Name on the other side -> what it is made of."""
     dropped: tuple[str, ...] = ()
     """Names that rules leave out."""
+    notes: tuple[str, ...] = ()
 
 
 def parse_rules(data: bytes, name: str) -> RuleSet:
@@ -184,6 +198,7 @@ def parse_rules(data: bytes, name: str) -> RuleSet:
         model_types=tuple(map(str, content.get("model_types", ()))),
         requires=tuple(map(str, content.get("requires", ()))),
         keeps_others=content.get("others") == "keep",
+        numbered=str(content.get("numbered", "")),
     )
 
 
@@ -276,8 +291,8 @@ def _steps(value: Any, problems: list[str]) -> tuple[Step, ...]:
         if kinds[0] in ("unflatten", "flatten") and not isinstance(options.get("sizes"), list):
             problems.append(f"steps: {kinds[0]} needs sizes = [...]")
             continue
-        if kinds[0] == "pad" and not {"of", "to"} <= options.keys():
-            problems.append("steps: pad needs of = ROWS ON THE HUB and to = ROWS IN THE MODEL")
+        if kinds[0] == "pad" and "of" not in options:
+            problems.append("steps: pad needs of = ROWS ON THE HUB")
             continue
         found.append(Step(kind=kinds[0], value=table[kinds[0]], options=options))
     return tuple(found)
@@ -332,7 +347,7 @@ def _variables(patterns: Iterable[str]) -> set[str]:
 
 
 @cache
-def _regex(pattern: str) -> re.Pattern[str]:
+def regex_of(pattern: str) -> re.Pattern[str]:
     """Return the regular expression of a pattern; a variable that comes twice has one value."""
     text, at, seen = "", 0, set[str]()
     for found in _VARIABLE.finditer(pattern):
@@ -348,7 +363,7 @@ def _filled(pattern: str, values: Mapping[str, str]) -> str:
     return _VARIABLE.sub(lambda found: values[found[1]], pattern)
 
 
-class _Env:
+class ConfigNumbers:
     """The numbers that steps call by name.
 
     Args:
@@ -430,7 +445,7 @@ def _parsed(said: str) -> ast.expr:
         raise ValueError(_not_a_number(said)) from None
 
 
-def _sizes(said: Sequence[Any], total: int, env: _Env) -> list[int]:
+def _sizes(said: Sequence[Any], total: int, env: ConfigNumbers) -> list[int]:
     """Return sizes whose product is `total`; one of them may be -1."""
     found = [-1 if each == -1 else env.value(each) for each in said]
     known = prod(size for size in found if size != -1)
@@ -456,7 +471,7 @@ _Parts = list[dict[tuple[int, ...], Expression]]
 """For each pattern: the tensors by the values of the variables that are still to be stacked."""
 
 
-def _forward(steps: Sequence[Step], parts: _Parts, stacked: list[str], env: _Env) -> Expression:
+def _forward(steps: Sequence[Step], parts: _Parts, stacked: list[str], env: ConfigNumbers) -> Expression:
     """Carry out steps on the tensors of each pattern, and return the one tensor that they become."""
     for step in steps:
         if step.kind == "stack":
@@ -490,7 +505,7 @@ def _stacked(
     return {key: stack([found[n] for n in range(len(found))], dim) for key, found in groups.items()}
 
 
-def _one(step: Step, of: Expression, env: _Env) -> Expression:
+def _one(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
     """Carry out a step on one tensor."""
     match step.kind:
         case "permute":
@@ -510,8 +525,8 @@ def _one(step: Step, of: Expression, env: _Env) -> Expression:
         case "interleave":
             return interleave(of, _dim(step.value, of.shape), env.value(step.options.get("groups", 2)))
         case "pad":
-            dim, to = _dim(step.value, of.shape), env.value(step.options["to"])
-            size = env.value(step.options["of"])
+            dim, size = _dim(step.value, of.shape), env.value(step.options["of"])
+            to = env.value(step.options["to"]) if "to" in step.options else -(-size // _PADDED) * _PADDED
             if not size <= to <= _MAX_ROWS:
                 raise ValueError(f"pad: from {size} to {to} is no way to go")
             more = (*of.shape[:dim], to - of.shape[dim], *of.shape[dim + 1 :])
@@ -519,7 +534,7 @@ def _one(step: Step, of: Expression, env: _Env) -> Expression:
     raise AssertionError(step.kind)
 
 
-def _one_back(step: Step, of: Expression, env: _Env) -> Expression:
+def _one_back(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
     """Undo a step on one tensor."""
     match step.kind:
         case "permute":
@@ -540,7 +555,7 @@ def _one_back(step: Step, of: Expression, env: _Env) -> Expression:
     raise AssertionError(step.kind)
 
 
-def _backward(rule: Rule, of: Expression, env: _Env) -> _Parts:
+def _backward(rule: Rule, of: Expression, env: ConfigNumbers) -> _Parts:
     """Undo the steps of a rule: return the tensors of each pattern, by the numbers of stacked variables in their order."""
     parts: _Parts = [{(): of}]
     order = list[str]()
@@ -582,7 +597,7 @@ def _unstacked(of: Expression, dim: int) -> Iterator[Expression]:
         yield reshape(cut(of, Region(offsets, sizes)), (*of.shape[:dim], *of.shape[dim + 1 :]))
 
 
-def _taken_apart(parts: _Parts, step: Step, number: int, env: _Env) -> _Parts:
+def _taken_apart(parts: _Parts, step: Step, number: int, env: ConfigNumbers) -> _Parts:
     (part,) = parts
     found: _Parts = [{} for _ in range(number)]
     for key, whole in part.items():
@@ -634,7 +649,7 @@ def _bind(
     made, dropped, problems, sources = dict[str, Expression](), list[str](), list[str](), dict[str, Rule]()
     owners: dict[str, Rule] = {}
     matches = _matches(rules, shapes, side, owners, problems)
-    env = _Env(rules.numbers, config)
+    env = ConfigNumbers(rules.numbers, config)
     other: Side = "model" if side == "hub" else "hub"
     for match in matches:
         rule = match.rule
@@ -663,7 +678,7 @@ def _bind(
     known = [pattern for rule in rules.rules for pattern in rule.patterns(side)]
     problems += [
         f"{escape(name)} {list(shapes[name])}: no rule is about it"
-        + (suggestion(_NUMBER.sub("{i}", name), known) if at < _MAX_SUGGESTIONS else "")
+        + (suggestion(NUMBER.sub("{i}", name), known) if at < _MAX_SUGGESTIONS else "")
         for at, name in enumerate(left)
     ]
     if proves and not problems:
@@ -688,7 +703,7 @@ def _matches(
         groups: dict[tuple[str, ...], list[list[tuple[str, Mapping[str, str]]]]] = {}
         for at, pattern in enumerate(patterns):
             for name in names:
-                found = _regex(pattern).fullmatch(name)
+                found = regex_of(pattern).fullmatch(name)
                 if found is None:
                     continue
                 values = found.groupdict()
@@ -719,7 +734,7 @@ def _filled_known(pattern: str, values: Mapping[str, str]) -> str:
 
 
 def _made(
-    match: _Match, shapes: Mapping[str, Shape], side: Side, other: Side, env: _Env
+    match: _Match, shapes: Mapping[str, Shape], side: Side, other: Side, env: ConfigNumbers
 ) -> dict[str, Expression]:
     """Return what a rule makes of the tensors that it is about."""
     rule = match.rule
@@ -728,7 +743,7 @@ def _made(
         parts: _Parts = [{} for _ in rule.patterns(side)]
         for name, values in match.names:
             at = next(
-                (n for n, pattern in enumerate(rule.patterns(side)) if _regex(pattern).fullmatch(name)), 0
+                (n for n, pattern in enumerate(rule.patterns(side)) if regex_of(pattern).fullmatch(name)), 0
             )
             key = tuple(int(values[variable]) for variable in stacked)
             parts[at][key] = Stored(name, tuple(shapes[name]))
@@ -770,79 +785,3 @@ def _lost(
             wrong = differences({name: again[name]}, shapes)
             if wrong:
                 yield f"{escape(name)}: {wrong[name]}"
-
-
-def shipped() -> tuple[RuleSet, ...]:
-    """Return the rule sets that shardkit brings along."""
-    return _shipped()
-
-
-@cache
-def _shipped() -> tuple[RuleSet, ...]:
-    folder, found = os.path.join(os.path.dirname(__file__), "shipped"), list[RuleSet]()
-    for name in sorted(os.listdir(folder)):
-        with open(os.path.join(folder, name), "rb") as file:
-            found.append(parse_rules(file.read(), name.removesuffix(".toml")))
-    return tuple(found)
-
-
-def find_shipped(name: str) -> RuleSet | None:
-    """Return the shipped rule set of a name; None if there is none."""
-    return next((each for each in shipped() if each.name == name), None)
-
-
-class Choice(NamedTuple):
-    """The shipped rule sets that fit some names."""
-
-    fitting: tuple[tuple[RuleSet, Binding], ...]
-    """Those that can be applied."""
-    reasons: tuple[str, ...]
-    """Why others that know all of the names cannot be."""
-
-
-def choose_shipped(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, *, side: Side) -> Choice:
-    """Return the shipped rule sets that know all of some names.
-
-    Args:
-        shapes: by name.
-        config: config.json; None if there is none.
-        side: which side the names are of.
-    """
-    fitting, reasons = list[tuple[RuleSet, Binding]](), list[str]()
-    model_type = (config or {}).get("model_type")
-    known = [rules for rules in shipped() if _knows_all(rules, shapes, side)]
-    if model_type is None and len(known) > 1:
-        titles = " and ".join(rules.title for rules in known)
-        return Choice((), (f"{titles} have these names: a config.json tells which it is",))
-    for rules in known:
-        if rules.model_types and model_type is not None and model_type not in rules.model_types:
-            reasons.append(
-                f"{rules.title}: it is for {', '.join(rules.model_types)}, not for {escape(str(model_type))}"
-            )
-            continue
-        try:
-            fitting.append((rules, _bind(rules, shapes, config, side=side, proves=True)))
-        except (LayoutError, SourceError) as error:
-            reasons.append(f"{rules.title}: {error.problems[0]}")
-    return Choice(tuple(fitting), tuple(reasons))
-
-
-def foreign_type(rules: RuleSet, config: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return a warning if rules that a person named were written for another architecture than a config's."""
-    model_type = (config or {}).get("model_type")
-    if not rules.model_types or model_type is None or model_type in rules.model_types:
-        return ()
-    return (
-        f"the key rules of {escape(rules.title)} are for {', '.join(map(escape, rules.model_types))}, and {escape(str(model_type))} "
-        "is none of these: names may fit while rows are in another order",
-    )
-
-
-def _knows_all(rules: RuleSet, names: Iterable[str], side: Side) -> bool:
-    patterns = [_regex(pattern) for rule in rules.rules for pattern in rule.patterns(side)]
-    found = list(names)
-    if rules.keeps_others:
-        patterns.append(re.compile(".*"))
-    if side == "model" and not all(any(map(_regex(each).fullmatch, found)) for each in rules.requires):
-        return False
-    return bool(found) and all(any(pattern.fullmatch(name) for pattern in patterns) for name in found)

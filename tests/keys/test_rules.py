@@ -9,15 +9,8 @@ import pytest
 
 from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.expressions import Stored, pieces
-from shardkit.keys.rules import (
-    RuleSet,
-    bind_names,
-    choose_shipped,
-    find_shipped,
-    foreign_type,
-    parse_rules,
-    shipped,
-)
+from shardkit.keys.rule_sets import Padding, bind_in_form, choose_shipped, find_shipped, foreign_type, shipped
+from shardkit.keys.rules import RuleSet, bind_names, parse_rules
 from tests.keys.test_expressions import evaluate
 from tests.keys.trainers import HEADS, KV_HEADS, SETS, by_groups, config, hub, numbered, pairs
 
@@ -289,3 +282,90 @@ def test_without_a_config_names_of_two_architectures_are_not_guessed() -> None:
         choice = choose_shipped(shapes, None, side="model")
         assert not choice.fitting
         assert "a config.json tells which it is" in choice.reasons[0]
+
+
+MEGATRON = [name for name in SETS if name.startswith("megatron")]
+
+
+def layers_one_by_one(theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return what Megatron-Core saves where layers are not alike, as with a list in moe_layer_freq."""
+    found: dict[str, np.ndarray] = {}
+    for name, value in theirs.items():
+        at, stacked, rest = name.partition("decoder.layers.")
+        found |= (
+            {f"{at}{stacked}{n}.{rest}": part for n, part in enumerate(value)} if stacked else {name: value}
+        )
+    return found
+
+
+def padded(theirs: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+    """Return tensors whose vocabulary has so many rows, 40 of them real."""
+    ends = ("word_embeddings.weight", "output_layer.weight")
+    return {
+        name: np.concatenate([value[:40], np.zeros((rows - 40, *value.shape[1:]))])
+        if name.endswith(ends)
+        else value
+        for name, value in theirs.items()
+    }
+
+
+@pytest.mark.parametrize("rows", [40, 48, 64, 128, 256, 512, 1024, 8192])
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatrons_layers_and_padding_have_several_forms(name: str, one_by_one: bool, rows: int) -> None:
+    """Stacked or one by one; padded to 128 rows times the ranks of tensor parallelism, to others, or not at all."""
+    values, theirs = moved(name)
+    theirs = padded(layers_one_by_one(theirs) if one_by_one else theirs, rows)
+    shapes = {target: value.shape for target, value in theirs.items()}
+    ((rules, binding),) = choose_shipped(shapes, config(SETS[name][0]), side="model").fitting
+    assert rules.name == name
+    assert all(
+        np.array_equal(evaluate(made, theirs), values[target]) for target, made in binding.made.items()
+    )
+    assert binding.made.keys() == values.keys()
+    assert binding.notes == (
+        (f"{rows - 40} rows of padding cut: 40 of {rows} are tokens",) if rows > 40 else ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "padding", "kept"),
+    [
+        (44, None, 44),  # of no padding: the vocabulary grew
+        (192, None, 192),
+        (42, Padding(rows=42, multiple=6), 40),
+        (48, Padding(rows=48, multiple=6), 48),  # the arguments decide, though 48 is a multiple of 8
+        (48, Padding(rows=40, multiple=6), 40),  # arguments of another checkpoint do not
+        (128, Padding(used=50), 128),
+        (128, Padding(used=39), 40),
+        (128, Padding(tokens=50), 50),
+        (128, Padding(tokens=39), 40),
+        (32, None, 32),
+    ],
+)
+def test_what_is_no_padding_of_the_configs_tokens_stays(
+    rows: int, padding: Padding | None, kept: int
+) -> None:
+    shapes = {
+        name: (rows, 16) if name.endswith(("word_embeddings.weight", "output_layer.weight")) else value.shape
+        for name, value in moved("megatron-llama")[1].items()
+    }
+    binding = bind_in_form(found("megatron-llama"), shapes, config("qwen2"), side="model", padding=padding)
+    assert {binding.made[name].shape[0] for name in ("model.embed_tokens.weight", "lm_head.weight")} == {kept}
+    assert binding.notes == (
+        (f"{rows - kept} rows of padding cut: {kept} of {rows} are tokens",) if rows > kept else ()
+    )
+
+
+def test_a_set_that_nearly_fits_says_what_it_lacks() -> None:
+    """A router's bias, which no model of this set has; and nothing of names that are no trainer's."""
+    _, theirs = moved("megatron-qwen-moe")
+    shapes = {target: value.shape for target, value in theirs.items()}
+    for form in (shapes, {target: value.shape for target, value in layers_one_by_one(theirs).items()}):
+        odd = next(name for name in form if name.endswith("router.weight")).replace("weight", "expert_bias")
+        choice = choose_shipped({**form, odd: (3,)}, config("qwen3_moe"), side="model")
+        assert choice.fitting == ()
+        assert choice.reasons == (f"Megatron, Qwen3-MoE (megatron-qwen-moe): no rule is about {odd}",)
+        choice = choose_shipped({**form, odd: (3,)}, config("deepseek_v3"), side="model")
+        assert "it is for mixtral, not for deepseek_v3" in choice.reasons[0]
+    assert choose_shipped(hub("qwen3_moe", experts="each"), config("qwen3_moe"), side="model").reasons == ()

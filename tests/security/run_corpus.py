@@ -36,7 +36,7 @@ import torch.distributed.checkpoint as dcp
 import zstandard
 
 import shardkit.cli
-from shardkit.keys.rules import shipped
+from shardkit.keys.rule_sets import shipped
 from tests.security import dcp_cases, hub_cases, large_cases, link_cases, trainer_cases
 from tests.security.case import ACCEPTED, Case
 from tests.security.payloads import bare

@@ -27,6 +27,7 @@ from shardkit.osft.plan import Target
 
 if TYPE_CHECKING:
     from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
+    from shardkit.keys.rule_sets import Padding
 
 NAME_A_REPO = "name a model on the Hub as organisation/name"
 _MAX_CONFIG = 16 << 20
@@ -163,6 +164,8 @@ class Checkpoint:
     """(file or entry, why it was not read)."""
     dequantized: Dequantized | None = None
     """What is quantised in the files, where the catalog has plain tensors in their place."""
+    padding: Padding | None = None
+    """What the trainer's arguments say of a vocabulary that it padded; None if they say nothing."""
     folded: Folded | None = None
     """What is stored as factors, where the catalog has dense weights in their place."""
     notes: tuple[str, ...] = ()

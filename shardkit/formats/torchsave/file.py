@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
@@ -554,6 +555,7 @@ _NAMES: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_parameter_with_state"): Maker("_rebuild_parameter", _rebuild_parameter),
     ("torch._tensor", "_rebuild_from_type"): Maker("_rebuild_from_type", _rebuild_from_type),
     ("torch._tensor", "_rebuild_from_type_v2"): Maker("_rebuild_from_type_v2", _rebuild_from_type),
+    ("argparse", "Namespace"): Maker("argparse.Namespace", partial(Fields, "argparse.Namespace")),
     ("collections", "OrderedDict"): Maker("collections.OrderedDict", _ordered_dict),
     ("collections", "defaultdict"): Maker("collections.defaultdict", lambda args: {}),
     ("torch", "Size"): Maker("torch.Size", _size),

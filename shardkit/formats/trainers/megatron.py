@@ -1,6 +1,7 @@
 """Megatron-Core's `torch_dist` checkpoints: DCP with `metadata.json` and `common.pt` beside it.
 
-Layers are stacked in one tensor with a leading dim, and the names are Megatron's own. Entries that are not
+Layers are stacked in one tensor with a leading dim, or where they are not alike stored one by one. The names are
+Megatron's own, and the vocabulary may be padded. Entries that are not
 tensors have names like `..._extra_state/shard_0_2`. Tensors come as they are stored.
 
 Source: Megatron-Core 0.16, dist_checkpointing/core.py (`CheckpointingConfig`) and strategies/torch.py.
@@ -8,19 +9,24 @@ Source: Megatron-Core 0.16, dist_checkpointing/core.py (`CheckpointingConfig`) a
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from shardkit.core.text import escape
-from shardkit.errors import ResourceError, SourceError
-from shardkit.files.links import read_inside
+from shardkit.errors import ResourceError, ShardkitError, SourceError
+from shardkit.files.links import locate, read_inside
 from shardkit.files.strict_json import parse_object
 from shardkit.formats.contract import Checkpoint, Opener, asset_directories, listing
 from shardkit.formats.dcp.directory import is_dcp, open_dcp_checkpoint
+from shardkit.formats.torchsave.file import open_torch_file
+from shardkit.keys.rule_sets import Padding
+from shardkit.pickles.policies import Fields
 
 _CONFIG = "metadata.json"
 _COMMON = "common.pt"
 _BACKEND = "torch_dist"
 _MAX_CONFIG = 1 << 20
+_ONE_LAYER = re.compile(r"\.layers\.[0-9]+\.")
 
 
 def is_megatron(path: str) -> bool:
@@ -43,17 +49,41 @@ def open_megatron(path: str) -> Checkpoint:
             hint=f"convert it with Megatron to {_BACKEND} (--ckpt-format torch_dist)",
         )
     checkpoint = open_dcp_checkpoint(path)
+    is_stacked = not any(map(_ONE_LAYER.search, checkpoint.catalog.tensors))
+    stacked = "layers are stacked in a leading dim, " if is_stacked else ""
     skipped = ((_COMMON, "arguments and other state of the trainer"),) if _COMMON in listing(path) else ()
     return replace(
         checkpoint,
         format="megatron",
         writer="Megatron-Core (torch_dist)",
         assets=asset_directories(path),
+        padding=_padding(path),
         skipped=(*checkpoint.skipped, *skipped),
         notes=(
             *checkpoint.notes,
-            "names and shapes are Megatron's: layers are stacked in a leading dim, query, key and value are one tensor",
+            f"names and shapes are Megatron's: {stacked}query, key and value are one tensor",
         ),
+    )
+
+
+def _padding(path: str) -> Padding | None:
+    """Return what the arguments in `common.pt` say of the vocabulary; None if there are none.
+
+    Source: Megatron-LM, megatron/training/tokenizer, `_vocab_size_with_padding`.
+    """
+    try:
+        tree = open_torch_file(locate(path, _COMMON), _COMMON).tree
+    except ShardkitError:  # nothing but the padding is looked up there
+        return None
+    args = tree.get("args") if isinstance(tree, dict) else None
+    if not isinstance(args, Fields):
+        return None
+    said = {key: value for key, value in args.items.items() if type(value) is int and value > 0}
+    unit, ranks = said.get("make_vocab_size_divisible_by"), said.get("tensor_model_parallel_size")
+    return Padding(
+        rows=said.get("padded_vocab_size"),
+        multiple=unit * ranks if unit and ranks else None,
+        used=said.get("vocab_size"),
     )
 
 

@@ -78,6 +78,8 @@ class Chosen:
     warnings: tuple[str, ...] = ()
     keys: str | None = None
     """Name of the rule set that gave the Hub's names."""
+    why_not_rules: tuple[str, ...] = ()
+    """Why sets that know all names, or most, did not give them."""
     origins: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Name in the catalog of a tensor that is made of stored ones -> their names."""
     are_closed: bool = False

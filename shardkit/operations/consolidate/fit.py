@@ -71,6 +71,7 @@ def check_fit(
     allow_missing: bool,
     allow_unexpected: bool,
     is_part: bool,
+    why_not_rules: Sequence[str] = (),
     rows: Sequence[TokenRows] = (),
     hint: str = "",
 ) -> Fit:
@@ -86,6 +87,7 @@ def check_fit(
         allow_missing: names of the base may be missing.
         allow_unexpected: there may be others.
         is_part: a person asked for a part of the model.
+        why_not_rules: why key rules that know all names of the output, or most, were not applied.
         rows: vocabularies of which the base's shapes have the output's rows here.
         hint: what to do about other rows; empty if there are none.
 
@@ -135,6 +137,13 @@ def check_fit(
             else [f"rows: {escape(name)}: the base's, and the vocabulary has others" for name in short]
         ),
     ]
+    if problems and why_not_rules and found.missing and found.unexpected:
+        raise LayoutError(
+            f"the checkpoint does not fit --base {label}: its names are a trainer's own, and no key rules fit all of them",
+            problems=why_not_rules,
+            hint=f"`shardkit keys show {in_shell(checkpoint)} --base {in_shell(base.label)}` lists names and shapes; --keys "
+            "FILE takes your own rules, and --keys NAME with --exclude GLOB a set without some tensors",
+        )
     LayoutError.raise_for(
         problems,
         f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",

@@ -15,7 +15,7 @@ from shardkit.errors import ShardkitError
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.base import Base, saved_derived
 from shardkit.keys.expressions import Opaque
-from shardkit.keys.rules import choose_shipped
+from shardkit.keys.rule_sets import choose_shipped
 from shardkit.keys.select import Globs, Naming, Selection
 from shardkit.layout.traced import ModelNames, may_differ_in_memory
 from shardkit.operations.consolidate.adapter import Chosen

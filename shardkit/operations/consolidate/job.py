@@ -40,7 +40,8 @@ from shardkit.keys.check import compare_with_base, find_gaps, refuse_factors
 from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, made_name, under_names
 from shardkit.keys.names import in_order
 from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
-from shardkit.keys.rules import Binding, RuleSet, bind_names, choose_shipped, foreign_type
+from shardkit.keys.rule_sets import Padding, bind_in_form, choose_shipped, foreign_type
+from shardkit.keys.rules import Binding, RuleSet
 from shardkit.keys.select import Naming, Selection, select_model
 from shardkit.keys.ties import may_be_untied, ties_embeddings
 from shardkit.layout.traced import (
@@ -451,7 +452,8 @@ def _choose(
                 selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings)
             )
     if options.keys not in (AUTO, NONE):
-        return _apply_rules(selection, chosen, base, load_rules(options.keys), sieve, naming)
+        rules, padding = load_rules(options.keys), _padding(checkpoint, options)
+        return _apply_rules(selection, chosen, base, rules, sieve, naming, padding)
     if chosen.kind != "adapter" and naming.root is None and not naming.changes_names:
         chosen = _take_apart(chosen, selection.live, saved_derived(checkpoint))
         if (
@@ -459,13 +461,22 @@ def _choose(
             and chosen.kind == "model"
             and (sieve.takes_rules or not naming.chooses_names)
         ):
-            return _choose_rules(selection, chosen, base)
+            return _choose_rules(selection, chosen, base, _padding(checkpoint, options))
     return selection, chosen
 
 
-def _choose_rules(selection: Selection, chosen: Chosen, base: Base | None) -> tuple[Selection, Chosen]:
+def _padding(checkpoint: Checkpoint, options: JobOptions) -> Padding:
+    """Return what is known of a padded vocabulary."""
+    tokens = options.tokenizer.tokens if options.tokenizer is not None else None
+    return replace(checkpoint.padding or Padding(), tokens=tokens)
+
+
+def _choose_rules(
+    selection: Selection, chosen: Chosen, base: Base | None, padding: Padding
+) -> tuple[Selection, Chosen]:
     """Apply the shipped key rules that know all of a trainer's own names, if there is one such set."""
-    choice = choose_shipped(_live_shapes(selection, chosen), base.config if base else None, side="model")
+    config = base.config if base else None
+    choice = choose_shipped(_live_shapes(selection, chosen), config, side="model", padding=padding)
     if len(choice.fitting) == 1:
         return _bound(selection, chosen, *choice.fitting[0])
     # Without a config all of them lack the same thing, which the warning about the names asks for.
@@ -473,9 +484,8 @@ def _choose_rules(selection: Selection, chosen: Chosen, base: Base | None) -> tu
     if choice.fitting:
         names = " and ".join(rules.name for rules, _ in choice.fitting)
         reasons = (f"several sets of key rules fit: {names}; choose one with --keys",)
-    if reasons:
-        chosen = replace(chosen, warnings=(*chosen.warnings, *(f"key rules: {reason}" for reason in reasons)))
-    return selection, chosen
+    warnings = (*chosen.warnings, *(f"key rules: {reason}" for reason in reasons))
+    return selection, replace(chosen, warnings=warnings, why_not_rules=tuple(reasons))
 
 
 def _apply_rules(
@@ -485,6 +495,7 @@ def _apply_rules(
     rules: RuleSet,
     sieve: Sieve,
     naming: Naming,
+    padding: Padding,
 ) -> tuple[Selection, Chosen]:
     """Apply the key rules that a person asked for; to less than all tensors only if they do not fit all.
 
@@ -502,12 +513,12 @@ def _apply_rules(
     config = base.config if base else None
     fewer = sieve.without(chosen, selection)
     try:
-        binding = bind_names(rules, _live_shapes(selection, chosen), config, side="model")
+        binding = bind_in_form(rules, _live_shapes(selection, chosen), config, side="model", padding=padding)
     except LayoutError:
         if len(fewer.names) == len(chosen.names):
             raise
         chosen = fewer
-        binding = bind_names(rules, _live_shapes(selection, chosen), config, side="model")
+        binding = bind_in_form(rules, _live_shapes(selection, chosen), config, side="model", padding=padding)
     chosen = replace(chosen, warnings=(*chosen.warnings, *foreign_type(rules, config)))
     return _bound(selection, chosen, rules, binding)
 
@@ -525,6 +536,7 @@ def _bound(
     notes = [f"names turned into the Hub's by the key rules of {escape(rules.title)}"]
     if binding.dropped:
         notes.append(f"left out by the key rules: {listed(binding.dropped)}")
+    notes += binding.notes
     chosen = replace(_made(chosen, binding.made, sources), keys=rules.name, notes=(*chosen.notes, *notes))
     return replace(selection, renaming=(), renamed=(), are_hubs=True), chosen
 
@@ -721,6 +733,7 @@ def _fit(
         allow_missing=options.allow_missing,
         allow_unexpected=options.allow_unexpected,
         is_part=options.naming.chooses_part,
+        why_not_rules=chosen.why_not_rules,
         rows=vocabulary.changed,
         hint=vocabulary.hint,
     )

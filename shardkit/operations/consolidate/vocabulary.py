@@ -96,8 +96,10 @@ def _why_not(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | Non
 
 
 def _is_said(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> bool:
-    """True if the checkpoint's own config, its record or a tokenizer says that these rows are all."""
+    """True if the checkpoint's own config, its arguments or record, or a tokenizer says that these rows are all."""
     new = rows.new[0]
+    if checkpoint.padding is not None and checkpoint.padding.rows == new:
+        return True
     if tokenizer is not None and tokenizer.tokens is not None:
         padding = new - tokenizer.tokens
         if 0 <= padding < _MOST_PADDING and (not padding or new in paddings(tokenizer.tokens)):

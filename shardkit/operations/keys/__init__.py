@@ -35,17 +35,8 @@ from shardkit.keys.expressions import (
     leaves,
     pieces,
 )
-from shardkit.keys.rules import (
-    Binding,
-    RuleSet,
-    Side,
-    bind_names,
-    choose_shipped,
-    find_shipped,
-    foreign_type,
-    parse_rules,
-    shipped,
-)
+from shardkit.keys.rule_sets import bind_in_form, choose_shipped, find_shipped, foreign_type, shipped
+from shardkit.keys.rules import Binding, RuleSet, Side, parse_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.traced import ask_names
 from shardkit.operations.resolve import take
@@ -160,7 +151,9 @@ def check_keys(
     found, opened = load_rules(rules), _open(os.fspath(source), base)
     try:
         binding, problems = (
-            bind_names(found, opened.shapes, opened.config, side=opened.side),
+            bind_in_form(
+                found, opened.shapes, opened.config, side=opened.side, padding=opened.checkpoint.padding
+            ),
             tuple[str, ...](),
         )
     except LayoutError as error:
@@ -201,7 +194,7 @@ def show_keys(
             return _result(opened, "transformers", "the model's class in transformers", binding)
     else:
         reason = "there is no config.json that names an architecture"
-    choice = choose_shipped(opened.shapes, opened.config, side=opened.side)
+    choice = choose_shipped(opened.shapes, opened.config, side=opened.side, padding=opened.checkpoint.padding)
     if len(choice.fitting) == 1:
         ((rules, binding),) = choice.fitting
         return _result(opened, rules.name, rules.title, binding, notes=choice.reasons)

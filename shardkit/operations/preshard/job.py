@@ -21,7 +21,8 @@ from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
 from shardkit.formats.trainers.verl_writer import placed_by_verl, rank_images
 from shardkit.keys.expressions import Expression, Opaque, Stored, made_name
-from shardkit.keys.rules import RuleSet, bind_names, foreign_type
+from shardkit.keys.rule_sets import foreign_type
+from shardkit.keys.rules import RuleSet, bind_names
 from shardkit.layout.choice.choose import make_layout
 from shardkit.layout.choice.expected import expect_layout
 from shardkit.layout.choice.factored import factor_layout

@@ -26,7 +26,7 @@ from shardkit.formats.contract import HubModel
 from shardkit.formats.hub.assets import asset_patterns, list_assets
 from shardkit.formats.hub.repo import fetch_files
 from shardkit.formats.torchsave.writer import Plain, plain_record
-from shardkit.keys.rules import shipped
+from shardkit.keys.rule_sets import shipped
 from shardkit.layout.choice.factored import factors_below
 from shardkit.layout.layout import Layout
 from shardkit.operations.companions import BesideFile, copy_file

@@ -43,7 +43,8 @@ from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
 from shardkit.keys.quantised import why_quantised, why_scales
 from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
-from shardkit.keys.rules import RuleSet, bind_names
+from shardkit.keys.rule_sets import bind_in_form
+from shardkit.keys.rules import RuleSet
 from shardkit.keys.select import select_model
 from shardkit.layout.classes import is_transformers
 from shardkit.layout.naming import NameMatch, match_names, transformers_root
@@ -302,7 +303,7 @@ def _by_rules(
     errors = list[LayoutError]()
     for side in ("hub", "model"):
         try:
-            binding = bind_names(rules, shapes, config, side=side)
+            binding = bind_in_form(rules, shapes, config, side=side)
         except LayoutError as error:
             errors.append(error)
             continue

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 import shardkit
 from shardkit.cli import main
 from shardkit.errors import LayoutError, UsageError
-from shardkit.keys.rules import bind_names, find_shipped
+from shardkit.keys.rule_sets import find_shipped
+from shardkit.keys.rules import bind_names
 from tests.keys.test_expressions import evaluate
 from tests.keys.trainers import SETS, config, numbered
 from tests.models.zoo import ZOO, make_hub

@@ -1,0 +1,276 @@
+"""The rule sets that shardkit brings along: which one knows a checkpoint's names, and in which form. Pure, but for the sets.
+
+A set is written for one form of a trainer's names. A checkpoint may have another: layers one by one in place of stacks,
+or a vocabulary that is padded to other rows. `in_form` rewrites a set accordingly.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+from shardkit.core.regions import Shape
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import LayoutError, SourceError
+from shardkit.keys.rules import (
+    NUMBER,
+    Binding,
+    ConfigNumbers,
+    Rule,
+    RuleSet,
+    Side,
+    Step,
+    bind_names,
+    parse_rules,
+    regex_of,
+)
+from shardkit.keys.tokens import paddings
+
+_NEAR = 2  # a set is near if it knows more than one name of so many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """What is known of a vocabulary that a trainer padded."""
+
+    rows: int | None = None
+    """As the checkpoint's arguments count them, padding included."""
+    multiple: int | None = None
+    """The rows are a multiple of this, by the checkpoint's arguments."""
+    used: int | None = None
+    """Tokens that training used, by the checkpoint's arguments."""
+    tokens: int | None = None
+    """Tokens of the tokenizer that a person named."""
+
+
+def bind_in_form(
+    rules: RuleSet,
+    shapes: Mapping[str, Shape],
+    config: Mapping[str, Any] | None,
+    *,
+    side: Side,
+    padding: Padding | None = None,
+) -> Binding:
+    """Do what `bind_names` does, with a rule set in the form that the names have; `padding` is what is known of it."""
+    notes: tuple[str, ...] = ()
+    if side == "model":
+        rules, notes = in_form(rules, shapes, config, padding)
+    return replace(bind_names(rules, shapes, config, side=side), notes=notes)
+
+
+def in_form(
+    rules: RuleSet, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, padding: Padding | None
+) -> tuple[RuleSet, tuple[str, ...]]:
+    """Return a rule set in the form that a model's names and shapes have, and what to tell about it.
+
+    Args:
+        rules: the set.
+        shapes: by name in the model.
+        config: config.json, for numbers; None if there is none.
+        padding: of the vocabulary, as far as it is known.
+    """
+    rules, cut = _one_by_one(rules, shapes), set[tuple[int, int]]()
+    numbers = ConfigNumbers(rules.numbers, config)
+    changed = tuple(_padded(rule, shapes, numbers, padding, cut) for rule in rules.rules)
+    notes = (
+        f"{count(rows - kept, 'row')} of padding cut: {kept} of {rows} are tokens"
+        for rows, kept in sorted(cut)
+    )
+    return replace(rules, rules=changed), tuple(notes)
+
+
+def _one_by_one(rules: RuleSet, names: Iterable[str]) -> RuleSet:
+    """Return a set for layers one by one, if the names have them: the last step, which stacks them, falls away."""
+    at = re.escape(rules.numbered)
+    if not at or not any(re.match(rf"{at}\.[0-9]+\.", name) for name in names):
+        return rules
+
+    def numbered(pattern: str, variable: str = "i") -> str:
+        return re.sub(rf"^{at}\.", f"{rules.numbered}.{{{variable}}}.", pattern)
+
+    def apart(rule: Rule) -> Rule:
+        last = rule.steps[-1] if rule.steps else None
+        if last is None or last.kind != "stack" or not rule.model[0].startswith(f"{rules.numbered}."):
+            return rule
+        model = tuple(numbered(pattern, last.value) for pattern in rule.model)
+        return replace(rule, model=model, steps=rule.steps[:-1])
+
+    return replace(
+        rules,
+        rules=tuple(map(apart, rules.rules)),
+        requires=tuple(map(numbered, rules.requires)),
+        numbered="",
+    )
+
+
+def _padded(
+    rule: Rule,
+    shapes: Mapping[str, Shape],
+    numbers: ConfigNumbers,
+    padding: Padding | None,
+    cut: set[tuple[int, int]],
+) -> Rule:
+    """Return a rule with the rows of its model in steps that pad; note in `cut` rows and tokens where these are fewer."""
+
+    def with_rows(step: Step) -> Step:
+        found = [shape for name, shape in shapes.items() if any(map(_matching(name), rule.model))]
+        if step.kind != "pad" or "to" in step.options or len(found) != 1:
+            return step
+        rows = found[0][step.value]
+        try:
+            kept = _kept(rows, numbers.value(step.options["of"]), padding or Padding())
+        except ValueError:  # whoever applies the rule says so
+            return step
+        if kept < rows:
+            cut.add((rows, kept))
+        return replace(step, options={**step.options, "of": kept, "to": rows})
+
+    return replace(rule, steps=tuple(map(with_rows, rule.steps)))
+
+
+def _matching(name: str) -> Any:
+    return lambda pattern: regex_of(pattern).fullmatch(name)
+
+
+def _kept(rows: int, counted: int, padding: Padding) -> int:
+    """Return how many of a model's rows are tokens.
+
+    Args:
+        rows: with padding, if there is any.
+        counted: tokens, by the config.
+        padding: what else is known.
+    """
+    tokens = max(counted, padding.tokens or 0)
+    if tokens == counted and (padding.used or 0) > counted:  # tokens were added: which, nothing tells
+        return rows
+    multiple = padding.multiple if padding.rows == rows else None
+    fitting = paddings(tokens) if multiple is None else {-(-tokens // multiple) * multiple}
+    return tokens if rows in fitting else rows
+
+
+def shipped() -> tuple[RuleSet, ...]:
+    """Return the rule sets that shardkit brings along."""
+    return _shipped()
+
+
+@cache
+def _shipped() -> tuple[RuleSet, ...]:
+    folder, found = os.path.join(os.path.dirname(__file__), "shipped"), list[RuleSet]()
+    for name in sorted(os.listdir(folder)):
+        with open(os.path.join(folder, name), "rb") as file:
+            found.append(parse_rules(file.read(), name.removesuffix(".toml")))
+    return tuple(found)
+
+
+def find_shipped(name: str) -> RuleSet | None:
+    """Return the shipped rule set of a name; None if there is none."""
+    return next((each for each in shipped() if each.name == name), None)
+
+
+class Choice(NamedTuple):
+    """The shipped rule sets that fit some names."""
+
+    fitting: tuple[tuple[RuleSet, Binding], ...]
+    """Those that can be applied."""
+    reasons: tuple[str, ...]
+    """Why others that know all of the names, or most, cannot be."""
+
+
+def choose_shipped(
+    shapes: Mapping[str, Shape],
+    config: Mapping[str, Any] | None,
+    *,
+    side: Side,
+    padding: Padding | None = None,
+) -> Choice:
+    """Return the shipped rule sets that know all of some names.
+
+    Args:
+        shapes: by name.
+        config: config.json; None if there is none.
+        side: which side the names are of.
+        padding: what is known of a padded vocabulary.
+    """
+    fitting, reasons = list[tuple[RuleSet, Binding]](), list[str]()
+    model_type = (config or {}).get("model_type")
+    forms = [_one_by_one(rules, shapes) if side == "model" else rules for rules in shipped()]
+    known = [rules for rules in forms if _knows_all(rules, shapes, side)]
+    if not known:
+        return Choice((), tuple(_near(forms, shapes, model_type)) if side == "model" else ())
+    if model_type is None and len(known) > 1:
+        titles = " and ".join(rules.title for rules in known)
+        return Choice((), (f"{titles} have these names: a config.json tells which it is",))
+    for rules in _for_type(known, model_type):
+        if foreign := _foreign(rules, model_type):
+            reasons.append(foreign)
+            continue
+        try:
+            fitting.append((rules, bind_in_form(rules, shapes, config, side=side, padding=padding)))
+        except (LayoutError, SourceError) as error:
+            reasons.append(f"{rules.title}: {error.problems[0]}")
+    return Choice(tuple(fitting), tuple(reasons))
+
+
+def _for_type(sets: list[RuleSet], model_type: object) -> list[RuleSet]:
+    """Return the sets that may be for a type of model; all if none is."""
+    return [rules for rules in sets if not _foreign(rules, model_type)] or sets
+
+
+def _foreign(rules: RuleSet, model_type: object) -> str:
+    """Return why a set is not for a type of model; empty if it may be."""
+    if not rules.model_types or model_type is None or model_type in rules.model_types:
+        return ""
+    return f"{rules.title}: it is for {', '.join(rules.model_types)}, not for {escape(str(model_type))}"
+
+
+def foreign_type(rules: RuleSet, config: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return a warning if rules that a person named were written for another architecture than a config's."""
+    model_type = (config or {}).get("model_type")
+    if not _foreign(rules, model_type):
+        return ()
+    return (
+        f"the key rules of {escape(rules.title)} are for {', '.join(map(escape, rules.model_types))}, and {escape(str(model_type))} "
+        "is none of these: names may fit while rows are in another order",
+    )
+
+
+def _knows_all(rules: RuleSet, names: Iterable[str], side: Side) -> bool:
+    found, patterns = list(names), _patterns_of(rules, side)
+    has_required = side == "hub" or _has_required(rules, found)
+    return has_required and bool(found) and all(any(p.fullmatch(name) for p in patterns) for name in found)
+
+
+def _patterns_of(rules: RuleSet, side: Side) -> list[re.Pattern[str]]:
+    patterns = [regex_of(pattern) for rule in rules.rules for pattern in rule.patterns(side)]
+    return [*patterns, re.compile(".*")] if rules.keeps_others else patterns
+
+
+def _has_required(rules: RuleSet, names: Iterable[str]) -> bool:
+    found = list(names)
+    return all(any(map(regex_of(each).fullmatch, found)) for each in rules.requires)
+
+
+def _near(forms: Sequence[RuleSet], names: Iterable[str], model_type: object) -> list[str]:
+    """Return what keeps the sets that know most of a model's names from being taken."""
+    alike = dict[str, str]()  # one of the names that differ in their numbers alone: there may be 100,000
+    for name in names:
+        alike.setdefault(NUMBER.sub("{i}", name), name)
+    lacking = dict[str, list[str]]()
+    for rules in forms:
+        if not rules.keeps_others and _has_required(rules, alike.values()):
+            patterns = _patterns_of(rules, "model")
+            unknown = [each for each in alike.values() if not any(p.fullmatch(each) for p in patterns)]
+            lacking[rules.name] = unknown
+    least = min(map(len, lacking.values()), default=0)
+    if least * _NEAR >= len(alike):
+        return []
+    near = [rules for rules in forms if len(lacking.get(rules.name, alike)) == least]
+    return [
+        _foreign(rules, model_type)
+        or f"{rules.title} ({rules.name}): no rule is about {listed(lacking[rules.name])}"
+        for rules in _for_type(near, model_type)
+    ]

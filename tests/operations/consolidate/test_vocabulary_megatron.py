@@ -1,0 +1,102 @@
+"""Megatron's torch_dist: a padded vocabulary, and one that grew; by names, shapes and what `common.pt` says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardkit.errors import LayoutError
+from shardkit.operations.consolidate import consolidate
+from tests.keys.test_rules import layers_one_by_one, moved, padded
+from tests.keys.trainers import VOCAB, config
+from tests.operations.consolidate.checkpoints import hub, load, save
+from tests.operations.consolidate.test_vocabulary import tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+
+EMBED = "model.embed_tokens.weight"
+ARGS = {"make_vocab_size_divisible_by": 7, "tensor_model_parallel_size": 2}
+
+
+def trained(
+    directory: Path, theirs: dict[str, np.ndarray], args: dict[str, object] | None = None
+) -> tuple[Path, Path]:
+    """Write a checkpoint as Megatron-Core does, and the model that it was trained from."""
+    values, _ = moved("megatron-llama")
+    stored = {name: torch.from_numpy(value.astype(np.float32)) for name, value in values.items()}
+    base = hub(directory / "base", stored, config("qwen2"))
+    checkpoint = save(
+        {name: torch.from_numpy(value.astype(np.float32)) for name, value in theirs.items()}, directory / "ck"
+    )
+    content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+    (checkpoint / "metadata.json").write_text(json.dumps(content))
+    if args is not None:
+        torch.save({"args": argparse.Namespace(**args), "iteration": 10}, checkpoint / "common.pt")
+    return checkpoint, base
+
+
+def rows_of(made: Any) -> tuple[int, int]:
+    count: int = json.loads((Path(made.output) / "config.json").read_text())["vocab_size"]
+    return load(made.output)[EMBED].shape[0], count
+
+
+def test_padding_is_cut_as_the_arguments_say(tmp_path: Path) -> None:
+    """42 rows are padded by no power of two, but by 7 rows for each of two ranks."""
+    _, theirs = moved("megatron-llama")
+    sizes = {"padded_vocab_size": 42, **ARGS}
+    checkpoint, base = trained(tmp_path, padded(layers_one_by_one(theirs), 42), sizes)
+    made = consolidate(checkpoint, tmp_path / "out", base=base)
+    assert "2 rows of padding cut: 40 of 42 are tokens" in made.notes
+    assert rows_of(made) == (VOCAB, VOCAB)
+    values, found = moved("megatron-llama")[0], load(made.output)
+    assert all(np.array_equal(found[name].numpy(), values[name]) for name in values)
+
+
+@pytest.mark.parametrize(
+    ("rows", "args"), [(44, None), (48, {"padded_vocab_size": 48, **ARGS}), (64, {"vocab_size": 50})]
+)
+def test_other_rows_are_a_grown_vocabulary(rows: int, args: dict[str, object] | None, tmp_path: Path) -> None:
+    checkpoint, base = trained(tmp_path, padded(moved("megatron-llama")[1], rows), args)
+    made = consolidate(checkpoint, tmp_path / "out", base=base)
+    assert rows_of(made) == (rows, rows)
+    assert f"has {rows} rows, in {base} 40" in "\n".join(made.warnings)
+
+
+def test_a_tokenizer_counts_the_tokens_of_a_padded_vocabulary(tmp_path: Path) -> None:
+    checkpoint, base = trained(tmp_path, padded(moved("megatron-llama")[1], 64))
+    made = consolidate(checkpoint, tmp_path / "out", base=base, tokenizer=tokenizer(tmp_path / "more", 43))
+    assert rows_of(made) == (43, 43)
+    assert "21 rows of padding cut: 43 of 64 are tokens" in made.notes
+
+
+def test_fewer_rows_need_the_arguments(tmp_path: Path) -> None:
+    """A base may be padded itself, to more than Megatron's."""
+    theirs = {
+        name: value[:36] if name.endswith(("word_embeddings.weight", "output_layer.weight")) else value
+        for name, value in moved("megatron-llama")[1].items()
+    }
+    checkpoint, base = trained(tmp_path, theirs)
+    with pytest.raises(LayoutError, match="does not fit"):
+        consolidate(checkpoint, tmp_path / "out", base=base)
+    torch.save({"args": argparse.Namespace(padded_vocab_size=36, **ARGS)}, checkpoint / "common.pt")
+    assert rows_of(consolidate(checkpoint, tmp_path / "out", base=base)) == (36, 36)
+
+
+def test_a_set_that_nearly_fits_says_what_it_lacks(tmp_path: Path) -> None:
+    _, theirs = moved("megatron-llama")
+    odd = "decoder.layers.self_attention.linear_gate.weight"
+    checkpoint, base = trained(tmp_path, {**theirs, odd: np.ones((2, 3))})
+    with pytest.raises(LayoutError) as caught:
+        consolidate(checkpoint, tmp_path / "out", base=base)
+    told = caught.value.to_json()
+    assert told["problems"] == [f"Megatron, Llama and Qwen (megatron-llama): no rule is about {odd}"]
+    made = consolidate(
+        checkpoint, tmp_path / "out", base=base, keys="megatron-llama", exclude=["*linear_gate*"]
+    )
+    assert rows_of(made) == (VOCAB, VOCAB)
