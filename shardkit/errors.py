@@ -32,7 +32,7 @@ _SHOWN_PROBLEMS = 20
 
 FLAGS = frozenset(
     "--abort --allow-missing --allow-unexpected --allow-unsafe-store --check --dequantize --dry-run --follow-links --full --inside "
-    "--keep-factors --manifest --merge-lora --no-resume --overwrite --private --rounded --sha256 --single-file "
+    "--keep-factors --manifest --merge-lora --no-optimizer --no-resume --overwrite --private --rounded --sha256 --single-file "
     "--stats --store --strict --tensors --trust-remote-code".split()
 )
 """Options without a value that functions have as arguments."""
@@ -144,8 +144,9 @@ class ShardkitError(Exception):
     def to_json(self) -> dict[str, object]:
         """Return the error as plain data, with options: type, message, every problem, hint, exit code."""
         message, problems, hint = self._written
+        public = (kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
         return {
-            "error": type(self).__name__,
+            "error": next(public),
             "message": message,
             "problems": list(problems),
             "hint": hint,

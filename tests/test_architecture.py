@@ -74,6 +74,7 @@ TOPICS = {
     "operations/reflink": "shared extents, with every verb that moves bytes",
     "operations/reshard/hub": "what it keeps for the way back to the Hub",
     "operations/reshard/kept": "trainers' own forms, optimizer and all",
+    "operations/tensor_classes": "tensors of trainers' own classes, through every verb",
     "operations/shards_in_folders": "files in folders below .metadata, through every verb",
     "operations/verify/repo": "a repo on the Hub",
     "training/cuda": "all phases, on a GPU",

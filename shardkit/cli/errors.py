@@ -152,7 +152,10 @@ def _say(
     for line in problems if is_verbose else shown(problems, spreads=True):
         out.detail(line)
     if content["hint"]:
-        out.say("hint", content["hint"])
+        hint, *code = str(content["hint"]).split("\n")
+        out.say("hint", hint)
+        for line in code:
+            out.detail(line.strip())
     if resume is not None:
         out.say("resume", resume)
 

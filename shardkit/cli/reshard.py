@@ -41,6 +41,7 @@ Examples:
 @opt.mesh
 @opt.dtype("--dtype", help="Convert floating tensors outside the optimizer; scalars stay.")
 @opt.dtype("--optimizer-dtype", help="Convert the optimizer's floating tensors; scalars such as step stay.")
+@click.option("--no-optimizer", is_flag=True, help="Leave the optimizer's state out, whatever it holds.")
 @opt.overwrite("checkpoint, whole and in one step")
 @opt.strict
 @opt.writing

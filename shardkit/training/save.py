@@ -33,15 +33,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit._torch import describe_as_before, fsdp1_unit, non_persistent_buffers
-from shardkit.core.text import count, escape
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError
 from shardkit.files import manifest, storage
 from shardkit.files.stores import forget, is_remote
 from shardkit.formats.dcp import METADATA
+from shardkit.formats.torchsave.classes import is_known_class
 from shardkit.keys.names import clean_name
 from shardkit.layout.naming import transformers_root
 from shardkit.training.checkpointable import checkpointable
@@ -112,6 +114,8 @@ def save(
             with agreed(_PHASE, group):
                 files = stack.enter_context(writing_to(place))
                 state = stack.enter_context(checkpoint_state(model, optimizers, extra, aliases))
+            if leads:
+                _warn_of_classes(state)
             writer = Writer(place, aliases, files)
             _write(checkpointable(state), writer, group)
             told = gather_json(recall(model), group, phase=_PHASE)
@@ -153,6 +157,34 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
             f"the optimizer holds {count(sum(copies), 'repeated parameter')}: it does not step all that it should",
             hint="point it at all of them before the first step: rebind_optimizer, or finalize(..., optimizer=)",
         )
+
+
+def _warn_of_classes(state: State) -> None:
+    """Warn of tensors that torch writes as objects of classes whose values shardkit cannot take from a file."""
+    found: dict[str, list[str]] = {}
+    for name, tensor in _tensors(state, ""):
+        cls = type((tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach())
+        if cls.__module__.partition(".")[0] != "torch" and not is_known_class(
+            cls.__module__, cls.__qualname__
+        ):
+            found.setdefault(f"{cls.__module__}.{cls.__qualname__}", []).append(name)
+    for cls_name, names in found.items():
+        warnings.warn(
+            f"{count(len(names), 'tensor is saved as an object', 'tensors are saved as objects')} of "
+            f"{escape(cls_name)}, whose values shardkit cannot take from a file again ({listed(names)}): stock dcp.load "
+            "can, where the class is installed. Of an optimizer's state, reshard with no_optimizer=True leaves it out; "
+            "consolidate and load_into need weights that are saved as plain tensors",
+            stacklevel=3,
+        )
+
+
+def _tensors(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a state dict, by the names that they are stored under."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(child, _joined(name, str(key)))
 
 
 def _start(

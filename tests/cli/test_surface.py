@@ -233,6 +233,7 @@ SURFACE = {
         "--json",
         "--max-memory",
         "--mesh",
+        "--no-optimizer",
         "--no-progress",
         "--no-resume",
         "--num-parts",

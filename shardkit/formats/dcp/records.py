@@ -12,6 +12,7 @@ Source: torch 2.13, torch/distributed/checkpoint/_extension.py.
 from __future__ import annotations
 
 import io
+import os
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
@@ -45,8 +46,15 @@ from shardkit.files.stores import is_remote
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
 from shardkit.formats.contract import Place
 from shardkit.formats.torchsave.archive import crc_of_range
-from shardkit.formats.torchsave.record import TensorRecord, decoded_file, gather, read_entries, strided_file
-from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template, expect_records
+from shardkit.formats.torchsave.classes import UnreadableClass, padding, refuse_classes
+from shardkit.formats.torchsave.record import TensorRecord, decoded_file, gather, strided_file
+from shardkit.formats.torchsave.scan import (
+    BulkScanner,
+    RecordScanner,
+    Template,
+    expect_records,
+    read_entries,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,6 +90,7 @@ def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str])
 
     Raises:
         SourceError: records that are damaged, or transformed in a way that cannot be undone here.
+        UnreadableClass: tensors are of classes whose values cannot be taken from a file.
         IntegrityError: records that are intact, but not what `.metadata` says.
         ResourceError: a file may not be read.
     """
@@ -448,6 +457,7 @@ class _Scan:
             self._rows = [row for row in self._rows if row not in self.packed]
         self._damaged: list[str] = []
         self._different: list[str] = []
+        self._of_classes: dict[str, UnreadableClass] = {}
 
     def files(self) -> Iterator[tuple[int, int, SourceFile, list[int]]]:
         """Yield (number, descriptor, file, its chunks by their bytes).
@@ -494,12 +504,18 @@ class _Scan:
                 record = self.scanner.read(kind, start, nbytes, where=where)
             except ResourceError:
                 raise
+            except UnreadableClass as error:
+                self._of_classes.setdefault(entry.fqn, error)
+                continue
             except SourceError as error:
                 self._damaged.append(f"{escape(entry.fqn)}: {error.message}")
                 continue
             reason = difference(entry, sizes, record)
             if reason:
                 self._different.append(f"{escape(entry.fqn)}: {where}: {reason}")
+                continue
+            if (padded := padding(record, entry.shape)) is not None:
+                self._of_classes.setdefault(entry.fqn, padded)
                 continue
             yield row, record
 
@@ -521,6 +537,7 @@ class _Scan:
         if self._different:
             message = f"{len(self._different)} records are not what .metadata says"
             raise IntegrityError(message, problems=self._different, hint=hint)
+        refuse_classes(self._of_classes, self.chosen.directory)
 
 
 def _in_order(catalog: Catalog) -> list[int]:
@@ -703,6 +720,9 @@ def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
             if reason:
                 raise IntegrityError(f"{where}: {reason}")
         except ResourceError:
+            raise
+        except UnreadableClass as error:
+            refuse_classes({chunk.entry.fqn: error}, os.path.dirname(source.path))
             raise
         except SourceError as error:
             raise type(error)(

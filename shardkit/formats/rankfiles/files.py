@@ -338,7 +338,8 @@ class Gathering:
             raise SourceError(
                 f"{count(len(self._unreadable), 'tensor')}: the stored bytes are not the values",
                 problems=[f"{escape(name)}: {escape(why)}" for name, why in self._unreadable.items()],
-                hint="save the model with ordinary dense tensors",
+                hint="load each file with torch where their classes can be imported, replace them by plain tensors "
+                "(torch.empty(t.shape, dtype=t.dtype).copy_(t)), and save it again",
             )
         if self._different:
             raise SourceError(

@@ -31,6 +31,7 @@ from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
 from shardkit.formats.torchsave.archive import Entry, ZipReader, crc_of_range, read_directory
+from shardkit.formats.torchsave.classes import padding, unwrap
 from shardkit.formats.torchsave.record import STORAGES, TensorRecord, is_extent
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Fields, Inert, Maker, Opaque
@@ -42,6 +43,7 @@ _SAVE_AGAIN = "if you trust it, load it with torch, and save it again with torch
 _ANOTHER_COPY = "the file is cut short or damaged: use another copy"
 _MAX_ELEMENTS = 1 << 62
 _REBUILDS = "_rebuild_"
+_REBUILD_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +213,10 @@ class DistributedRef:
 
 
 class UnreadableTensor(Opaque):
-    """A tensor whose bytes do not give its values: quantised, sparse, on no device; `name` says which."""
+    """A tensor whose bytes do not give its values: quantised, sparse, on no device; `name` says which.
+
+    `value` is the class, with its module, where that is the reason.
+    """
 
     __slots__ = ()
 
@@ -336,8 +341,14 @@ def _rebuild_from_type(args: tuple[Any, ...]) -> object:
             return _dtensor(made)
         if kind.name.endswith(".ShardedTensor"):
             return _sharded_tensor(made)
+    if isinstance(function, Opaque) and function.name == _REBUILD_WRAPPER:
+        made = Fields(kind.name, ())
+        made.build(state)
+        value = unwrap(kind.name, inner, made.items)
+        return UnreadableTensor(value, kind.name) if isinstance(value, str) else value
     plain = function.make(inner) if isinstance(function, Opaque) else None
-    return plain if isinstance(plain, TensorRef) and _is_plain(kind.name) else UnreadableTensor(kind.name)
+    is_plain = isinstance(plain, TensorRef) and _is_plain(kind.name)
+    return plain if is_plain else UnreadableTensor(kind.name, kind.name)
 
 
 def _is_plain(name: str) -> bool:
@@ -349,10 +360,14 @@ def _dtensor(made: Fields) -> object:
     """Place a rank's part of a DTensor, from `_local_tensor` and `_spec`."""
     local, spec = made.items.get("_local_tensor"), made.items.get("_spec")
     if not isinstance(local, TensorRef):
-        return UnreadableTensor(f"a DTensor of {local.name if isinstance(local, Opaque) else 'nothing'}")
+        what = local.name if isinstance(local, Opaque) else "nothing"
+        cls = local.value if isinstance(local, UnreadableTensor) else None
+        return UnreadableTensor(f"a DTensor of {what}", cls)
     shape = made.args[2] if len(made.args) > 2 else None  # (class, dtype, shape, stride, ...)
     if not isinstance(spec, Fields) or not is_extent(shape):
         return UnreadableTensor("a DTensor that does not say what it is part of")
+    if (padded := padding(local, shape)) is not None:
+        return UnreadableTensor(f"a DTensor of {padded.why}", padded.class_name)
     try:
         region = _dtensor_region(tuple(shape), spec)
         if region is not None and region.num_elements and region.sizes != local.shape:

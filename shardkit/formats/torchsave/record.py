@@ -1,12 +1,10 @@
-"""Read the description of one `torch.save` record: its tensor's dtype and shape, and where the bytes lie.
+"""What a `torch.save` record of one tensor says: dtype and shape, and which bytes are its values.
 
-A record is a zip with stored entries, somewhere inside a `.distcp`. Only its directory and the small entries
-are read (two `pread` calls for the records that torch writes). The tensor is read only to check its CRC-32.
-Everything that would make the raw bytes mean something else is refused: compression, big-endian data,
-conjugated or negated views, classes of tensors that are not plain.
+Everything that would make the raw bytes mean something else is refused: conjugated or negated views, objects of
+classes. `classes` knows of some of these which attribute is the value.
 
-Source: torch 2.2 and 2.13, caffe2/serialize/inline_container.cc, torch/_utils.py (`_rebuild_tensor_v2`,
-`_rebuild_tensor_v3`) and torch/serialization.py (`persistent_id`); APPNOTE.TXT 6.3.9.
+Source: torch 2.2 and 2.13, torch/_utils.py (`_rebuild_tensor_v2`, `_rebuild_tensor_v3`) and torch/serialization.py
+(`persistent_id`).
 """
 
 from __future__ import annotations
@@ -22,15 +20,10 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.strict_json import open_regular, read_exactly
-from shardkit.formats.torchsave.archive import Entry, Pread, ZipReader, read_directory
+from shardkit.formats.torchsave.archive import Entry
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Global, Strict, Vocabulary
 
-_NAMES = frozenset(
-    {"data.pkl", "byteorder", "data/0", "version", ".data/serialization_id"}
-    | {".format_version", ".storage_alignment"}  # not in torch 2.2
-)
-_DATA = "data/0"
 _MAX_BYTES = 1 << 16
 _MAX_DIMS = 64  # torch's own limit
 _MAX_ELEMENTS = 1 << 62
@@ -68,6 +61,10 @@ class TensorRecord:
     """Bytes of the storage."""
     crc32: int | None
     """CRC-32 of the storage as recorded, None if it was not (0 on data that is not empty)."""
+    beside: tuple[Entry, ...] = ()
+    """Other storages of a record, if its tensor is of a class that keeps more than the value; from the file's start."""
+    unpadded: tuple[str, Shape] | None = None
+    """A class that pads weights, and the shape that it says the whole weight has."""
 
     @property
     def nbytes(self) -> int:
@@ -96,54 +93,6 @@ class TensorRecord:
                 return 0 in self.shape
             expected *= size
         return True
-
-
-def read_entries(
-    pread: Pread, offset: int, length: int, *, where: str = "record", check_crc: bool = False
-) -> tuple[TensorRecord, dict[str, Entry]]:
-    """Read the description of the record at a byte range; also return its entries.
-
-    Args:
-        pread: (first byte, most bytes) -> bytes; fewer only at the end.
-        offset: the record's first byte.
-        length: bytes of the record.
-        where: what to call the file in messages, escaped.
-        check_crc: also read the data and compare its CRC-32, if one was recorded.
-
-    Raises:
-        SourceError: damaged, cut short, or a tensor whose raw bytes alone are not its values.
-        IntegrityError: an entry's CRC-32 is not that of its bytes.
-        ResourceError: the device fails.
-    """
-    reader = ZipReader(pread, offset, length, f"{where}, record at byte {offset}")
-    entries = read_directory(reader, _NAMES.__contains__, max_entries=len(_NAMES))
-    for name in ("data.pkl", _DATA):
-        if name not in entries:
-            reader.refuse(f"it has no entry {name}: not one tensor")
-    small = {name: reader.content(name, entry) for name, entry in entries.items() if name != _DATA}
-    if small.get("byteorder", b"little") != b"little":
-        reader.refuse(
-            f"its byte order is {escape(small['byteorder'].decode('ascii', 'replace'))!r}, not little"
-        )
-    reader.check_version(small.get("version", b"3"))
-    tensor = parse_tensor(small["data.pkl"], f"{reader.where}, data.pkl")
-    data = entries[_DATA]
-    record = TensorRecord(
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        stride=tensor.stride,
-        storage_offset=tensor.storage_offset,
-        data_start=offset + data.start,
-        data_nbytes=data.nbytes,
-        crc32=data.crc if data.crc or not data.nbytes else None,
-    )
-    if tensor.storage_nbytes != data.nbytes:
-        reader.refuse(f"its data has {data.nbytes} bytes, its storage {tensor.storage_nbytes}")
-    if record.reach > data.nbytes:
-        reader.refuse(f"its tensor reaches to byte {record.reach} of a storage of {data.nbytes}")
-    if check_crc and data.crc and data.nbytes:
-        reader.check_crc(_DATA, data)
-    return record, entries
 
 
 class StoredTensor(NamedTuple):

@@ -1,4 +1,8 @@
-"""Read the descriptions of many `torch.save` records, most of which are spelled alike.
+"""Read the descriptions of `torch.save` records, most of which are spelled alike.
+
+A record is a zip with stored entries, somewhere inside a `.distcp`. Only its directory and the small entries are read
+(two `pread` calls for the records that torch writes). The tensor is read only to check its CRC-32. Compression and
+big-endian data are refused.
 
 A checkpoint of 1,024 ranks has hundreds of thousands of records. In all records of one dtype, shape and
 length, the bytes around the data are the same, except for the CRC-32 of the data and an id made from it. So
@@ -12,10 +16,14 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardkit.core.text import escape
 from shardkit.files import storage
 from shardkit.files.digest import crc32
-from shardkit.formats.torchsave.archive import Entry
-from shardkit.formats.torchsave.record import TensorRecord, read_entries
+from shardkit.formats.torchsave.archive import Entry, Pread, ZipReader, read_directory
+from shardkit.formats.torchsave.classes import unreadable
+from shardkit.formats.torchsave.file import TensorNames, TensorRef, UnreadableTensor
+from shardkit.formats.torchsave.record import TensorRecord, parse_tensor
+from shardkit.pickles.policies import Inert
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +31,12 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 _DATA, _ID = "data/0", ".data/serialization_id"
+_STORAGE = "data/"
+_NAMES = frozenset(
+    {"data.pkl", "byteorder", "version", _ID} | {".format_version", ".storage_alignment"}  # not in torch 2.2
+)
+_MAX_STORAGES = 16  # of a tensor of a class; torchao's 8-bit states have 3
+_OF_A_CLASS = b"_rebuild_from_type"
 _DESCRIPTOR = b"PK\x07\x08"
 _NOT_RECORDED = bytes(4)  # a CRC-32
 _WINDOW = 4096  # bytes read at once: the end of a record and the beginning of the next
@@ -52,6 +66,99 @@ class Template(NamedTuple):
         """Bytes after the data."""
         at, text = self.fixed[-1]
         return at + len(text)
+
+
+def read_entries(
+    pread: Pread, offset: int, length: int, *, where: str = "record", check_crc: bool = False
+) -> tuple[TensorRecord, dict[str, Entry]]:
+    """Read the description of the record at a byte range; also return its entries.
+
+    Args:
+        pread: (first byte, most bytes) -> bytes; fewer only at the end.
+        offset: the record's first byte.
+        length: bytes of the record.
+        where: what to call the file in messages, escaped.
+        check_crc: also read the data and compare its CRC-32, if one was recorded.
+
+    Raises:
+        SourceError: damaged, cut short, or a tensor whose raw bytes alone are not its values.
+        UnreadableClass: an object of a class whose values cannot be taken from it.
+        IntegrityError: an entry's CRC-32 is not that of its bytes.
+        ResourceError: the device fails.
+    """
+    reader = ZipReader(pread, offset, length, f"{where}, record at byte {offset}")
+    entries = read_directory(reader, _is_known, max_entries=len(_NAMES) + _MAX_STORAGES)
+    for name in ("data.pkl", _DATA):
+        if name not in entries:
+            reader.refuse(f"it has no entry {name}: not one tensor")
+    small = {name: reader.content(name, entry) for name, entry in entries.items() if name in _NAMES}
+    if small.get("byteorder", b"little") != b"little":
+        reader.refuse(
+            f"its byte order is {escape(small['byteorder'].decode('ascii', 'replace'))!r}, not little"
+        )
+    reader.check_version(small.get("version", b"3"))
+    is_plain = _OF_A_CLASS not in small["data.pkl"]
+    record = (_plain_record if is_plain else _value_of)(reader, small["data.pkl"], entries)
+    for name in filter(_is_storage, entries) if check_crc else ():
+        if entries[name].crc and entries[name].nbytes:
+            reader.check_crc(name, entries[name])
+    return record, entries
+
+
+def _is_storage(name: str) -> bool:
+    return name.startswith(_STORAGE) and name[len(_STORAGE) :].isdigit()
+
+
+def _is_known(name: str) -> bool:
+    return name in _NAMES or _is_storage(name)
+
+
+def _plain_record(reader: ZipReader, pickle: bytes, entries: Mapping[str, Entry]) -> TensorRecord:
+    """Return what a `data.pkl` describes that is one plain tensor."""
+    others = [name for name in entries if _is_storage(name) and name != _DATA]
+    if others:
+        reader.refuse(f"entry {escape(f'{reader.prefix}/{others[0]}')!r} is unknown or given twice")
+    tensor, data = parse_tensor(pickle, f"{reader.where}, data.pkl"), entries[_DATA]
+    record = TensorRecord(
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        stride=tensor.stride,
+        storage_offset=tensor.storage_offset,
+        data_start=reader.offset + data.start,
+        data_nbytes=data.nbytes,
+        crc32=data.crc if data.crc or not data.nbytes else None,
+    )
+    if tensor.storage_nbytes != data.nbytes:
+        reader.refuse(f"its data has {data.nbytes} bytes, its storage {tensor.storage_nbytes}")
+    if record.reach > data.nbytes:
+        reader.refuse(f"its tensor reaches to byte {record.reach} of a storage of {data.nbytes}")
+    return record
+
+
+def _value_of(reader: ZipReader, pickle: bytes, entries: Mapping[str, Entry]) -> TensorRecord:
+    """Return the value of an object whose class wraps a tensor."""
+    storages = {
+        name[len(_STORAGE) :]: entry._replace(start=reader.offset + entry.start)
+        for name, entry in entries.items()
+        if _is_storage(name)
+    }
+    names = TensorNames(storages)
+    value = Inert(pickle, names.look_up, names.storage).run(f"{reader.where}, data.pkl")
+    if isinstance(value, UnreadableTensor) and value.value is not None:
+        raise unreadable(str(value.value), value.name, where=reader.where, entries=storages)
+    if not isinstance(value, TensorRef):
+        reader.refuse("data.pkl holds something other than one tensor")
+    return TensorRecord(
+        dtype=value.dtype,
+        shape=value.shape,
+        stride=value.stride,
+        storage_offset=value.storage_offset,
+        data_start=value.data_start,
+        data_nbytes=value.data_nbytes,
+        crc32=value.crc32,
+        beside=tuple(entry for key, entry in storages.items() if key != value.key),
+        unpadded=value.unpadded,
+    )
 
 
 def expect_records(fd: int, extents: Iterable[tuple[int, int]]) -> None:
@@ -136,6 +243,8 @@ class RecordScanner:
         self, record: TensorRecord, entries: Mapping[str, Entry], offset: int, length: int
     ) -> Template | None:
         """Return the template that a record gives; None if too much is around the data, or in an unusual order."""
+        if record.beside or record.unpadded:
+            return None
         data, ident = entries[_DATA], entries.get(_ID)
         tail_at = data.start + data.nbytes
         if data.start > _WINDOW or length - tail_at > _WINDOW or (ident and ident.start < tail_at):

@@ -14,7 +14,7 @@ from shardkit.core.dtypes import short_dtype
 from shardkit.core.mesh import parse_mesh
 from shardkit.core.text import MIB
 from shardkit.core.threads import Progress
-from shardkit.errors import MeshError
+from shardkit.errors import MeshError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.files.links import may_follow_links
@@ -101,6 +101,7 @@ def reshard(
     mesh: str | None = None,
     dtype: str = "keep",
     optimizer_dtype: str = "keep",
+    no_optimizer: bool = False,
     overwrite: bool = False,
     allow_unsafe_store: bool = False,
     strict: bool = False,
@@ -130,6 +131,7 @@ def reshard(
         mesh: "dp_replicate=2,dp_shard=16"; by default one `dp_shard` axis of `world_size`.
         dtype: "keep", "bf16", "fp16" or "fp32" for floating tensors outside the optimizer; scalars stay.
         optimizer_dtype: the same for the optimizer's state.
+        no_optimizer: leave the optimizer's state out, whatever it holds: it is not opened. Everything else is written.
         overwrite: replace an existing checkpoint, whole and in one step.
         allow_unsafe_store: write into a store that has no conditional requests, if nobody else does.
         strict: refuse a run directory in which a newer checkpoint had to be passed over.
@@ -166,6 +168,10 @@ def reshard(
         return in_pool(reshard, locals())
     command, share = None if part is None else Command.of("reshard", locals()), as_share(part)
     source, parsed = stores.as_path(checkpoint), parse_mesh(mesh, world_size)
+    if no_optimizer and optimizer_dtype != "keep":
+        raise UsageError(
+            "--optimizer-dtype converts what --no-optimizer leaves out", hint="drop one of the two"
+        )
     if parsed.pp > 1:
         raise MeshError(
             f"--mesh {parsed}: which stage holds what needs the model",
@@ -198,7 +204,7 @@ def reshard(
     named = source if adapter_file(source) else resolved.path
     chosen = default_output(label_of(named), named, parsed) if output is None else output
     writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
-    parts = take_apart(taken, source, check_source=check_source)
+    parts = take_apart(taken, source, no_optimizer=no_optimizer, check_source=check_source)
     writer.warn(parts.warnings)
     manifests = writer.find_manifests([part.catalog for part in parts.parts], resolved.path)
     if is_remote(writer.path):

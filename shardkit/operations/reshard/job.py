@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -35,7 +35,7 @@ from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of
 from shardkit.files.strict_json import open_regular
-from shardkit.formats.contract import Checkpoint, DcpFolder, Place
+from shardkit.formats.contract import Checkpoint, DcpFolder, Place, listing
 from shardkit.formats.contract.optimizer import OptimizerState
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.images import DcpImages, JoinedImages
@@ -53,6 +53,7 @@ from shardkit.formats.hub.base import (
 )
 from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import ZipReader, read_directory
+from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.expressions import Expression
 from shardkit.keys.renaming import KeyRule
 from shardkit.keys.tree import Kind, object_kind, optimizer_names
@@ -135,19 +136,20 @@ class Parts:
         return tuple(file.name for file in self.files)
 
 
-def take_apart(taken: Taken, given: str, *, check_source: bool = True) -> Parts:
+def take_apart(taken: Taken, given: str, *, no_optimizer: bool = False, check_source: bool = True) -> Parts:
     """Open every DCP directory of a checkpoint, or the one catalog of a checkpoint in another format.
 
     Args:
         taken: the checkpoint.
         given: the path that a person gave. What lies in it, beside the checkpoint, is named.
+        no_optimizer: leave the optimizer's state out, unopened.
         check_source: refuse byte entries that are not zips as torch writes them. Otherwise they are carried over
             unchanged, with a warning.
 
     Raises:
         SourceError, IntegrityError, ResourceError: it cannot be opened, or the save of a part did not finish.
     """
-    parts = _take_apart(taken, check_source=check_source)
+    parts = _take_apart(taken, no_optimizer=no_optimizer, check_source=check_source)
     if not parts.is_training:
         return parts
     beside = around(taken.resolved.path, given)
@@ -158,13 +160,14 @@ def take_apart(taken: Taken, given: str, *, check_source: bool = True) -> Parts:
     )
 
 
-def _take_apart(taken: Taken, *, check_source: bool) -> Parts:
+def _take_apart(taken: Taken, *, no_optimizer: bool, check_source: bool) -> Parts:
     path = home_of(taken.resolved.path)
     if not storage.isdir(path) or not _keeps_folders(path):
-        return _other(taken.open())
+        return _other(taken.open(), no_optimizer=no_optimizer)
     found = survey(path)
     if not found.folders or not all(_keeps_folders(os.path.join(path, name)) for name in found.folders):
-        return _other(taken.open())
+        return _other(taken.open(), no_optimizer=no_optimizer)
+    dropped = _drop_optimizer(found) if no_optimizer else []
     models = taken.models()  # all of them are resharded
     opened = {folder: _open_folder(os.path.join(path, folder), models) for folder in found.folders}
     leave_out(
@@ -174,7 +177,7 @@ def _take_apart(taken: Taken, *, check_source: bool) -> Parts:
     check_survey(path, found)
     checkpoint = models[0]
     rules, derived = saved_key_rules(checkpoint) or (), saved_derived(checkpoint)
-    parts = tuple(_open_part(folder, each) for folder, each in opened.items())
+    parts = tuple(_open_part(folder, each, no_optimizer=no_optimizer) for folder, each in opened.items())
     root, names = recorded_root(checkpoint), recorded_file_names(checkpoint)
     osft = recorded_osft(checkpoint)
     home = os.path.relpath(checkpoint.catalog.directory, path) if root else os.curdir  # a trainer's folder
@@ -208,7 +211,7 @@ def _take_apart(taken: Taken, *, check_source: bool) -> Parts:
         files=tuple(found.files),
         empty=tuple(found.empty),
         weights_beside=beside,
-        notes=(*found.notes(), *_notes(of_ranks, beside)),
+        notes=(*found.notes(), *_notes(of_ranks, beside), *dropped),
         warnings=tuple(_warnings(of_ranks, damaged)),
     )
 
@@ -255,9 +258,65 @@ def _open_folder(directory: str, models: Sequence[Checkpoint]) -> DcpFolder:
     return next((folder for folder in opened if folder is not None), None) or open_dcp(directory)
 
 
-def _open_part(folder: str, opened: DcpFolder) -> Part:
-    catalog = opened.select(tuple(opened.catalog.tensors))
+def _select(opened: DcpFolder, names: Sequence[str], folder: str) -> Catalog:
+    """Open the records of tensors.
+
+    Raises:
+        UnreadableClass: some are objects of classes; the hint says what reshard can do.
+    """
+    try:
+        return opened.select(names)
+    except UnreadableClass as error:
+        state = optimizer_state(opened.catalog.tensors.values(), opened.objects, folder)
+        if not state.issuperset(error.tensors):
+            raise
+        raise UnreadableClass(
+            f"{count(len(error.tensors), 'tensor')} of the optimizer's state cannot be divided",
+            problems=error.problems,
+            hint="with --no-optimizer, reshard writes everything but the optimizer's state",
+        ) from None
+
+
+_LEFT_OUT = "the optimizer's state is left out (--no-optimizer)"
+
+
+def _drop_optimizer(found: Survey) -> list[str]:
+    """Take an optimizer's folders and files out of what was found, and return what to tell of them."""
+    folders = [name for name in found.folders if _is_of_optimizer(name)]
+    files = [file for file in found.files if _is_optimizer(file.name) or _is_of_optimizer(file.name)]
+    found.folders = [name for name in found.folders if name not in folders]
+    found.unfinished = [name for name in found.unfinished if not _is_of_optimizer(name)]
+    found.files = [file for file in found.files if file not in files]
+    names = [*folders, *(file.name for file in files)]
+    return [f"{_LEFT_OUT}: {listed(names)}"] if names else []
+
+
+def _is_of_optimizer(folder: str) -> bool:
+    """True for a folder that holds nothing else, such as `optimizer_0`, and for what lies in it."""
+    # OLMo-core's model_and_optim holds both
+    return any(object_kind(step) == "optimizer" and "model" not in step for step in folder.split("/"))
+
+
+def _is_state(name: str) -> bool:
+    """True for a byte entry of an optimizer."""
+    return "optimizer" in _kinds_above(name)
+
+
+def _state_note(tensors: Collection[str], objects: Collection[str]) -> Iterator[str]:
+    if tensors or objects:
+        entries = f" and {count(len(objects), 'byte entry', 'byte entries')}" if objects else ""
+        yield f"{_LEFT_OUT}: {count(len(tensors), 'tensor')}{entries}"
+
+
+def _open_part(folder: str, opened: DcpFolder, *, no_optimizer: bool) -> Part:
     placed = {name: place for name, place in opened.objects.items() if place is not None}
+    state, entries = frozenset[str](), frozenset[str]()
+    if no_optimizer:
+        state = optimizer_state(opened.catalog.tensors.values(), opened.objects, folder)
+        entries = frozenset(filter(_is_state, placed))
+        placed = {name: place for name, place in placed.items() if name not in entries}
+    catalog = _select(opened, [name for name in opened.catalog.tensors if name not in state], folder)
+    paths = opened.catalog.paths
     packed = [name for name, place in placed.items() if place.transforms]
     if packed:
         raise SourceError(
@@ -278,8 +337,14 @@ def _open_part(folder: str, opened: DcpFolder) -> Part:
         folder=folder,
         catalog=catalog,
         objects=tuple(placed),
-        paths=opened.catalog.paths,
-        notes=(*opened.catalog.notes, *_entry_notes(folder, opened.objects)),
+        paths=paths and {name: path for name, path in paths.items() if name not in state | entries},
+        notes=(
+            *opened.catalog.notes,
+            *_entry_notes(
+                folder, {name: place for name, place in opened.objects.items() if name not in entries}
+            ),
+            *_state_note(state, entries),
+        ),
         damaged=tuple(damaged),
     )
 
@@ -329,7 +394,7 @@ def _entry_notes(folder: str, objects: Mapping[str, Place | None]) -> Iterator[s
         yield f"{count(len(lost), 'byte entry', 'byte entries')}{where} without any bytes left out: {listed(lost)}"
 
 
-def _other(checkpoint: Checkpoint) -> Parts:
+def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     """Make one DCP directory, with all its tensors, of a checkpoint that is not one.
 
     Config, tokenizer and the like come beside it, from wherever this trainer keeps them.
@@ -338,9 +403,12 @@ def _other(checkpoint: Checkpoint) -> Parts:
         LayoutError: it is quantised: values and scales would be cut apart.
     """
     take_plain(checkpoint, dequantize=False)
-    catalog = checkpoint.select(tuple(checkpoint.catalog.tensors))
+    entries, state = checkpoint.catalog.tensors, frozenset[str]()
+    if no_optimizer:
+        state = optimizer_state(entries.values(), checkpoint.catalog.objects, "")
+    catalog = checkpoint.select([name for name in entries if name not in state])
     skipped = list(checkpoint.skipped)
-    opened = checkpoint.optimizer() if checkpoint.optimizer is not None else None
+    opened = checkpoint.optimizer() if checkpoint.optimizer is not None and not no_optimizer else None
     warnings, notes, objects = list[str](), list(checkpoint.notes), tuple[str, ...]()
     unboxed = set[str]() if checkpoint.has_boxes else set(catalog.tensors)
     states = list[str]()
@@ -351,6 +419,11 @@ def _other(checkpoint: Checkpoint) -> Parts:
         objects = tuple(f"{_OPTIM}.{name}" for name in opened.objects)
         notes.append(_NESTED)
         notes += opened.notes
+        skipped = [pair for pair in skipped if not _is_optimizer(pair[0])]
+    elif no_optimizer:
+        states = [name for name, _ in skipped if _is_optimizer(name)]
+        states += [name for name in listing(checkpoint.path) if object_kind(name) == "optimizer"]
+        notes.append(f"{_LEFT_OUT}{f': {listed(states)}' if states else ''}")
         skipped = [pair for pair in skipped if not _is_optimizer(pair[0])]
     else:
         states, reason = [name for name, _ in skipped if _is_optimizer(name)], ""
@@ -594,8 +667,7 @@ def optimizer_state(entries: Iterable[TensorEntry], objects: Iterable[str], fold
         folder: where it lies in the checkpoint. A folder of an optimizer (`optimizer_0`) holds nothing else.
     """
     found = list(entries)
-    # OLMo-core's model_and_optim holds both
-    if any(object_kind(step) == "optimizer" and "model" not in step for step in folder.split("/")):
+    if _is_of_optimizer(folder):
         return frozenset(entry.fqn for entry in found)
     names = optimizer_names(found, objects)
     return frozenset(

@@ -14,7 +14,8 @@ from shardkit.files import storage
 from shardkit.files.digest import Archive, ByteReader, FileBytes, Scan, Stretch, crc32_combine
 from shardkit.files.strict_json import named_failures, open_regular, stamp_of
 from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
-from shardkit.formats.torchsave.record import TensorRecord, read_entries
+from shardkit.formats.torchsave.record import TensorRecord
+from shardkit.formats.torchsave.scan import read_entries
 from shardkit.formats.torchsave.writer import RecordSkeleton, pickle_record, record_skeleton
 from shardkit.operations.verify.result import Report
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple
 
 from shardkit.core.catalog import SourceFile, TensorEntry
 from shardkit.core.regions import Region
-from shardkit.core.text import count, escape
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files import storage
 from shardkit.files.digest import Archive, FileBytes, Stretch
@@ -21,8 +21,11 @@ from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.chunk_list import ListedChunk
 from shardkit.formats.dcp.directory import open_dcp, unused_shards
 from shardkit.formats.dcp.records import Packed, check_transforms, difference, packed_file
+from shardkit.formats.torchsave.archive import Entry
+from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner, expect_records
+from shardkit.keys.tree import optimizer_names
 from shardkit.operations.verify.bytes import Difference, report_difference, spelling
 from shardkit.operations.verify.manifest import Described, check_tensors
 from shardkit.operations.verify.result import Report
@@ -116,6 +119,7 @@ class _Folder:
         self._folder, self._opened, self._described, self._report = folder, opened, described, report
         self._scanner = RecordScanner()
         self._num_alike, self._unlike = 0, list[tuple[FileBytes, _Place, Difference]]()
+        self._of_classes: dict[str, list[str]] = {}
         chunks = opened.catalog.chunks
         self._entries = sorted(opened.catalog.tensors.values(), key=lambda entry: entry.first_chunk)
         self._firsts = [entry.first_chunk for entry in self._entries]
@@ -147,6 +151,7 @@ class _Folder:
         for file in found.values():
             file.is_spelled_as_torch = is_spelled
         self._report_unlike(is_spelled)
+        self._tell_classes()
         return list(found.values())
 
     def _warn_of_more(self, found: Mapping[int, FileBytes]) -> None:
@@ -214,6 +219,11 @@ class _Folder:
             record = self._scanner.read(kind, place.start, place.nbytes, where=escape(source.name))
         except ResourceError:
             raise
+        except UnreadableClass as error:
+            self._of_classes.setdefault(error.why, []).append(place.entry.fqn)
+            self._add_storages(file, place, error.entries.values(), is_whole=True)
+            self._report.chunk(sum(entry.nbytes for entry in error.entries.values()))
+            return None
         except SourceError as error:
             self._report.problem(error.message, file=file.name, at=place.stretch)
             return None
@@ -252,7 +262,33 @@ class _Folder:
         crc = line.crc32 if line is not None and line.crc32 is not None else record.crc32
         start, nbytes, fqn = record.data_start, record.data_nbytes, place.entry.fqn
         file.stretches.append(Stretch(start, nbytes, fqn, place.region, crc))
+        self._add_storages(file, place, record.beside)
         self._report.chunk(nbytes)
+
+    def _add_storages(
+        self, file: FileBytes, place: _Place, entries: Iterable[Entry], *, is_whole: bool = False
+    ) -> None:
+        """Have storages of a record compared: all of them, whose values cannot be taken, or what lies beside the value."""
+        what = f"a storage in the record of {escape(place.entry.fqn)}"
+        for number, entry in enumerate(entries):
+            tensor = place.entry.fqn if is_whole and not number else None  # a chunk counts once
+            crc = entry.crc or None
+            file.stretches.append(Stretch(entry.start, entry.nbytes, tensor, None, crc, what))
+
+    def _tell_classes(self) -> None:
+        """Say which tensors can be checked, but not read: a warning, unless an optimizer keeps its state so."""
+        state = optimizer_names(self._entries, self._opened.objects)
+        for why, names in self._of_classes.items():
+            known = list(dict.fromkeys(names))
+            what = f"{count(len(known), 'tensor is', 'tensors are')} of class {why}"
+            if state.issuperset(known):
+                self._report.add_notes(
+                    [f"{what}: reshard cannot divide this state; with --no-optimizer it writes the rest"]
+                )
+            else:
+                self._report.warnings.append(
+                    f"{what}: whole, but consolidate, reshard and diff cannot take the values: {listed(known)}"
+                )
 
     def _compare_line(
         self,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from shardkit.formats.torchsave.record import TensorRecord, read_entries
+from shardkit.formats.torchsave.record import TensorRecord
+from shardkit.formats.torchsave.scan import read_entries
 
 
 def read_record(

@@ -1,0 +1,166 @@
+"""Tensors of classes that wrap another tensor: which attribute of the object is its value.
+
+Float8, MXFP8 and INT8 training give weights such a class, so that they are cast on their way into a collective or a
+product of matrices. `torch.save` writes the object: class, dtype, shape, and every attribute. The value is one plain
+tensor of that dtype and shape. Beside it lie settings, and what the next cast needs.
+
+A class counts by its name and the package that it comes from: modules move within a package. What is not in the table
+is never guessed: where a factor lies beside it, an inner tensor is not the value. No class is imported or run.
+
+Source: torchao 0.5 to 0.18, torchao/float8/fsdp_utils.py, torchao/prototype/moe_training/tensor.py and
+torchao/prototype/quantized_training; xtuner 1, xtuner/v1/float8/fsdp_utils.py. `tests/data/classes` has their records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardkit.core.regions import Shape
+from shardkit.core.text import count, escape
+from shardkit.errors import SourceError
+from shardkit.formats.torchsave.archive import Entry
+from shardkit.formats.torchsave.record import TensorRecord, is_extent
+
+
+class _Wrapper(NamedTuple):
+    value: str
+    """The attribute that holds the value."""
+    beside: tuple[str, ...]
+    """All others that an object may have."""
+    whole: str | None = None
+    """That with the weight's own shape, if it may be padded; it counts as one of the others."""
+
+
+_FLOAT8 = ("_linear_mm_config", "_dtype")
+_XTUNER = _Wrapper(
+    "_tensor", ("_dtype", "_ori_shape", "_precomputed_scale", "_precomputed_w"), whole="_ori_shape"
+)
+_GROUPED = _Wrapper("_data", ("config",))
+_WRAPPERS = {
+    ("torchao", "WeightWithDynamicFloat8CastTensor"): _Wrapper("_tensor", (*_FLOAT8, "_precomputed_scale")),
+    ("torchao", "WeightWithDelayedFloat8CastTensor"): _Wrapper(
+        "_tensor",
+        (*_FLOAT8, "_amax_buffer", "_amax_history_buffer", "_scale_buffer", "is_amax_initialized"),
+    ),
+    ("torchao", "WeightWithStaticFloat8CastTensor"): _Wrapper("_tensor", (*_FLOAT8, "_static_scale")),
+    ("torchao", "ScaledGroupedMMTensor"): _Wrapper("_data", ("scaling_type", "kernel_preference")),
+    ("torchao", "Float8TrainingWeightWrapperTensor"): _GROUPED,
+    ("torchao", "MXFP8TrainingWeightWrapperTensor"): _GROUPED,
+    ("torchao", "Int8MixedPrecisionTrainingLinearWeight"): _GROUPED,
+    ("torchao", "BitNetTrainingLinearWeight"): _Wrapper("_data", ("_precomputed_scale",)),
+    ("xtuner", "WeightWithDynamicTilewiseFloat8CastTensor"): _XTUNER,
+    ("xtuner", "WeightWithDynamicTensorWiseFloat8CastTensor"): _XTUNER,
+}
+_IS_PARAMETER = "_is_param"  # torch 2.13, torch/nn/parameter.py: set on an object that became a parameter
+
+
+class UnreadableClass(SourceError):
+    """A record is whole, but its tensor is of a class whose values shardkit cannot take from it."""
+
+    class_name = ""
+    """With its module, as in the file."""
+    why = ""
+    """The class, and what it is made of; escaped."""
+    entries: Mapping[str, Entry]
+    """The record's storages; positions count from the start of the file."""
+    tensors: frozenset[str] = frozenset()
+    """Names of all of them, where several are refused at once."""
+
+
+def is_known_class(module: str, name: str) -> bool:
+    """True if the values of a class's objects can be read again."""
+    return (module.partition(".")[0], name) in _WRAPPERS
+
+
+def unwrap(name: str, args: object, attributes: Mapping[str, object]) -> TensorRecord | str:
+    """Return the value of an object of a class that wraps a tensor, or else say why it cannot be taken.
+
+    Args:
+        name: the class, with its module.
+        args: the class, and the dtype, shape and layout that the object has for torch.
+        attributes: of the object.
+    """
+    package, _, rest = name.partition(".")
+    wrapper = _WRAPPERS.get((package, rest.rpartition(".")[2]))
+    if wrapper is None:
+        tensors = [str(key) for key, value in attributes.items() if isinstance(value, TensorRecord)]
+        return f"{name}, which is made of {', '.join(tensors) or 'no plain tensor'}"
+    value = attributes.get(wrapper.value)
+    if not isinstance(value, TensorRecord):
+        return f"{name}, whose {wrapper.value} is no plain tensor"
+    others = [str(key) for key in attributes if key not in (wrapper.value, *wrapper.beside, _IS_PARAMETER)]
+    if others:
+        return f"{name}, with attributes that are not known: {', '.join(others)}"
+    if not isinstance(args, tuple) or args[1:3] != (value.dtype, value.shape):
+        return f"{name}, whose {wrapper.value} has another dtype or shape than the object"
+    if wrapper.whole is None:
+        return value
+    whole = attributes.get(wrapper.whole)
+    if not is_extent(whole):
+        return f"{name}, whose {wrapper.whole} is no shape"
+    return replace(value, unpadded=(name, whole))
+
+
+def padding(record: TensorRecord, shape: Shape) -> UnreadableClass | None:
+    """Return what is wrong with a part of a tensor whose class says that the weight has another shape.
+
+    Args:
+        record: of the part.
+        shape: of the whole tensor, as it is stored.
+    """
+    if record.unpadded is None or record.unpadded[1] == shape:
+        return None
+    name, own = record.unpadded
+    return unreadable(name, f"{name}, which is padded from {list(own)} to {list(shape)}")
+
+
+def unreadable(
+    name: str, why: str, *, where: str = "", entries: Mapping[str, Entry] | None = None
+) -> UnreadableClass:
+    """Return the error for a record.
+
+    Args:
+        name: the class, with its module.
+        why: the class, and what it is made of.
+        where: the record, escaped.
+        entries: its storages.
+    """
+    error = UnreadableClass(f"{where}: {escape(why)}")
+    error.class_name, error.why, error.entries = name, escape(why), entries or {}
+    return error
+
+
+def refuse_classes(found: Mapping[str, UnreadableClass], path: str) -> None:
+    """Raise all that was found of tensors of such classes at once, if anything was.
+
+    Args:
+        found: by the tensor's name, as it is in the file.
+        path: of the checkpoint, a DCP directory.
+    """
+    if not found:
+        return
+    error = UnreadableClass(
+        f"{count(len(found), 'tensor is an object', 'tensors are objects')} of a class whose values shardkit cannot "
+        "take from a file",
+        problems=[f"{escape(name)}: {each.why}" for name, each in found.items()],
+        hint=_how_to_unwrap({each.class_name for each in found.values()}, path),
+    )
+    error.tensors = frozenset(found)
+    raise error
+
+
+def _how_to_unwrap(names: Collection[str], path: str) -> str:
+    """Return lines that load a checkpoint where its classes are installed, and save it without them."""
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        return "load it where its classes can be imported, into plain tensors, and save those"
+    classes, modules = sorted(names), ", ".join(sorted({name.rpartition(".")[0] for name in names}))
+    return f"""where {modules} can be imported, load it into plain tensors, and save those:
+  import torch, torch.distributed.checkpoint as dcp, {modules}
+  torch.serialization.add_safe_globals([{", ".join(classes)}])
+  path, new = {escape(path)!r}, {escape(path.rstrip("/") + "-plain")!r}
+  saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items()
+  plain = {{name: torch.empty(m.size, dtype=m.properties.dtype) for name, m in saved if hasattr(m, "size")}}
+  dcp.load(plain, checkpoint_id=path)
+  dcp.save(plain, checkpoint_id=new)"""

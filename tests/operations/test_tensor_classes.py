@@ -1,0 +1,199 @@
+"""Checkpoints whose tensors are objects of torchao's classes: float8 weights, and the state of AdamW8bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+
+import shardkit
+from shardkit.errors import ShardkitError, UsageError
+from shardkit.formats.torchsave.classes import UnreadableClass
+from shardkit.operations.consolidate import consolidate
+from shardkit.operations.diff import diff
+from shardkit.operations.manifest import write_manifest
+from shardkit.operations.reshard import reshard
+from shardkit.operations.verify import verify
+from tests.formats.torchsave.classes import respell, unpacked
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+WEIGHT = torch.arange(1.0, 65.0).reshape(8, 8)
+KEPT = (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+STATE = "optim.state.0.weight.exp_avg", "optim.state.0.weight.exp_avg_sq"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpacked(tmp_path_factory.mktemp("classes"))
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    """Both, to be changed."""
+    for name in ("float8", "adamw8bit"):
+        shutil.copytree(made / name, tmp_path / name)
+    return tmp_path
+
+
+def load(path: Path, name: str = "model.0.weight") -> torch.Tensor:
+    state = {name: torch.zeros(WEIGHT.shape)}
+    dcp.load(state, checkpoint_id=path)
+    return state[name]
+
+
+def flip(path: Path, old: bytes) -> None:
+    """Flip a bit behind some bytes that are there once."""
+    data = bytearray(path.read_bytes())
+    assert data.count(old) == 1
+    data[data.index(old) + len(old)] ^= 1
+    path.write_bytes(data)
+
+
+def test_float8_weights_are_read_like_others(made: Path, tmp_path: Path) -> None:
+    found = verify(made / "float8", full=True)
+    assert found.ok
+    assert not found.warnings
+    assert (found.num_checked_chunks, found.tensor_bytes) == (2, 256)
+    reshard(made / "float8", tmp_path / "resharded", world_size=3)
+    assert torch.equal(load(tmp_path / "resharded"), WEIGHT)
+    assert diff(made / "float8", tmp_path / "resharded").is_equal
+    assert diff(made / "float8", tmp_path / "resharded", all_tensors=True).is_equal
+    result = consolidate(made / "float8", tmp_path / "hub")
+    assert result.num_tensors == 1
+    assert diff(made / "float8", tmp_path / "hub").is_equal
+    write_manifest(made / "float8", output=tmp_path / "manifest.json")
+    assert verify(made / "float8", full=True, manifest=tmp_path / "manifest.json").ok
+
+
+def test_parts_read_them_too(made: Path, tmp_path: Path) -> None:
+    for part in ("1/2", "2/2"):
+        reshard(made / "float8", tmp_path / "resharded", world_size=4, part=part)
+    assert torch.equal(load(tmp_path / "resharded"), WEIGHT)
+
+
+def test_a_flipped_bit_of_a_value_is_found(copy: Path) -> None:
+    value = WEIGHT[4:].numpy().tobytes()
+    flip(copy / "float8" / "__1_0.distcp", value[:-1])
+    (problem,) = verify(copy / "float8", full=True).problems
+    assert problem.tensor == "model.0.weight"
+    with pytest.raises(ShardkitError, match="CRC-32"):
+        reshard(copy / "float8", copy / "resharded", world_size=2)
+
+
+def test_an_unknown_class_is_named_and_nothing_is_called_damaged(copy: Path) -> None:
+    source = copy / "float8"
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        respell(source / name, b"ctorchao.float8.", b"cmytools.shifts.")
+    name = "mytools.shifts.fsdp_utils.WeightWithDynamicFloat8CastTensor"
+    found = verify(source, full=True)
+    assert found.ok
+    assert found.num_checked_chunks == 2
+    (warning,) = found.warnings
+    assert name in warning
+    assert "model.0.weight" in warning
+    for attempt in (
+        lambda: reshard(source, copy / "out", world_size=2),
+        lambda: consolidate(source, copy / "out"),
+        lambda: diff(source, copy / "adamw8bit"),
+    ):
+        with pytest.raises(UnreadableClass) as caught:
+            attempt()
+        assert caught.value.problems == (f"model.0.weight: {name}, which is made of _tensor",)
+        assert "damaged" not in str(caught.value)
+        assert f"add_safe_globals([{name}])" in str(caught.value.hint)
+        assert f"path, new = {str(source)!r}, {str(source) + '-plain'!r}" in str(caught.value.hint)
+
+
+def test_quantised_state_is_checked_whole(copy: Path) -> None:
+    source = copy / "adamw8bit"
+    found = verify(source, full=True)
+    assert found.ok
+    assert not found.warnings
+    assert found.num_checked_chunks == found.num_chunks
+    assert any(
+        note.startswith("2 tensors are of class torchao.optim.subclass_8bit.OptimState8bit")
+        for note in found.notes
+    )
+    file = source / "__1_0.distcp"
+    data, at = bytearray(file.read_bytes()), 0
+    with open(file, "rb") as opened:
+        assert opened.read(2) == b"PK"
+    at = data.index(
+        torch.ones(1).numpy().tobytes(), data.index(b"OptimState8bit")
+    )  # the last number of the map
+    data[at] ^= 1
+    file.write_bytes(data)
+    (problem,) = verify(source, full=True).problems
+    assert STATE[0] in problem.message
+    assert "CRC-32" in problem.message
+
+
+def test_quantised_state_is_left_out_by_a_name(made: Path, tmp_path: Path) -> None:
+    source = made / "adamw8bit"
+    with pytest.raises(UnreadableClass, match="optimizer's state cannot be divided") as caught:
+        reshard(source, tmp_path / "out", world_size=4)
+    assert all("torchao.optim.subclass_8bit.OptimState8bit" in each for each in caught.value.problems)
+    assert [each.partition(":")[0] for each in caught.value.problems] == list(STATE)
+    assert "no_optimizer=True" in str(caught.value.hint)
+    with pytest.raises(UnreadableClass, match="OptimState8bit"):
+        diff(source, source, all_tensors=True)
+    result = reshard(source, tmp_path / "out", world_size=4, no_optimizer=True)
+    assert (result.num_tensors, result.num_optimizer_tensors, result.num_objects) == (2, 0, 0)
+    assert "the optimizer's state is left out (--no-optimizer): 7 tensors and 5 byte entries" in result.notes
+    assert diff(source, tmp_path / "out").is_equal
+    written = json.loads((tmp_path / "out" / "shardkit.json").read_text())
+    assert sorted(written["tensors"]) == ["model.0.weight", "model.1.weight"]
+    assert torch.all(load_shape(tmp_path / "out", "model.1.weight", (4, 128)).isfinite())
+
+
+def load_shape(path: Path, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    state = {name: torch.full(shape, float("nan"))}
+    dcp.load(state, checkpoint_id=path)
+    return state[name]
+
+
+def test_converting_what_is_left_out_is_refused(made: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="leaves out"):
+        reshard(made / "adamw8bit", tmp_path / "out", world_size=2, no_optimizer=True, optimizer_dtype="bf16")
+
+
+class Scaled(torch.Tensor):
+    """A tensor of codes that mean nothing without a factor."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, factor: float) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=codes.dtype)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(self, codes: torch.Tensor, factor: float) -> None:
+        self.codes, self.factor = codes, factor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in KEPT:
+            return cls(func(args[0].codes), args[0].factor)
+        plain = [each.codes * each.factor if isinstance(each, Scaled) else each for each in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def test_save_says_what_cannot_be_read_again_and_the_hint_reads_it(tmp_path: Path) -> None:
+    """A person's own class: stock `dcp.load` computes its values, by the lines of the hint."""
+    model = nn.Linear(8, 8, bias=False)
+    model.weight = nn.Parameter(Scaled(WEIGHT, 0.5), requires_grad=False)
+    name = f"{__name__}.Scaled"
+    with pytest.warns(UserWarning, match=rf"1 tensor is saved as an object of {name}.*\(model\.weight\)"):
+        shardkit.save(model, tmp_path / "saved")
+    with pytest.raises(UnreadableClass, match=f"model.weight: {name}, which is made of codes") as caught:
+        consolidate(tmp_path / "saved", tmp_path / "hub")
+    assert verify(tmp_path / "saved", full=True).ok
+    exec("\n".join(line.strip() for line in str(caught.value.hint).splitlines()[1:]))
+    assert torch.equal(load(tmp_path / "saved-plain", "model.weight"), WEIGHT / 2)
+    consolidate(tmp_path / "saved-plain", tmp_path / "hub")
+    (weight,) = load_file(tmp_path / "hub" / "model.safetensors").values()
+    assert torch.equal(weight, WEIGHT / 2)
