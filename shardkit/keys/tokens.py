@@ -86,6 +86,15 @@ def find_token_rows(
     return [rows for group in _joined(found) if (rows := _token_rows(group)) is not None]
 
 
+def as_counted(shapes: Mapping[str, Shape], tokens: int) -> dict[str, Shape]:
+    """Return the shapes of a model with so many rows in every embedding of tokens and every output."""
+    dims = {name: _token_dim(name, shape) for name, shape in shapes.items()}
+    return {
+        name: shape if (dim := dims[name]) is None else (*shape[:dim], tokens, *shape[dim + 1 :])
+        for name, shape in shapes.items()
+    }
+
+
 class _Counted(NamedTuple):
     """A tensor of the base with an element or a row for each token."""
 

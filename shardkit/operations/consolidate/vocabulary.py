@@ -16,7 +16,15 @@ from shardkit.formats.hub.assets import is_tokenizer_file
 from shardkit.formats.hub.base import Base, find_config, recorded_tokens
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.hub.tokenizer import Tokenizer, tokenizer_files
-from shardkit.keys.tokens import TokenRows, counts_tokens, find_token_rows, paddings, with_counts
+from shardkit.keys.tokens import (
+    TokenRows,
+    as_counted,
+    counts_tokens,
+    find_token_rows,
+    paddings,
+    with_counts,
+)
+from shardkit.layout.traced import SAME_IN_MEMORY
 
 _MOST_PADDING = 128  # rows, as `pad_to_multiple_of` of a resized embedding has them
 _SHARES = {2: "half", 3: "a third", 4: "a quarter"}
@@ -43,31 +51,44 @@ def follow_vocabulary(
 
     Args:
         checkpoint: opened.
-        base: without known tensors there is nothing to compare with.
+        base: without known tensors only the config tells, of types of models that have exactly as many rows.
         shapes: by name in the output, or in memory.
         tokenizer: as a person named it; its size may say that the vocabulary was cut.
 
     Raises:
         SourceError, IntegrityError, ResourceError: the checkpoint's config or manifest cannot be read.
     """
-    if base is None or base.tensors is None or base.config is None:
+    if base is None or base.config is None:
         return Vocabulary(base=base)
-    theirs = {name: tensor.shape for name, tensor in base.tensors.items()}
+    theirs = {name: tensor.shape for name, tensor in (base.tensors or {}).items()}
+    if base.tensors is None:
+        theirs = _by_config(shapes, base.config)
     why = [
         (rows, _why_not(rows, checkpoint, tokenizer)) for rows in find_token_rows(shapes, theirs, base.config)
     ]
+    if base.tensors is None:  # what does not fit such a config, the class says
+        why = [(rows, hint) for rows, hint in why if rows.are_alike and not rows.is_cut]
     hints, changed = [hint for _, hint in why if hint], tuple(rows for rows, hint in why if not hint)
-    tensors, config = dict(base.tensors), dict(base.config)
+    tensors, config = dict(base.tensors or {}), dict(base.config)
     for rows in changed:
-        tensors |= {name: tensors[name]._replace(shape=shape) for name, shape in rows.shapes.items()}
+        if base.tensors is not None:
+            tensors |= {name: tensors[name]._replace(shape=shape) for name, shape in rows.shapes.items()}
         config = with_counts(config, rows.places, rows.new[0])
     return Vocabulary(
-        base=replace(base, tensors=tensors, config=config) if changed else base,
+        base=replace(base, tensors=base.tensors and tensors, config=config) if changed else base,
         changed=changed,
         notes=tuple(_notes(changed, base, tokenizer)),
         warnings=tuple(_warnings(changed, checkpoint, base, tokenizer)),
         hint=hints[0] if hints else "",
     )
+
+
+def _by_config(shapes: Mapping[str, Shape], config: Mapping[str, object]) -> dict[str, Shape]:
+    """Return the shapes that a config calls for, as far as they are those of a vocabulary; none if it may mean others."""
+    tokens = config.get("vocab_size")
+    if config.get("model_type") not in SAME_IN_MEMORY or not isinstance(tokens, int):
+        return {}
+    return as_counted(shapes, tokens)
 
 
 def _why_not(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> str:
@@ -118,18 +139,19 @@ def _warnings(
     for rows in changed if tokenizer is None and base.is_given else ():
         new = rows.new[0]
         more = "lack the new tokens" if new > rows.old else "have more tokens"
-        whose = f"the tokenizer, which comes from {label}, may {more}"
+        whose, do = f"the tokenizer, which comes from {label}, may {more}", "takes another"
         if not any(map(is_tokenizer_file, base.assets)):
-            whose = f"{label} has no tokenizer"
+            whose, do = f"{label} has no tokenizer", "puts one there"
         yield (
-            f"the vocabulary has {new} rows, in {label} {rows.old}: vocab_size is {new} now, and {whose}; --tokenizer "
-            f"{_where(checkpoint)} takes another"
+            f"the vocabulary has {new} rows, in {label} {rows.old}: {rows.places[0][-1]} is {new} now, and {whose}; "
+            f"--tokenizer {_where(checkpoint)} {do}"
         )
 
 
 def _notes(changed: tuple[TokenRows, ...], base: Base, tokenizer: Tokenizer | None) -> Iterator[str]:
     for rows in changed if tokenizer is not None or not base.is_given else ():
-        yield f"the vocabulary has {rows.new[0]} rows, in {escape(base.label)} {rows.old}: vocab_size is {rows.new[0]} now"
+        new, key = rows.new[0], rows.places[0][-1]
+        yield f"the vocabulary has {new} rows, in {escape(base.label)} {rows.old}: {key} is {new} now"
 
 
 def _where(checkpoint: Checkpoint) -> str:

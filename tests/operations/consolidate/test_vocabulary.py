@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from shardkit.cli import main
 from shardkit.errors import LayoutError, SourceError
 from shardkit.formats.hub.base import open_base
+from shardkit.formats.hub.tokenizer import open_tokenizer
 from shardkit.keys.tokens import find_token_rows
 from shardkit.layout.traced import ModelNames
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
@@ -247,3 +248,53 @@ def test_others_say_how_many_rows_there_are(tmp_path: Path) -> None:
         assert result.exit_code == 1
         assert said in result.output
         assert "damaged" not in result.output
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_config_without_weights_counts_the_rows_too(is_given: bool, tmp_path: Path) -> None:
+    """Of a type that has exactly as many rows; fewer may be a part, and are left to the class."""
+    for rows, count in ((42, 42), (30, OLD)):
+        checkpoint = save({"model": resized(rows)}, tmp_path / f"ck-{rows}")
+        base = hub(tmp_path / f"base-{rows}" if is_given else checkpoint / "hf", None, CONFIG)
+        made = consolidate(
+            checkpoint, tmp_path / f"out-{rows}", base=base if is_given else None, ask_class=False
+        )
+        assert written(made.output)["vocab_size"] == count
+        told = "\n".join((*made.warnings, *made.notes))
+        assert ("the vocabulary has 42 rows" in told) == (rows == 42)
+
+
+@pytest.mark.parametrize(
+    ("files", "tokens"),
+    [
+        ({"tokenizer.json": {"model": {"vocab": {"a": 0, "b": 6}}, "added_tokens": [{"id": 9}]}}, 10),
+        ({"tokenizer.json": {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}}}, 2),  # Unigram
+        ({"vocab.json": {"a": 0, "b": 1}, "added_tokens.json": {"<x>": 4}}, 5),
+        ({"vocab.txt": "a\nb\nc\n", "tokenizer_config.json": {"added_tokens_decoder": {"3": {}}}}, 4),
+        (
+            {"tokenizer.model": b"\n\x03\n\x01a\n\x03\n\x01b\x12\x02\x08\x01"},
+            2,
+        ),  # two pieces, and a trainer's field
+        ({"tekken.json": {}}, None),
+    ],
+)
+def test_a_tokenizers_tokens_are_counted(files: dict[str, Any], tokens: int | None, tmp_path: Path) -> None:
+    for name, content in files.items():
+        data = (
+            content
+            if isinstance(content, bytes)
+            else content.encode()
+            if isinstance(content, str)
+            else json.dumps(content).encode()
+        )
+        (tmp_path / name).write_bytes(data)
+    assert open_tokenizer(str(tmp_path)).tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("tokenizer.json", b"{"), ("tokenizer.model", b"\n"), ("spiece.model", b"\x08\x01")]
+)
+def test_a_damaged_tokenizer_is_refused(name: str, data: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(SourceError, match=name):
+        open_tokenizer(str(tmp_path))
