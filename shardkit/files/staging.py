@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardkit.core.text import escape
-from shardkit.errors import ResourceError, UsageError
+from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 
@@ -50,6 +50,11 @@ class Staging:
         self.journal = journal_of(path)
         self._aside = self.data + ".old"
         self._identity: tuple[int, int] | None = None
+        self.look: Callable[[str], object] = lambda path: None
+        """Given the path of the old content once it has lost its name, so that nobody adds anything to it. Whatever it
+        raises is raised, and the old content is at the destination again."""
+        self.is_kept = False
+        """It was not committed, and somebody may go on with it: an error does not remove it."""
 
     @property
     def is_committed(self) -> bool:
@@ -135,7 +140,7 @@ class Staging:
         one is moved aside first, and is put back by this run or by the next.
 
         Raises:
-            UsageError: the destination exists.
+            UsageError: the destination exists, or `look` refuses.
             ResourceError: the system cannot rename, or bring it to the disk; the destination is again what it was.
         """
         try:
@@ -168,6 +173,24 @@ class Staging:
             ) from error
         self.discard()
 
+    def keep(self) -> str:
+        """Give `data` a free name beside the destination, `last-new`, and remove the rest; return its path.
+
+        Raises:
+            OSError: the system refuses; `data` stays where it is.
+        """
+        storage.sync_directories(self.data)
+        for number in itertools.count(1):
+            path = f"{self.destination}-new{number if number > 1 else ''}"
+            try:
+                rename_noreplace(self.data, path)
+            except FileExistsError:
+                continue
+            storage.sync_directory(os.path.dirname(path))
+            self.discard()
+            return path
+        raise AssertionError("there is always another number")
+
     def _appeared(self) -> UsageError:
         aside = [f"what was there before: {escape(self._aside)}"] if storage.lexists(self._aside) else []
         return UsageError(f"{escape(self.destination)} appeared while it was being written", problems=aside)
@@ -175,11 +198,17 @@ class Staging:
     def _exchange(self) -> None:
         """Swap `data` and the destination; where that is not possible, move the old one aside first."""
         if storage.renameat2(self.data, self.destination, storage.RENAME_EXCHANGE):
+            try:
+                self.look(self.data)
+            except ShardkitError:
+                storage.renameat2(self.data, self.destination, storage.RENAME_EXCHANGE)
+                raise
             return
         # What is moved aside must not be in a directory whose own name a power loss takes away.
         storage.sync_directory(os.path.dirname(self.destination))
         storage.rename(self.destination, self._aside)
         try:
+            self.look(self._aside)
             storage.rename(self.data, self.destination)
         except BaseException:  # Ctrl-C too
             if not self.is_committed:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import MappingProxyType
 
 from shardkit.core.mesh import MAIN_AXES, Mesh
-from shardkit.core.text import escape, format_size, in_shell, listed
-from shardkit.errors import ResourceError, ShardkitError, UsageError
-from shardkit.files import manifest, storage
+from shardkit.core.text import escape, format_size, in_shell
+from shardkit.errors import ResourceError, UsageError
+from shardkit.files import storage
 from shardkit.files.links import is_snapshot
 from shardkit.files.remote.writers import WRITABLE
 from shardkit.files.staging import (
@@ -22,73 +23,11 @@ from shardkit.files.staging import (
     rename_noreplace,
 )
 from shardkit.files.stores import is_remote
-from shardkit.formats.dcp import METADATA
-from shardkit.formats.hub.assets import is_asset, is_asset_folder
+from shardkit.formats.owned import Kind, Made, refusal
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
-_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-_BESIDE = (manifest.NAME, "adapter_config.json", ".gitattributes")
 _CHOOSE = "choose another name"
 _OR_REPLACE = ", or replace it with --overwrite"
-
-
-Replaceable = Callable[[str], str | None]
-"""Tells why a directory may not be replaced; None if it may."""
-
-
-def is_sharded_checkpoint(path: str) -> str | None:
-    """Say why a directory may not be replaced by a sharded checkpoint; None if it may.
-
-    It may if the manifest or `.metadata` lies in it, or if it is a trainer's and everything in its folders is ours.
-    """
-    if is_hub_model(path) is None:  # with a manifest of its own, perhaps
-        return "holds a Hub model"
-    if storage.isfile(os.path.join(path, METADATA)) or _has_manifest(path) or _is_resharded(path):
-        return None
-    return "is not a sharded checkpoint (--overwrite replaces only a directory with shardkit.json or .metadata in it)"
-
-
-def _has_manifest(path: str) -> bool:
-    """True for the manifest of an output of shardkit, even a damaged one; a list of somebody's files does not count."""
-    if not storage.isfile(os.path.join(path, manifest.NAME)):
-        return False
-    try:
-        content = manifest.load(manifest.read_bytes(path), manifest.NAME)
-    except ShardkitError:
-        return True
-    return content.get("kind") != manifest.FileList.kind or content.get("writer") == "shardkit"
-
-
-def _is_resharded(path: str) -> bool:
-    """True for a trainer's checkpoint with DCP directories in its folders, if all of them are ours."""
-    from shardkit.formats.registry import recognise
-
-    format = recognise(path)
-    if format is None or not format.is_trainers:  # a run's directory, a folder of somebody's own
-        return False
-    found = [here for here, _, names in storage.walk(path) if METADATA in names]
-    return bool(found) and all(storage.isfile(os.path.join(here, manifest.NAME)) for here in found)
-
-
-def is_hub_model(path: str) -> str | None:
-    """Say why a directory may not be replaced by a Hub model; None if it holds only a model or an adapter.
-
-    A trainer's run directory has the final model beside all its checkpoints.
-    """
-    try:
-        names = storage.listdir(path)
-    except OSError as error:
-        return f"cannot be listed: {error.strerror}"
-    others = sorted(
-        name for name in names if not (_WEIGHTS.fullmatch(name) or name in _BESIDE or _is_asset(path, name))
-    )
-    if others:
-        return f"holds what is no part of a Hub model: {listed(others)}"
-    return None if any(_WEIGHTS.fullmatch(name) for name in names) else "holds no weights of a Hub model"
-
-
-def _is_asset(path: str, name: str) -> bool:
-    return is_asset_folder(name) if storage.isdir(os.path.join(path, name)) else is_asset(name)
 
 
 def check_destination(
@@ -96,7 +35,8 @@ def check_destination(
     source: str | None,
     *,
     overwrite: bool,
-    why_not: Replaceable = is_sharded_checkpoint,
+    kind: Kind | None = Kind.SHARDED,
+    made: Made | None = MappingProxyType({}),
     named_after: str | None = None,
 ) -> str:
     """Return the absolute path of a destination that may be written.
@@ -108,12 +48,14 @@ def check_destination(
         output: as the user gave it.
         source: the directory that is read, or None if it lies in a cache of its own.
         overwrite: an existing output may be replaced. Nothing else ever is.
-        why_not: tells an output of the same kind from anything else.
+        kind: of what is written; None if what is there stays, whatever it is.
+        made: as for `owned.find_foreign`.
         named_after: the path that gave `output` its name; None if a person named it. Checkpoints of two runs may have
             one name: the hint has another one then.
 
     Raises:
-        UsageError: it exists, or is the source, lies in it or around it; or it is an address that is no store's.
+        UsageError: it exists, or holds what shardkit did not write, or is the source, lies in it or around it; or it is
+            an address that is no store's.
         ResourceError: its parent directory is missing or cannot be written.
     """
     if not output:  # an unset variable in a script is not a request for the default
@@ -136,7 +78,7 @@ def check_destination(
     recover(path)
     if storage.lexists(path):
         another = None if named_after is None else _longer_name(output, named_after)
-        check_replaceable(path, shown, overwrite=overwrite, why_not=why_not, another=another)
+        check_replaceable(path, shown, overwrite=overwrite, kind=kind, made=made, another=another)
     if len(os.fsencode(os.path.basename(path))) > _MAX_NAME_BYTES:
         raise UsageError(f"the name {shown} is longer than {_MAX_NAME_BYTES} bytes")
     _check_parent(path)
@@ -178,37 +120,42 @@ def _check_apart(path: str, source: str, shown: str) -> None:
 
 
 def check_replaceable(
-    path: str, shown: str, *, overwrite: bool, why_not: Replaceable, another: str | None = None
+    path: str,
+    shown: str,
+    *,
+    overwrite: bool,
+    kind: Kind | None,
+    made: Made | None,
+    another: str | None = None,
 ) -> None:
-    """Refuse to replace what is there, unless it is an empty directory, or an output of the same kind that may be.
+    """Refuse to replace what is there, unless it is an empty directory, or an output that holds nothing of a person's.
 
     Args:
         path: of something that exists.
         shown: its name in messages, safe to print.
         overwrite: an existing output may be replaced. An empty directory is replaced in any case.
-        why_not: tells an output of the same kind from anything else.
+        kind: of what is written; None if what is there stays, whatever it is.
+        made: as for `owned.find_foreign`.
         another: a name to suggest in its place.
 
     Raises:
         UsageError: with the reason.
+        ResourceError: it cannot be looked into.
     """
     choose = f"{_CHOOSE}, such as {escape(another)}" if another else _CHOOSE
-    apart = f"{choose}, or remove it yourself"
     if not storage.isdir(path):
+        apart = f"{choose}, or remove it yourself"
         raise UsageError(f"{shown} exists and is not a directory: it is not replaced", hint=apart)
     if storage.ismount(path):  # no rename can replace it, with or without --overwrite
         raise UsageError(f"{shown} is a mount point: it cannot be replaced", hint="choose a directory in it")
-    seen, reason = None, None
+    seen, refused = None, None
     # Another run may put its own there between two looks.
     while seen != (seen := identity_of(path)) and seen is not None:
-        reason = why_not(path)
-    if reason is not None:
-        raise UsageError(
-            f"{shown} exists and {reason}: it is not replaced",
-            hint=apart,
-        )
+        refused = None if kind is None else refusal(path, shown, kind, made)
     if seen is not None and not overwrite:
-        raise UsageError(f"{shown} exists", hint=choose + _OR_REPLACE)
+        raise UsageError(f"{shown} exists", hint=choose if refused else choose + _OR_REPLACE)
+    if seen is not None and refused is not None:
+        raise refused
     if seen is None and _is_working_directory(path):  # a shell in it would stay in what was replaced
         raise UsageError(
             f"{shown} is the working directory: it is not replaced", hint="choose a directory in it"

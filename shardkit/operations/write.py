@@ -32,17 +32,10 @@ from shardkit.files.shared import has_commits
 from shardkit.files.shared_store import MAX_SENT_NBYTES
 from shardkit.files.staging import Staging, abandoned, identity_of, journal_of, named, remove_abandoned
 from shardkit.files.stores import is_remote
-from shardkit.formats.dcp import METADATA
+from shardkit.formats.owned import Kind, Made, refusal
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.ahead import Ahead, Expected, Underway
-from shardkit.operations.destination import (
-    Replaceable,
-    check_destination,
-    check_replaceable,
-    check_space,
-    free_bytes,
-    is_sharded_checkpoint,
-)
+from shardkit.operations.destination import check_destination, check_replaceable, check_space, free_bytes
 from shardkit.operations.parts.agreement import Agreement, Command, Committing, Share
 from shardkit.operations.parts.divided import Describer, Divided, PartResult
 from shardkit.operations.parts.factors import DividedWithFactors, FactoredJob, weights_of
@@ -358,8 +351,8 @@ class Writer:
         verb: what the progress is called.
         moving: how bytes move.
         writing: what may happen at the destination.
-        why_not: tells an output that may be replaced from anything else.
-        marker: name of the file that makes it an output, in a store.
+        kind: of the output: what may be replaced, and which file makes it an output in a store.
+        looks_late: what lies at the destination is looked into by `check_beside`, which knows what the job puts there.
         progress: told of the bytes as they move.
         on_warning: told each warning as soon as it is known: a person may want to stop before anything is written.
 
@@ -373,14 +366,15 @@ class Writer:
         moving: Moving,
         writing: Writing,
         *,
-        why_not: Replaceable = is_sharded_checkpoint,
-        marker: str = METADATA,
+        kind: Kind = Kind.SHARDED,
+        looks_late: bool = False,
         progress: Progress | None = None,
         on_warning: OnWarning | None = None,
     ) -> None:
         writing.check()
         self._begun = time.monotonic()
-        self._verb, self._moving, self._why_not, self._marker = verb, moving, why_not, marker
+        self._verb, self._moving, self._kind = verb, moving, kind
+        self._made: Made | None = None if looks_late else {}
         self._progress, self._on_warning = TimedProgress(progress or NoProgress()), on_warning
         self._infinite: dict[tuple[str, DType], None] = {}
         self.options = replace(moving.execute_options(), infinite=self._is_infinite)
@@ -409,22 +403,24 @@ class Writer:
             named_after: as `destination.check_destination` has it.
         """
         overwrite, is_first = self.writing.overwrite, not self.path
+        # All that is somebody's is named at once.
+        kind = None if overwrite and self._made is None else self._kind
         if is_remote(output):
             self.writing.check_in_store(output)
             # Whether what is there was made by parts of this very plan is known once there is a plan.
             may_be_ours = overwrite or self.writing.share is not None
-            target = check_target(output, source, self._marker, overwrite=may_be_ours)
+            target = check_target(output, source, self._kind, overwrite=may_be_ours, made=self._made)
             self._target = self._target or target
             self.path = self._target.path
             return self.path
         try:
             self.path = check_destination(
-                output, source, overwrite=overwrite, why_not=self._why_not, named_after=named_after
+                output, source, overwrite=overwrite, kind=kind, made=self._made, named_after=named_after
             )
         except UsageError:  # asked afterwards: the last part may commit at this very moment
             if overwrite or not (isinstance(self.writing.share, Part) and has_commits(absolute(output))):
                 raise
-            self.path = check_destination(output, source, overwrite=True, why_not=self._why_not)
+            self.path = check_destination(output, source, overwrite=True, kind=None)
         if is_first:
             self._before = identity_of(self.path) if overwrite else None
         return self.path
@@ -572,17 +568,24 @@ class Writer:
         self._hash = self._hash or hash_of(_shared_ingredients(job))
         return self._hash
 
-    def check_beside(self, files: Mapping[str, Callable[[], bytes]]) -> None:
-        """Refuse files in a store that would have to be replaced, before anything moves.
+    def check_beside(self, files: Mapping[str, Callable[[], bytes]], earlier: Made) -> None:
+        """Refuse to replace what lies beside the weights and is somebody's, before anything moves.
 
         Args:
             files: what is going to lie beside the weights, by name.
+            earlier: what earlier versions put there; a name that ends with "/" is a folder with nothing in it.
 
         Raises:
-            UsageError: there is one of another content, and nothing is to be replaced.
+            UsageError: something there is neither what shardkit writes nor what it wrote; or, in a store, it has another
+                content, and nothing is to be replaced.
         """
-        if self._target is not None and self._target.is_flat and not self.writing.overwrite:
-            check_beside(self._target.path, files)
+        made = {name: [files[name]] if name in files else [] for name in {*files, *earlier}}
+        self._made = {name: [*contents, *earlier.get(name, ())] for name, contents in made.items()}
+        target, overwrite = self._target, self.writing.overwrite
+        if overwrite or (target is not None and self.writing.share is not None):
+            self._check_replaceable()
+        if target is not None and target.is_flat and not overwrite:
+            check_beside(target.path, files)
 
     def _into_store(self, job: Job, describe: Describe, target: Target, factors: FactoredJob | None) -> None:
         """Write a job's output into a store; errors as `Upload.run`."""
@@ -718,9 +721,33 @@ class Writer:
             if not divided.is_committed:
                 raise
 
+    @contextlib.contextmanager
+    def _kept(self, staging: Staging) -> Iterator[None]:
+        """Keep what was written where something appeared at the destination meanwhile: the next run goes on with it."""
+        try:
+            yield
+        except UsageError as error:
+            staging.is_kept = True
+            raise UsageError(
+                error.message,
+                problems=error.problems,
+                hint="move that somewhere else and run the same command again: what was written is kept in "
+                f"{escape(staging.path)}",
+            ) from error
+
+    def _look(self, path: str) -> None:
+        """Refuse to replace what lies at a path, under the destination's name or after it has lost it."""
+        refused = refusal(path, escape(self.path), self._kind, self._made)
+        if refused is not None:
+            raise refused
+
     def _check_replaceable(self) -> None:
         """Refuse to replace what is at the destination by now."""
-        check_replaceable(self.path, escape(self.path), overwrite=True, why_not=self._why_not)
+        shown = escape(self.path)
+        if self._target is not None:
+            self._look(self.path)
+        elif storage.lexists(self.path):
+            check_replaceable(self.path, shown, overwrite=True, kind=self._kind, made=self._made)
 
     def _divided(
         self, job: Job, describe: Describe, share: Share, factors: FactoredJob | None
@@ -793,9 +820,11 @@ class Writer:
                 describe(staging.data) as descriptions,
             ):
                 self._move(job, staging, journal, descriptions, finished, check, factors, underway)
-            if overwrite and storage.lexists(path):
-                self._check_replaceable()
-            staging.commit(overwrite=overwrite)
+            staging.look = self._look
+            with self._kept(staging) if overwrite else contextlib.nullcontext():
+                if overwrite:
+                    self._check_replaceable()
+                staging.commit(overwrite=overwrite)
         except KeyboardInterrupt as interrupt:
             if staging is not None and staging.is_committed:
                 staging.complete()
@@ -812,7 +841,7 @@ class Writer:
                 staging.release()
             raise
         except BaseException:
-            if staging is not None and staging.is_committed:
+            if staging is not None and (staging.is_committed or staging.is_kept):
                 staging.release()  # what was replaced stays until the new output is known to be on the disk
             elif staging is not None:
                 staging.discard()

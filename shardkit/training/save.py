@@ -93,11 +93,12 @@ def save(
         extra: saved under "extra": numbers, text, tensors, objects with a state dict; each rank gives
             the same names.
         process_group: the ranks that save; None for all of them.
-        overwrite: replace a checkpoint that is there, in one exchange; nothing but a checkpoint
+        overwrite: replace a checkpoint that is there, in one exchange; nothing that shardkit did not write
             is ever replaced. In a store the old data stay until `shardkit gc` removes them.
 
     Raises:
-        UsageError: the destination exists. Like every error, it is raised on all ranks.
+        UsageError: the destination exists, or holds what shardkit did not write. If that appeared during the save, the
+            new save is whole beside it, and the message says where. Like every error, it is raised on all ranks.
         LayoutError: the model has parameters on meta, or an optimizer steps parameters of another model.
         ResourceError: no space, no permission, a rank that does not see the directory, a rank that died.
         ShardkitError: any other failure of a rank while it saved; problems name the ranks.

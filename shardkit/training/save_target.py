@@ -23,6 +23,7 @@ from shardkit.files.remote.writers import writer_of
 from shardkit.files.staging import Staging, remove_abandoned
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
+from shardkit.formats.owned import Kind, refusal
 from shardkit.operations.destination import check_destination
 from shardkit.operations.uploading.place import Target, check_target
 from shardkit.operations.uploading.run import check_conditions
@@ -71,20 +72,43 @@ class _DiskLead:
         self.path = check_destination(path, None, overwrite=overwrite)
         remove_abandoned(self.path)
         self._staging = Staging.create(self.path)
+        self._staging.look = self._look
         self.place = self._staging.data
 
     def commit(self, metadata: bytes, *, overwrite: bool) -> None:
-        check_destination(self.path, None, overwrite=overwrite)  # it may be somebody else's by now
-        self._staging.commit(overwrite=overwrite)
+        try:
+            check_destination(self.path, None, overwrite=overwrite)  # it may be somebody else's by now
+            self._staging.commit(overwrite=overwrite)
+        except UsageError as error:
+            raise self._kept(error) from error
+
+    def _look(self, path: str) -> None:
+        refused = refusal(path, escape(self.path), Kind.SHARDED, {})
+        if refused is not None:
+            raise refused
+
+    def _kept(self, error: UsageError) -> UsageError:
+        """Keep the new save whole, beside what appeared at the destination meanwhile, and return what says where."""
+        try:
+            place = self._staging.keep()
+        except OSError:
+            place = self._staging.data
+            self._staging.release()
+            self._staging.is_kept = True
+        return UsageError(
+            f"{escape(self.path)} was not replaced: the new save is whole, and lies in {escape(place)}",
+            problems=[error.message, *error.problems],
+            hint="move what is in its way somewhere else, and give the new save the name; or save again",
+        )
 
     def discard(self) -> None:
-        if not self._staging.is_committed:
+        if not (self._staging.is_committed or self._staging.is_kept):
             self._staging.discard()
 
 
 class _StoreLead:
     def __init__(self, path: str, overwrite: bool) -> None:
-        self._target: Target = check_target(path, None, METADATA, overwrite=overwrite)
+        self._target: Target = check_target(path, None, Kind.SHARDED, overwrite=overwrite)
         check_conditions(self._target.path)
         self.path = self._target.path
         self._folder = f"data-{secrets.token_hex(8)}"

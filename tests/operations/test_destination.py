@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import torch
 import shardkit
 from shardkit.core.mesh import parse_mesh
 from shardkit.errors import ResourceError, UsageError
-from shardkit.operations.destination import check_replaceable, default_output, is_sharded_checkpoint
-from tests.operations.consolidate.checkpoints import hub, save, weights
+from shardkit.formats.owned import Kind, find_foreign
+from shardkit.operations.destination import check_replaceable, default_output
+from tests.operations.consolidate.checkpoints import CONFIG, hub, save, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled")
 
@@ -29,6 +31,10 @@ def trainers(tmp_path: Path) -> Path:
     return home
 
 
+def foreign(path: Path) -> list[str]:
+    return find_foreign(str(path), Kind.SHARDED, {})
+
+
 def test_what_reshard_wrote_in_folders_is_replaced(trainers: Path, tmp_path: Path) -> None:
     out = tmp_path / "checkpoint-2"
     shardkit.reshard(trainers, str(out), world_size=3)
@@ -37,18 +43,19 @@ def test_what_reshard_wrote_in_folders_is_replaced(trainers: Path, tmp_path: Pat
 
 
 def test_what_a_trainer_wrote_in_folders_is_not(trainers: Path, tmp_path: Path) -> None:
-    assert is_sharded_checkpoint(str(trainers))
+    theirs = ["optimizer_0/", "pytorch_model_fsdp_0/", "trainer_state.json"]
+    assert foreign(trainers) == theirs
     shardkit.reshard(trainers, str(tmp_path / "checkpoint-2"), world_size=3)
     shutil.rmtree(trainers / "optimizer_0")
     shutil.copytree(tmp_path / "checkpoint-2" / "optimizer_0", trainers / "optimizer_0")  # half of it is ours
-    assert is_sharded_checkpoint(str(trainers))
+    assert foreign(trainers) == theirs
 
 
 def test_a_run_around_one_is_not(trainers: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     shardkit.reshard(trainers, str(tmp_path / "other" / "checkpoint-2"), world_size=3)
     shardkit.reshard(trainers / "pytorch_model_fsdp_0", str(tmp_path / "other" / "model"), world_size=3)
-    assert is_sharded_checkpoint(str(tmp_path / "other"))
+    assert foreign(tmp_path / "other") == ["checkpoint-2/", "model/"]
 
 
 def test_a_hub_model_is_not(trainers: Path, tmp_path: Path) -> None:
@@ -58,28 +65,111 @@ def test_a_hub_model_is_not(trainers: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_what_another_run_puts_there_between_two_looks_is_looked_at_anew(tmp_path: Path) -> None:
+def test_what_another_run_puts_there_between_two_looks_is_looked_at_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, others, seen = tmp_path / "ours", tmp_path / "others", list[str]()
     for path in (ours, others):
         path.mkdir()
         (path / path.name).touch()
 
-    def why_not(path: str) -> str | None:
+    def refusal(path: str, *_: object) -> UsageError | None:
         seen.append("".join(os.listdir(path)))
         if len(seen) == 1:
             ours.rename(tmp_path / "aside")
             others.rename(ours)
-            return "was half looked at"
+            return UsageError("was half looked at")
         return None
 
-    check_replaceable(str(ours), "ours", overwrite=True, why_not=why_not)
+    monkeypatch.setattr("shardkit.operations.destination.refusal", refusal)
+    check_replaceable(str(ours), "ours", overwrite=True, kind=Kind.SHARDED, made={})
     assert seen == ["ours", "others"]
 
 
-def test_what_may_not_be_replaced_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="is somebody else's: it is not replaced"):
-        check_replaceable(str(tmp_path), "it", overwrite=True, why_not=lambda _: "is somebody else's")
+def write(verb: str, home: Path, out: Path, **options: Any) -> object:
+    """Write an output, of which a card, a licence and code are a part where the verb copies these."""
+    base, checkpoint = home / "hub", home / "run" / "checkpoint-2"
+    if verb == "save":
+        return shardkit.save(torch.nn.Linear(2, 2), out, **options)
+    if verb == "reshard":
+        return shardkit.reshard(checkpoint, out, world_size=2, **options)
+    if verb == "consolidate":
+        return shardkit.consolidate(checkpoint, out, base=base, ask_class=False, **options)
+    return shardkit.preshard(base, out, world_size=2, wrap="none", layout="declared", **options)
+
+
+def content(path: Path) -> dict[str, bytes | None]:
+    return {
+        str(each.relative_to(path)): each.read_bytes() if each.is_file() else None for each in path.rglob("*")
+    }
+
+
+WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "preshard": ("preshard", {}),
+    "preshard for transformers": ("preshard", {"profile": "transformers"}),
+    "preshard for verl": ("preshard", {"profile": "verl"}),
+    "preshard for accelerate": ("preshard", {"profile": "accelerate"}),
+    "preshard without digests": ("preshard", {"digest": "none"}),
+    "reshard": ("reshard", {}),
+    "consolidate": ("consolidate", {}),
+    "consolidate with a manifest": ("consolidate", {"manifest": True}),
+    "save": ("save", {}),
+}
+FOREIGN = ("handler.py", "my.yaml", "notes.txt", "optimizer.pt")
+
+
+@pytest.mark.parametrize("case", WRITERS)
+def test_what_a_person_put_into_an_output_is_named_and_stays(
+    case: str, trainers: Path, tmp_path: Path
+) -> None:
+    verb, options = WRITERS[case]
+    base = hub(tmp_path / "hub", weights(), CONFIG, tokenizer__json="{}", merges__txt="a b")
+    for home in (base, trainers):
+        (home / "README.md").write_text("of the base")
+        (home / "modeling_tiny.py").write_text("x = 1")
+    out, options = tmp_path / "out", {**options, "overwrite": True}
+    write(verb, tmp_path, out, **options)
+    for name in (".DS_Store", ".gitattributes"):
+        (out / name).touch()
+    (out / "__pycache__").mkdir()
+    write(verb, tmp_path, out, **options)
+
+    (out / "logs").mkdir()
+    for name in FOREIGN:
+        (out / name).write_text("mine")
+    named, card = ["logs/", *FOREIGN], next(iter(sorted(out.rglob("README.md"))), None)
+    if card is not None:
+        card.write_text("by hand")
+        os.utime(card, (2**32, 2**32))
+        named.append(str(card.relative_to(out)))
+    before = content(out)
+    with pytest.raises(UsageError, match="holds what shardkit did not write: it is not replaced") as caught:
+        write(verb, tmp_path, out, **options)
+    assert {each.partition(":")[0] for each in caught.value.problems} == {*named}
+    assert "no option removes it" in (caught.value.hint or "")
+    assert content(out) == before
+    assert not list(tmp_path.glob(".out*"))
+
+    for name in named:
+        shutil.rmtree(out / name) if name.endswith("/") else (out / name).unlink()
+    write(verb, tmp_path, out, **options)
+
+
+def test_of_a_model_of_another_base_the_card_is_named(trainers: Path, tmp_path: Path) -> None:
+    """Nothing says that it is not a person's."""
+    for name in ("hub", "other"):
+        hub(tmp_path / name, weights(), CONFIG, tokenizer__json="{}")
+        (tmp_path / name / "README.md").write_text(name)
+    out = tmp_path / "out"
+    write("consolidate", tmp_path, out)
+    (tmp_path / "hub").rename(tmp_path / "aside")
+    (tmp_path / "other").rename(tmp_path / "hub")
+    with pytest.raises(UsageError) as caught:
+        write("consolidate", tmp_path, out, overwrite=True)
+    assert caught.value.problems == ("README.md: it is not what shardkit wrote there",)
+    (out / "README.md").unlink()
+    write("consolidate", tmp_path, out, overwrite=True)
+    assert (out / "README.md").read_text() == "other"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import resource
-import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from shardkit.files import storage
 from shardkit.files.staging import journal_of
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
-from shardkit.operations.destination import is_hub_model
+from shardkit.formats.owned import Kind
 from shardkit.operations.write import Describe, Moving, Writer, Writing
 from shardkit.transfer.checks import OFF
 from shardkit.transfer.execute import FileDigest
@@ -110,7 +109,7 @@ def write(
     """Do what a verb does; return what it can say."""
     job = job or copy_of(source)
     options = Writing(**writing)  # type: ignore[arg-type]
-    writer = Writer("copy", Moving(jobs=1), options, why_not=is_hub_model)
+    writer = Writer("copy", Moving(jobs=1), options, kind=Kind.HUB, looks_late=True)
     writer.check_destination(str(out), str(source))
     writer.find_manifests([job.plan.catalog], str(source))
     writer.write(job, describe or index_of(job), needed_bytes=needed_bytes)
@@ -241,12 +240,42 @@ class TestAppearing:
             out.mkdir()
             (out / "thesis.txt").write_text("mine")
 
-        for overwrite in (False, True):
-            job = copy_of(source)
-            with pytest.raises(UsageError):
-                write(source, out, job=job, describe=index_of(job, on_finish=meddle), overwrite=overwrite)
-            assert [path.name for path in out.parent.rglob("*")] == ["out", "thesis.txt"]
-            shutil.rmtree(out)
+        job = copy_of(source)
+        with pytest.raises(UsageError):
+            write(source, out, job=job, describe=index_of(job, on_finish=meddle))
+        assert [path.name for path in out.parent.rglob("*")] == ["out", "thesis.txt"]
+
+    @pytest.mark.parametrize("has_renameat2", [True, False])
+    @pytest.mark.parametrize("moment", ["before the last look", "after it"])
+    def test_what_somebody_puts_into_the_old_output_meanwhile_stays(
+        self, source: Path, out: Path, moment: str, has_renameat2: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nor is the work lost: the same command goes on once it is moved away."""
+        write(source, out)
+        before, plain = (out / INDEX).read_bytes(), storage.sync_directories
+        if not has_renameat2:
+            monkeypatch.setattr(storage, "renameat2", lambda *_: False)
+
+        def meddle(*paths: str) -> None:
+            (out / "thesis.txt").write_text("mine")
+
+        job = copy_of(source)
+        describe = index_of(job, on_finish=meddle) if moment == "before the last look" else index_of(job)
+        with monkeypatch.context() as patch:
+            if moment == "after it":
+                patch.setattr(storage, "sync_directories", lambda path: (meddle(), plain(path)))
+            with pytest.raises(UsageError, match="holds what shardkit did not write") as caught:
+                write(source, out, job=job, describe=describe, overwrite=True)
+        (left,) = staged(out)
+        assert str(left) in (caught.value.hint or "")
+        assert caught.value.problems == ("thesis.txt",)
+        assert ((out / "thesis.txt").read_text(), (out / INDEX).read_bytes()) == ("mine", before)
+        with pytest.raises(UsageError, match="holds what shardkit did not write"):
+            write(source, out, overwrite=True)
+        (out / "thesis.txt").unlink()
+        assert write(source, out, overwrite=True)["resumed_files"] == len(FILES)
+        check_whole(out)
+        assert list(out.parent.iterdir()) == [out]
 
 
 class TestFailing:

@@ -15,6 +15,7 @@ from typing import Any
 
 import shardkit
 from shardkit.errors import ShardkitError
+from shardkit.files import manifest
 from tests.torture.sources import Sources
 
 ROOT = Path(__file__).parents[2]
@@ -217,9 +218,19 @@ def _completed(scenario: Scenario, sources: Sources, server: Server, scratch: Pa
     expected, old = content(scratch / "out"), content(scratch / "old" / "out")
     assert expected.keys() == old.keys()
     assert expected != old
-    old[_OF_A_LARGER[scenario.args[0]]] = b"of a larger one"
+    _enlarge(old, _OF_A_LARGER[scenario.args[0]])
     shutil.rmtree(scratch)
     return replace(scenario, expected=expected, old=old, num_calls=len(whole.calls), calls=tuple(whole.calls))
+
+
+def _enlarge(old: Content, name: str) -> None:
+    """Put a file more into an output, and let its manifest list it, if it has one."""
+    old[name] = data = b"of a larger one"
+    if manifest.NAME in old:
+        listed = manifest.load(old[manifest.NAME] or b"", manifest.NAME)
+        files = listed["files"] if "folders" in listed else listed.setdefault("others", [])
+        files.append({"name": name, "size": len(data), "crc32": None})
+        old[manifest.NAME] = manifest.sign(listed)
 
 
 class Place:

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import resource
+import shutil
 import signal
 import warnings
 from collections.abc import Callable
@@ -337,7 +338,7 @@ def test_one_rank_that_fails_fails_all(failure: Failure, out: Path) -> None:
     assert error["error"] == failure.error
     (problem,) = error["problems"]
     assert problem.startswith(f"rank {failure.rank}: ")
-    assert failure.message in problem
+    assert failure.message in f"{error['message']} {problem}"
     assert names_in(last.parent) == ["last"]
     shardkit.save(model, last, overwrite=True)
     assert names_in(last) == [".metadata", "__0_0.distcp", "__1_0.distcp", "shardkit.json"]
@@ -540,7 +541,39 @@ def test_what_somebody_puts_there_meanwhile_is_not_replaced(tmp_path: Any) -> No
         def load_state_dict(self, state: dict[str, int]) -> None:
             raise AssertionError
 
-    with pytest.raises(shardkit.UsageError, match="is not replaced"):
-        shardkit.save(nn.Linear(2, 2), place, extra={"it": Meddler()}, overwrite=True)
-    assert (place / "thesis.txt").read_text() == "mine"
-    assert [path.name for path in tmp_path.iterdir()] == ["last"]
+    for name in ("last-new", "last-new2"):
+        with pytest.raises(
+            shardkit.UsageError, match=f"the new save is whole, and lies in .*/{name}\\n"
+        ) as caught:
+            shardkit.save(nn.Linear(2, 2), place, extra={"it": Meddler()}, overwrite=True)
+        assert "thesis.txt" in caught.value.problems
+        assert (place / "thesis.txt").read_text() == "mine"
+        assert shardkit.verify(tmp_path / name, full=True).problems == ()
+        shutil.rmtree(place)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last-new", "last-new2"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_a_person_puts_into_the_old_save_meanwhile_stays(tmp_path: Any) -> None:
+    """Nor does it cost the new one, which lies beside it."""
+    place, model = tmp_path / "last", nn.Linear(2, 2)
+    shardkit.save(model, place)
+
+    class Logger:
+        def state_dict(self) -> dict[str, int]:
+            (place / "tokenizer.json").write_text("{}")
+            (place / "logs").mkdir()
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise AssertionError
+
+    with pytest.raises(shardkit.UsageError, match="last-new") as caught:
+        shardkit.save(model, place, extra={"it": Logger()}, overwrite=True)
+    assert {"logs/", "tokenizer.json"} < {*caught.value.problems}
+    assert (place / "tokenizer.json").exists()
+    assert shardkit.verify(tmp_path / "last-new", full=True).problems == ()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "last-new"]
+    with pytest.raises(shardkit.UsageError, match="holds what shardkit did not write"):
+        shardkit.save(model, place, overwrite=True)  # now it is known at once
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "last-new"]

@@ -24,7 +24,7 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
 # transformers 5.23: CONFIG_NAME, GENERATION_CONFIG_NAME, the tokenizers' `vocab_files_names`, the processors'
 # `*_NAME`, CHAT_TEMPLATE_DIR; sentence_transformers 5: modules.json and what it names.
-_PATTERNS = tuple(
+_BY_TOOLS = tuple(
     """
     config.json generation_config.json tokenizer* special_tokens_map.json added_tokens.json vocab.*
     vocab-* merges.txt bpe.codes spm.model spiece.model source.spm target.spm sentencepiece* *.tiktoken
@@ -33,10 +33,11 @@ _PATTERNS = tuple(
     preprocessor_config.json processor_config.json image_processor_config.json
     video_preprocessor_config.json video_processor_config.json audio_tokenizer_config.json
     chat_template.jinja chat_template.json additional_chat_templates/*.jinja modules.json
-    sentence_bert_config.json config_sentence_transformers.json [0-9]_*/config.json *.py README.md
-    LICENSE* NOTICE* USE_POLICY*
+    sentence_bert_config.json config_sentence_transformers.json [0-9]_*/config.json
     """.split()
 )
+_BY_PEOPLE = ("*.py", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
+_PATTERNS = (*_BY_TOOLS, *_BY_PEOPLE)
 _FOLDERS = ("additional_chat_templates", "[0-9]_*")
 # Those that belong to a tokenizer, as far as another one replaces them.
 _TOKENIZER = tuple(
@@ -95,8 +96,17 @@ _NOT_NAMED = "not among the model's weight files"
 
 def is_asset(name: str) -> bool:
     """True for the name of an asset, relative to the model's directory."""
+    return _is_any(name, _PATTERNS)
+
+
+def is_tools_asset(name: str) -> bool:
+    """True for the name of an asset that a program writes, and no person: a config, a file of a tokenizer."""
+    return _is_any(name, _BY_TOOLS) and not _is_any(name, _BY_PEOPLE)
+
+
+def _is_any(name: str, patterns: tuple[str, ...]) -> bool:
     return not name.endswith((".safetensors", ".bin", ".pt")) and any(
-        name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in _PATTERNS
+        name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in patterns
     )
 
 

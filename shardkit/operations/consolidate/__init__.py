@@ -26,19 +26,20 @@ from shardkit.formats.hub.assets import is_weights
 from shardkit.formats.hub.base import Base, find_base, open_base
 from shardkit.formats.hub.safetensors import SafetensorsImage
 from shardkit.formats.hub.tokenizer import open_tokenizer
+from shardkit.formats.owned import HUB_INDEX, Kind
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.select import Naming
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as, parse_rules
+from shardkit.operations.consolidate.assets import earlier_assets
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
 from shardkit.operations.consolidate.osf import merge_osf
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
-from shardkit.operations.destination import is_hub_model, label_of, write_sidecar
+from shardkit.operations.destination import label_of, write_sidecar
 from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken, adapter_file, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
-from shardkit.operations.uploading.place import HUB_INDEX
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
 
 _SHARD_SIZE = "5GB"  # as transformers and huggingface_hub have it
@@ -245,8 +246,8 @@ def consolidate(
             "consolidate",
             moving,
             writing,
-            why_not=is_hub_model,
-            marker=HUB_INDEX,
+            kind=Kind.HUB,
+            looks_late=True,
             progress=progress,
             on_warning=warn_once,
         )
@@ -338,7 +339,10 @@ def _consolidate(
     job = _decide(merged, base, options, writer.writing, opens_all=request.opens_all, on_step=on_step)
     if is_remote(path):
         job = job.marked(writer.hash_in_store(job)[:8])
-        writer.check_beside({asset.name: asset.read for asset in job.assets if not is_weights(asset.name)})
+    writer.check_beside(
+        {asset.name: asset.read for asset in job.assets if not is_weights(asset.name)},
+        {} if base is None else earlier_assets(base),
+    )
     writer.warn(job.warnings)
     manifests = writer.find_manifests(
         [job.catalog, *(module.catalog for module in job.modules)], resolved.path

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.formats.hub.tokenizer import Tokenizer
+from shardkit.formats.owned import is_text
 from shardkit.operations.casts import BASE, KEEP
 from shardkit.transfer.plan import TransferPlan, build_plan
 
@@ -90,6 +91,15 @@ def model_assets(base: Base | None, dtype: DType | None, *, untie: bool) -> tupl
         else:
             assets.append(Asset(name, path, b""))
     return assets, notes
+
+
+def earlier_assets(base: Base) -> dict[str, list[Callable[[], bytes]]]:
+    """Return, by name, what gives each content that an earlier version has put beside the weights of an output.
+
+    Whoever finds another content in a card, a licence or code has found a person's file. Earlier versions copied all of
+    these as the base has them.
+    """
+    return {name: [Asset(name, path, b"").read] for name, path in base.assets.items() if is_text(name)}
 
 
 def adapter_assets(base: Base | None, config: bytes | None) -> list[Asset]:

@@ -28,8 +28,8 @@ from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import parse_metadata
 from shardkit.formats.hub.directory import read_index
+from shardkit.formats.owned import HUB_INDEX, MARKED_WEIGHTS
 from shardkit.operations.leftovers import Leftover, leftovers, remove, warn_before
-from shardkit.operations.uploading.place import HUB_INDEX, MARKED_WEIGHTS
 from shardkit.operations.uploading.status import upload_name
 
 _AGE = re.compile(r"(\d{1,9})\s*([smhd])?", re.ASCII)

@@ -195,6 +195,7 @@ def reshard(
             command=command,
             allow_unsafe_store=allow_unsafe_store,
         ),
+        looks_late=True,
         progress=progress,
         on_warning=on_warning,
     )
@@ -205,6 +206,7 @@ def reshard(
     chosen = default_output(label_of(named), named, parsed) if output is None else output
     writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
     parts = take_apart(taken, source, no_optimizer=no_optimizer, check_source=check_source)
+    writer.check_beside({}, {f"{folder}/": () for folder in parts.empty})  # no manifest lists them
     writer.warn(parts.warnings)
     manifests = writer.find_manifests([part.catalog for part in parts.parts], resolved.path)
     if is_remote(writer.path):

@@ -11,23 +11,16 @@ The marker is written last, by one request that succeeds only if nobody was fast
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from shardkit.core.text import escape, listed
 from shardkit.errors import UsageError
-from shardkit.files import manifest, storage, stores
-from shardkit.files.home import is_data_folder
+from shardkit.files import storage, stores
 from shardkit.files.remote.writers import WRITABLE, writer_of
-from shardkit.files.shared_store import is_shared_folder
 from shardkit.formats.dcp import METADATA
-from shardkit.formats.hub.assets import is_asset, is_asset_folder
-
-MARKED_WEIGHTS = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
-HUB_INDEX = "model.safetensors.index.json"
-PROBE = ".shardkit-probe-"
-"""How the names of objects begin by which a store is tried."""
+from shardkit.formats.owned import Kind, Made, refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +48,22 @@ class Target:
         return self.path if self.is_flat else os.path.join(self.path, self.mark(plan_hash))
 
 
-def check_target(output: str, source: str | None, marker: str, *, overwrite: bool) -> Target:
+def check_target(
+    output: str,
+    source: str | None,
+    kind: Kind,
+    *,
+    overwrite: bool,
+    made: Made | None = MappingProxyType({}),
+) -> Target:
     """Return a place in a store that may be written.
 
     Args:
         output: as the user gave it.
         source: what is read, or None if it lies in a cache of its own.
-        marker: name of the file that makes it an output.
+        kind: of what is written.
         overwrite: an existing output of the same kind may be replaced.
+        made: as for `owned.find_foreign`; with `overwrite` None puts the question off.
 
     Raises:
         UsageError: an output is there, or something else; it is the source, lies in it or around it; the store can only
@@ -78,30 +79,16 @@ def check_target(output: str, source: str | None, marker: str, *, overwrite: boo
     path = stores.plain(output)
     if source is not None:
         _check_apart(path, storage.realpath(source), shown)
-    found = writer_of(path).head(f"{path}/{marker}")
+    found = writer_of(path).head(f"{path}/{kind.value}")
     if found is not None and not overwrite:
         raise UsageError(f"{shown} exists", hint="choose another name, or replace it: --overwrite")
     stores.forget()
-    names = storage.listdir(path) if storage.isdir(path) else []
-    folders = [name for name in names if storage.isdir(os.path.join(path, name))]
-    others = [name for name in names if not _may_lie_there(name, name in folders, marker)]
-    if others:
-        raise UsageError(
-            f"{shown} exists and holds what is no part of such an output: {listed(sorted(others))}; it is not replaced",
-            hint="choose another name",
-        )
-    return Target(path=path, marker=marker, etag=None if found is None else found.etag)
-
-
-def _may_lie_there(name: str, is_folder: bool, marker: str) -> bool:
-    """True for what an output of this kind has at the top, or a run left there that did not end."""
-    if name.startswith(PROBE) or name == marker or (is_folder and is_shared_folder(name)):
-        return True
-    if marker == METADATA:
-        return is_folder and is_data_folder(name)
-    if is_folder:
-        return is_asset_folder(name)
-    return bool(MARKED_WEIGHTS.fullmatch(name) or name in (manifest.NAME, ".gitattributes") or is_asset(name))
+    # Without `overwrite` only what is equal may lie there: `check_beside` looks.
+    is_put_off = overwrite and made is None
+    refused = None if is_put_off else refusal(path, shown, kind, made, may_be_begun=not overwrite)
+    if refused is not None:
+        raise refused
+    return Target(path=path, marker=kind.value, etag=None if found is None else found.etag)
 
 
 def check_one_folder(folders: Sequence[str]) -> None:

@@ -25,9 +25,10 @@ from shardkit.files.digest import crc32
 from shardkit.files.remote.contract import Stored
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.uploads import PART_NBYTES, Session
+from shardkit.formats.owned import PROBE
 from shardkit.operations.parts.divided import Describer
 from shardkit.operations.uploading.notes import Notes
-from shardkit.operations.uploading.place import PROBE, Target
+from shardkit.operations.uploading.place import Target
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest

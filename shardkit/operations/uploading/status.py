@@ -12,7 +12,7 @@ from shardkit.files.remote.contract import Underway
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared_store import is_shared_folder
 from shardkit.formats.dcp import METADATA
-from shardkit.operations.uploading.place import HUB_INDEX, MARKED_WEIGHTS, PROBE
+from shardkit.formats.owned import HUB_INDEX, MARKED_WEIGHTS, PROBE
 
 MARKERS = (METADATA, HUB_INDEX)
 

@@ -281,7 +281,7 @@ def test_inside(copied: Callable[[str], Path]) -> None:
 def test_somebodys_directory_with_a_manifest_in_it_is_not_replaced(copied: Callable[[str], Path]) -> None:
     ranks, hub = copied("ranks"), copied("hub")
     write_manifest(ranks, inside=True)
-    with pytest.raises(UsageError, match="is not a sharded checkpoint"):
+    with pytest.raises(UsageError, match="holds what shardkit did not write"):
         preshard(hub, ranks, world_size=2, wrap="none", overwrite=True)
 
 

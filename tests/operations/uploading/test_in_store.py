@@ -216,7 +216,7 @@ def test_parts_with_another_plan_are_refused(served: Served, out: str) -> None:
     assert any("world_size: 3 there, 4 here" in line for line in refused.value.problems)
     with pytest.raises(UsageError, match="parts of another plan"):
         WRITES["preshard"](served.home, out, part="2/2", sha256=True)
-    with pytest.raises(UsageError, match="holds what is no part"):
+    with pytest.raises(UsageError, match="holds no weights of a Hub model"):
         WRITES["consolidate"](served.home, out, part="2/2")
     WRITES["preshard"](served.home, out, part="2/2")
     with pytest.raises(UsageError, match="exists"):

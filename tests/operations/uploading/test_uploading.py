@@ -18,6 +18,7 @@ import shardkit
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, UsageError
 from shardkit.files import stores, uploads
 from shardkit.files.remote.writers import writer_of
+from shardkit.formats.owned import Kind
 from shardkit.operations.uploading.place import check_target
 from tests.operations.uploading.conftest import MIB, WRITES, Served, fetch, local, objects
 from tests.training import models
@@ -153,10 +154,11 @@ def test_what_is_there_is_not_replaced(served: Served, out: str) -> None:
         WRITES[verb](served.home, f"{out}-{verb}")
         with pytest.raises(UsageError, match="exists"):
             WRITES[verb](served.home, f"{out}-{verb}")
-    with pytest.raises(UsageError, match="holds what is no part of such an output: config"):
+    with pytest.raises(UsageError, match="holds a Hub model: it is not replaced"):
         WRITES["preshard"](served.home, f"{out}-consolidate", overwrite=True)
-    with pytest.raises(UsageError, match=r"holds what is no part of such an output: \.metadata"):
+    with pytest.raises(UsageError, match=r"holds no weights of a Hub model: it is not replaced") as caught:
         WRITES["consolidate"](served.home, f"{out}-preshard", overwrite=True)
+    assert ".metadata" in caught.value.problems
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -180,11 +182,32 @@ def test_files_of_somebody_else_are_not_replaced(served: Served, out: str) -> No
     served.proxy.seen.clear()
     with pytest.raises(UsageError, match=r"tokenizer_config\.json is there, with other content"):
         WRITES["consolidate"](served.home, out)
-    with pytest.raises(UsageError, match=r"no part of such an output: model\.safetensors"):
-        WRITES["consolidate"](served.home, f"{out}-2", overwrite=True)
+    for place, theirs in ((out, "tokenizer_config.json"), (f"{out}-2", "model.safetensors")):
+        with pytest.raises(UsageError, match="it is not replaced") as caught:
+            WRITES["consolidate"](served.home, place, overwrite=True)
+        assert caught.value.problems == (theirs,)
     assert {seen.method for seen in served.proxy.seen} == {"GET", "HEAD"}
+
+
+def test_of_a_hub_model_that_is_there_what_people_wrote_stays(served: Served, out: str) -> None:
+    """Its own config and tokenizer are replaced, edited or not; a card that somebody wrote, and notes, never."""
+    WRITES["consolidate"](served.home, out)
+    writer_of(out).put(f"{out}/tokenizer_config.json", b"another", uploads.crc32(b"another"))
+    writer_of(out).put(f"{out}/.gitattributes", b"", uploads.crc32(b""))
     WRITES["consolidate"](served.home, out, overwrite=True)
     assert objects(out)["tokenizer_config.json"] == b'{"a": 1}'
+    for name in ("README.md", "handler.py", "logs/notes.txt"):
+        writer_of(out).put(f"{out}/{name}", b"mine", uploads.crc32(b"mine"))
+    before = objects(out)
+    for options in ({}, {"part": "1/2"}):
+        with pytest.raises(UsageError, match="holds what shardkit did not write") as caught:
+            WRITES["consolidate"](served.home, out, overwrite=True, **options)
+        assert [each.partition(":")[0] for each in caught.value.problems] == [
+            "logs/",
+            "README.md",
+            "handler.py",
+        ]
+    assert objects(out) == before
 
 
 def test_what_cannot_be_done_is_refused(served: Served, out: str) -> None:
@@ -194,7 +217,7 @@ def test_what_cannot_be_done_is_refused(served: Served, out: str) -> None:
         "push_to_hub": lambda: shardkit.consolidate(dcp_, out, push_to_hub="a/b"),
         "read only so far": lambda: shardkit.consolidate(dcp_, "hf://one/bucket/x"),
         "profile='verl'": lambda: shardkit.preshard(hub, out, world_size=2, profile="verl"),
-        "lies inside the source": lambda: check_target(f"{out}/x", out, ".metadata", overwrite=False),
+        "lies inside the source": lambda: check_target(f"{out}/x", out, Kind.SHARDED, overwrite=False),
     }.items():
         with pytest.raises(UsageError, match=message):
             call()

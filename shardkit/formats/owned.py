@@ -1,0 +1,318 @@
+"""Whose a file is that lies where an output goes: shardkit's own is replaced, a person's never is.
+
+What the manifest of an output lists is ours, edited or not. Without a manifest ours is what the format has: the files of
+a DCP directory, or the weights, config, tokenizer and processor files of a Hub model. People write text: it is ours only
+if it is still what we wrote. Everything else is somebody's, except for what systems leave behind.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from fnmatch import fnmatchcase
+
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError, ShardkitError, UsageError
+from shardkit.files import manifest, storage
+from shardkit.files.digest import crc32
+from shardkit.files.home import is_data_folder
+from shardkit.files.shared_store import is_shared_folder
+from shardkit.files.stores import is_remote
+from shardkit.files.strict_json import read_small
+from shardkit.formats.dcp import METADATA
+from shardkit.formats.hub.adapter import ADAPTER_CONFIG
+from shardkit.formats.hub.assets import is_asset, is_asset_folder, is_tools_asset, module_folders
+
+HUB_INDEX = "model.safetensors.index.json"
+MARKED_WEIGHTS = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
+"""Names of weight files in a store: those of two outputs differ."""
+PROBE = ".shardkit-probe-"
+"""How the names of objects begin by which a store is tried."""
+_WEIGHTS = re.compile(
+    r"(adapter_)?model(-\d{5,6}-of-\d{5,6})?\.safetensors(\.index\.json)?|" + MARKED_WEIGHTS.pattern
+)
+# What desktops, network file systems, notebooks, Python, git and `hf download` leave in a directory.
+_NOBODYS = (
+    *(".DS_Store", "._*", "Thumbs.db", "desktop.ini", ".nfs*", ".fuse_hidden*", ".gitattributes"),
+    *(".ipynb_checkpoints", "__pycache__"),
+)
+_CACHE, _OF_HUGGING_FACE = ".cache", ".cache/huggingface"
+_TEXTS = (
+    *("*.md", "*.rst", "*.txt", "*.yaml", "*.yml", "*.toml", "*.ini", "*.cfg", "*.conf", "*.py", "*.sh"),
+    *("readme*", "license*", "licence*", "notice*", "use_policy*"),
+)
+_MAX_TEXT = 64 << 20
+
+Made = Mapping[str, Sequence[Callable[[], bytes]]]
+"""By name, what returns the content that a run puts there, or that an earlier version would have put there. A name that
+ends with "/" is a folder with nothing in it."""
+
+
+class Kind(Enum):
+    """What an output is; the value is the file that makes it one, in a store."""
+
+    SHARDED = METADATA
+    HUB = HUB_INDEX
+
+
+class Whose(Enum):
+    """To whom a file belongs."""
+
+    OURS = "ours"
+    OURS_UNCHANGED = "ours if it is still what we wrote"
+    NOBODYS = "nobody's"
+    PERSONS = "a person's"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What is shardkit's in a directory, as far as something there says so."""
+
+    kind: Kind
+    listed: Mapping[str, manifest.SavedFile | None]
+    """What manifests list, by the name below the directory; None where they say no more than the name."""
+    by_format: bool
+    """What the format has is ours too: there is an output, and no manifest lists all of its files."""
+    folders: Collection[str]
+    """Where our files may lie, below the directory."""
+    is_stored: bool
+    """It lies in a store, where nothing is replaced but what has the same name."""
+
+
+def whose(name: str, claim: Claim) -> Whose:
+    """Say whose a file is. Pure.
+
+    Args:
+        name: below the directory, with "/".
+        claim: what is ours there.
+    """
+    if is_nobodys(name):
+        return Whose.NOBODYS
+    is_ours = name in claim.listed or name == manifest.NAME or (claim.by_format and _has_format(name, claim))
+    if not is_ours:
+        return Whose.PERSONS
+    return Whose.OURS_UNCHANGED if is_text(name) else Whose.OURS
+
+
+def is_nobodys(name: str) -> bool:
+    """True for a file or folder that a system leaves behind, or for one in such a folder."""
+    if f"{name}/".startswith(f"{_OF_HUGGING_FACE}/"):
+        return True
+    return any(fnmatchcase(part, pattern) for part in name.split("/") for pattern in _NOBODYS)
+
+
+def is_models_own(name: str, folders: Collection[str] = ()) -> bool:
+    """True for a weight file, index, config, tokenizer or processor file of a Hub model, and for its card, licence and code.
+
+    Args:
+        name: below the model's directory.
+        folders: of modules with weights of their own.
+    """
+    folder, _, base = name.rpartition("/")
+    if folder and any(f"{folder}/".startswith(f"{each}/") for each in folders):
+        return is_asset(base) or is_asset(name) or base.endswith((".json", ".safetensors", ".bin"))
+    return _WEIGHTS.fullmatch(name) is not None or name == ADAPTER_CONFIG or is_asset(name)
+
+
+def is_text(name: str) -> bool:
+    """True for a file that people write by hand: a card, a licence, code, notes; a tokenizer's `merges.txt` is none."""
+    base = name.rpartition("/")[2]
+    return not is_tools_asset(base) and any(fnmatchcase(base.lower(), pattern) for pattern in _TEXTS)
+
+
+def _has_format(name: str, claim: Claim) -> bool:
+    folder, _, base = name.rpartition("/")
+    if claim.kind is Kind.HUB:
+        if claim.is_stored and _WEIGHTS.fullmatch(name):
+            return name == HUB_INDEX or MARKED_WEIGHTS.fullmatch(name) is not None
+        return is_models_own(name, claim.folders)
+    return (not folder or is_data_folder(folder)) and (
+        base == METADATA or base.endswith((".distcp", ".chunks.json"))
+    )
+
+
+def refusal(
+    path: str, shown: str, kind: Kind, made: Made | None, *, may_be_begun: bool = False
+) -> UsageError | None:
+    """Return why a directory may not be replaced: something in it is neither ours nor nobody's; None if it may.
+
+    Args:
+        path, kind, made, may_be_begun: as for `find_foreign`.
+        shown: the directory's name in messages, safe to print.
+
+    Raises:
+        ResourceError: as `find_foreign`.
+    """
+    found = find_foreign(path, kind, made, may_be_begun=may_be_begun)
+    if not found:
+        return None
+    names = [each.partition(":")[0] for each in found]
+    what = "holds what shardkit did not write"
+    if kind is Kind.HUB and not any(map(_WEIGHTS.fullmatch, _listdir(path))):
+        what = "holds no weights of a Hub model"
+    elif kind is Kind.SHARDED and any(map(_WEIGHTS.fullmatch, names)):
+        what = "holds a Hub model"
+    elif kind is Kind.SHARDED and not {METADATA, manifest.NAME} & {*_listdir(path)}:
+        what = "is not a sharded checkpoint"
+    return UsageError(
+        f"{shown} exists and {what}: it is not replaced",
+        problems=found,
+        hint="move that somewhere else, or choose another name; no option removes it",
+    )
+
+
+def _listdir(path: str) -> list[str]:
+    try:
+        return storage.listdir(path)
+    except OSError:
+        return []
+
+
+def find_foreign(path: str, kind: Kind, made: Made | None, *, may_be_begun: bool = False) -> list[str]:
+    """Return a line for each file or folder in a directory that is neither ours nor nobody's.
+
+    Args:
+        path: of a directory, or of one in a store.
+        kind: of the output that is going to replace it.
+        made: what the run puts there; None if that is not known yet, and no text is looked into.
+        may_be_begun: a run that did not end may have left files of an output that is not there.
+
+    Raises:
+        ResourceError: it cannot be listed or read.
+    """
+    if storage.lexists(path) and (storage.islink(path) or not storage.isdir(path)):
+        return [escape(os.path.basename(path))]
+    claim, found = _claim(path, kind, made or {}, may_be_begun=may_be_begun), list[str]()
+    try:
+        for here, folders, names in storage.walk(path, onerror=_unless_gone):
+            inside = os.path.relpath(here, path)
+            inside = "" if inside == os.curdir else f"{inside}/"
+            passed = [each for each in sorted(folders) if is_nobodys(f"{inside}{each}")]
+            if claim.is_stored and not inside:
+                passed += [each for each in folders if _may_lie_in_store(each, claim)]
+            others = [
+                each
+                for each in sorted(folders)
+                if each not in passed
+                and (f"{inside}{each}" not in claim.folders or storage.islink(os.path.join(here, each)))
+            ]
+            folders[:] = [each for each in folders if each not in passed and each not in others]
+            found += [f"{escape(inside + each)}/" for each in others]
+            found += _foreign_files(path, [inside + each for each in sorted(names)], claim, made)
+    except OSError as error:
+        raise ResourceError(f"{escape(path)} cannot be looked through: {error.strerror}") from error
+    return found
+
+
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _may_lie_in_store(folder: str, claim: Claim) -> bool:
+    """True for a folder that stays where it is when an output is replaced, and that `shardkit gc` removes."""
+    return is_shared_folder(folder) or (claim.kind is Kind.SHARDED and is_data_folder(folder))
+
+
+def _foreign_files(path: str, names: Sequence[str], claim: Claim, made: Made | None) -> Iterator[str]:
+    for name in names:
+        if claim.is_stored and name.startswith(PROBE):
+            continue
+        to = whose(name, claim)
+        if to is Whose.PERSONS:
+            yield escape(name)
+        elif (
+            to is Whose.OURS_UNCHANGED
+            and made is not None
+            and not _is_unchanged(path, name, claim.listed.get(name), made.get(name, ()))
+        ):
+            yield f"{escape(name)}: it is not what shardkit wrote there"
+
+
+def _is_unchanged(
+    path: str, name: str, listed: manifest.SavedFile | None, made: Sequence[Callable[[], bytes]]
+) -> bool:
+    """True if a text is what a manifest lists, or what is put there or was by an earlier version."""
+    place = os.path.join(path, name)
+    try:
+        status = storage.stat(place)
+        data = read_small(place, name, _MAX_TEXT) if status.st_size <= _MAX_TEXT else b""
+        if listed is not None and listed.size == status.st_size:
+            crc = listed.crc32 if isinstance(listed, manifest.File) else None
+            if (
+                crc is None
+            ):  # without digests: nothing wrote to it since the manifest, which is written after it
+                if status.st_mtime_ns <= storage.stat(os.path.join(path, manifest.NAME)).st_mtime_ns:
+                    return True
+            elif int(crc32(data)) == crc:
+                return True
+        return any(make() == data for make in made)
+    except ShardkitError:  # a link that leads nowhere, a pipe: nothing that shardkit wrote
+        return False
+
+
+def _claim(path: str, kind: Kind, made: Made, *, may_be_begun: bool) -> Claim:
+    """Look into a directory for what says which files are ours."""
+    names, is_stored = _listdir(path), is_remote(path)
+    listed, lists_all = _listed(path, kind)
+    if kind is Kind.HUB:
+        is_output = any(map(_WEIGHTS.fullmatch, names))
+        folders = {name for name in names if is_asset_folder(name)}
+        with suppress(ShardkitError):
+            folders |= set(module_folders(path))
+    else:
+        is_output = METADATA in names
+        folders = set() if is_stored else {name for name in names if is_data_folder(name)}
+        for folder in sorted(folders):
+            listed |= {
+                f"{folder}/{name}": file
+                for name, file in _listed(os.path.join(path, folder), kind)[0].items()
+            }
+    folders |= {name.rstrip("/") for name in made if name.endswith("/")}
+    parents = {parent for name in (*listed, *folders) for parent in _parents(name)}
+    return Claim(
+        kind=kind,
+        listed=listed,
+        by_format=not lists_all and (is_output or may_be_begun),
+        folders={_CACHE, *folders, *parents},
+        is_stored=is_stored,
+    )
+
+
+def _parents(name: str) -> Iterator[str]:
+    while name := os.path.dirname(name):
+        yield name
+
+
+def _listed(path: str, kind: Kind) -> tuple[dict[str, manifest.SavedFile | None], bool]:
+    """Return what the manifest of a directory lists, that of its folders too; and whether that is all of an output."""
+    try:
+        content = manifest.read(path)
+    except (ShardkitError, OSError):
+        content = None
+    if content is None or not _is_of(content, kind):
+        return {}, False
+    found: dict[str, manifest.SavedFile | None] = {file.name: file for file in manifest.all_files(content)}
+    if isinstance(content, manifest.Presharded):
+        found |= {file.chunks.name: file.chunks for file in content.files}
+    if isinstance(content, (manifest.Presharded, manifest.SavedState)):
+        found[METADATA] = None
+    for folder in (content.folders or ()) if isinstance(content, manifest.FileList) else ():
+        inside = _listed(os.path.join(path, folder), kind)[0]
+        found |= {f"{folder}/{name}": file for name, file in inside.items()}
+        found[f"{folder}/{manifest.NAME}"] = None
+    is_early = isinstance(content, manifest.HubModel) and content.others is None
+    return found, not is_early
+
+
+def _is_of(content: manifest.Manifest, kind: Kind) -> bool:
+    """True for the manifest that an output of a kind was written with. A list of somebody's files claims nothing."""
+    if isinstance(content, manifest.HubModel):
+        return kind is Kind.HUB
+    if isinstance(content, manifest.FileList):
+        return kind is Kind.SHARDED and (content.folders is not None or content.writer == "shardkit")
+    return kind is Kind.SHARDED

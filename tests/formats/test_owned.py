@@ -1,0 +1,228 @@
+"""Whose a file is that lies where an output goes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from shardkit.files import manifest
+from shardkit.formats.owned import Claim, Kind, Made, Whose, find_foreign, is_text, whose
+
+OURS, UNCHANGED, NOBODYS, PERSONS = Whose.OURS, Whose.OURS_UNCHANGED, Whose.NOBODYS, Whose.PERSONS
+LEFT_BEHIND = (
+    ".DS_Store",
+    ".nfs000000000000abcd00000001",
+    ".ipynb_checkpoints/notes-checkpoint.ipynb",
+    "__pycache__/modeling.cpython-312.pyc",
+    ".gitattributes",
+    ".cache/huggingface/download/model.safetensors.metadata",
+    "._model.safetensors",
+    ".fuse_hidden0000000100000001",
+)
+
+
+def claim(kind: Kind, *, listed: tuple[str, ...] = (), by_format: bool = False) -> Claim:
+    return Claim(
+        kind=kind,
+        listed=dict.fromkeys(listed),
+        by_format=by_format,
+        folders=("2_Dense",),
+        is_stored=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("model.safetensors", OURS),
+        ("model-00001-of-00002.safetensors", OURS),
+        ("model-000001-of-000002.safetensors", OURS),
+        ("model.safetensors.index.json", OURS),
+        ("adapter_model.safetensors", OURS),
+        ("adapter_config.json", OURS),
+        ("config.json", OURS),
+        ("generation_config.json", OURS),
+        ("tokenizer.json", OURS),
+        ("tokenizer.model", OURS),
+        ("merges.txt", OURS),
+        ("preprocessor_config.json", OURS),
+        ("additional_chat_templates/tool.jinja", OURS),
+        ("modules.json", OURS),
+        ("2_Dense/model.safetensors", OURS),
+        ("shardkit.json", OURS),
+        ("README.md", UNCHANGED),
+        ("LICENSE", UNCHANGED),
+        ("NOTICE.txt", UNCHANGED),
+        ("modeling_x.py", UNCHANGED),
+        ("tokenization_x.py", UNCHANGED),
+        ("2_Dense/README.md", UNCHANGED),
+        ("notes.txt", PERSONS),
+        ("2_Dense/notes.txt", PERSONS),
+        ("optimizer.pt", PERSONS),
+        ("pytorch_model.bin", PERSONS),
+        ("lora.safetensors", PERSONS),
+        ("logs/events.out", PERSONS),
+        ("eval_results.json", PERSONS),
+        (".git/HEAD", PERSONS),
+        (".cache/pip/x", PERSONS),
+        (".metadata", PERSONS),
+        *((name, NOBODYS) for name in LEFT_BEHIND),
+    ],
+)
+def test_of_a_hub_model_without_a_manifest(name: str, to: Whose) -> None:
+    assert whose(name, claim(Kind.HUB, by_format=True)) is to
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("config.json", OURS),
+        ("scheduler.pt", OURS),
+        ("args.yaml", UNCHANGED),
+        ("README.md", UNCHANGED),
+        ("tokenizer.json", PERSONS),
+        ("__9_0.distcp", PERSONS),
+        ("model.safetensors", PERSONS),
+        ("shardkit.json", OURS),
+        *((name, NOBODYS) for name in LEFT_BEHIND),
+    ],
+)
+def test_with_a_manifest_ours_is_what_it_lists(kind: Kind, name: str, to: Whose) -> None:
+    listed = ("config.json", "scheduler.pt", "args.yaml", "README.md")
+    assert whose(name, claim(kind, listed=listed)) is to
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        (".metadata", OURS),
+        ("__0_0.distcp", OURS),
+        ("__0_0.chunks.json", OURS),
+        ("data-0123456789abcdef/__0_0.distcp", OURS),
+        ("logs/__0_0.distcp", PERSONS),
+        ("tokenizer.json", PERSONS),
+        ("model.safetensors", PERSONS),
+    ],
+)
+def test_of_a_dcp_directory_without_a_manifest(name: str, to: Whose) -> None:
+    assert whose(name, claim(Kind.SHARDED, by_format=True)) is to
+
+
+def test_what_people_write() -> None:
+    texts = [
+        "README.md",
+        "readme.txt",
+        "LICENSE-MIT",
+        "run.sh",
+        "my.yaml",
+        "a/b.py",
+        "notes.txt",
+        "tokenization.py",
+    ]
+    assert [name for name in texts if not is_text(name)] == []
+    assert not any(map(is_text, ("vocab.txt", "merges.txt", "config.json", "latest", "chat_template.jinja")))
+
+
+def hub(path: Path, others: Mapping[str, str]) -> Path:
+    for name, text in {"model.safetensors": "w", "config.json": "{}", **others}.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(text)
+    return path
+
+
+def found(path: Path, made: Made | None) -> list[str]:
+    return find_foreign(str(path), Kind.HUB, made)
+
+
+def test_texts_are_ours_if_they_are_what_we_make_or_made(tmp_path: Path) -> None:
+    path = hub(
+        tmp_path, {"README.md": "by hand", "handler.py": "x", "LICENSE": "MIT", "modeling_a.py": "old"}
+    )
+    made = {
+        "README.md": [lambda: b"card"],
+        "LICENSE": [lambda: b"MIT"],
+        "modeling_a.py": [lambda: b"new", lambda: b"old"],
+    }
+    wrote = "it is not what shardkit wrote there"
+    assert found(path, made) == [f"README.md: {wrote}", f"handler.py: {wrote}"]
+    assert found(path, None) == []  # not known yet
+
+
+def test_whatever_else_lies_there_is_named(tmp_path: Path) -> None:
+    path = hub(
+        tmp_path / "out",
+        dict.fromkeys(LEFT_BEHIND, "") | {"notes.txt": "", "logs/a/1": "", ".cache/mine": ""},
+    )
+    (path / "empty").mkdir()
+    (path / "link").symlink_to(tmp_path)
+    assert found(path, {}) == ["empty/", "link/", "logs/", "notes.txt", ".cache/mine"]
+
+
+def test_without_weights_a_tokenizer_is_somebodys(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    assert found(tmp_path, {}) == ["tokenizer.json"]
+    assert find_foreign(str(tmp_path), Kind.HUB, {}, may_be_begun=True) == []
+
+
+def listing(path: Path, *, with_digests: bool) -> None:
+    """Write the manifest of a Hub model that lists all that lies there."""
+    files = [
+        manifest.describe_bytes(each.name, each.read_bytes(), digest=with_digests, sha256=False)
+        for each in path.iterdir()
+    ]
+    weights = [each for each in files if each.name == "model.safetensors"]
+    content = manifest.HubModel(
+        tool=manifest.TOOL,
+        layout="dcp",
+        writer="torch",
+        weights="model",
+        holds="model",
+        root="",
+        key_rules=(),
+        ties=(),
+        dtype="keep",
+        digest="crc32" if with_digests else "none",
+        tensors={},
+        files=tuple(weights),
+        others=tuple(each for each in files if each not in weights),
+    )
+    (path / manifest.NAME).write_bytes(manifest.dump(content))
+
+
+@pytest.mark.parametrize("with_digests", [True, False])
+def test_a_listed_text_is_ours_until_somebody_edits_it(tmp_path: Path, with_digests: bool) -> None:
+    path = hub(tmp_path, {"README.md": "card", "tokenizer.json": "{}"})
+    listing(path, with_digests=with_digests)
+    assert found(path, {}) == []
+    (path / "config.json").write_text(json.dumps({"edited": True}))
+    assert found(path, {}) == []
+    (path / "README.md").write_text("mine")
+    after = (path / manifest.NAME).stat().st_mtime_ns + 1
+    os.utime(path / "README.md", ns=(after, after))
+    assert found(path, {}) == ["README.md: it is not what shardkit wrote there"]
+    assert found(path, {"README.md": [lambda: b"mine"]}) == []
+
+
+def test_an_early_manifest_lists_weights_alone(tmp_path: Path) -> None:
+    path = hub(tmp_path, {"tokenizer.json": "{}"})
+    listing(path, with_digests=True)
+    content = json.loads((path / manifest.NAME).read_text())
+    del content["others"]
+    (path / manifest.NAME).write_bytes(manifest.sign(content))
+    assert found(path, {}) == []
+
+
+def test_a_manifest_of_another_kind_claims_nothing(tmp_path: Path) -> None:
+    path = hub(tmp_path, {})
+    listing(path, with_digests=True)
+    assert find_foreign(str(path), Kind.SHARDED, {}) == ["config.json", "model.safetensors"]
+
+
+def test_a_damaged_manifest_claims_nothing_and_is_ours(tmp_path: Path) -> None:
+    path = hub(tmp_path, {"notes.txt": "", "shardkit.json": "half of it"})
+    assert found(path, {}) == ["notes.txt"]
