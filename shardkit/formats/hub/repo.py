@@ -422,8 +422,19 @@ def check_push(repo_id: str) -> None:
         )
 
 
-def push(directory: str, repo_id: str, *, private: bool, branch: str | None) -> str:
-    """Upload a directory; return the address of the repo.
+class Pushed(NamedTuple):
+    """An upload."""
+
+    address: str
+    """Of the repo, or of its branch."""
+    kept: tuple[str, ...] = ()
+    """Files that were not uploaded, as the repo has its own."""
+
+
+def push(
+    directory: str, repo_id: str, *, private: bool, branch: str | None, by_people: Iterable[str] = ()
+) -> Pushed:
+    """Upload a directory.
 
     Files of the same name are replaced. Weights of an earlier upload in other files are removed. Everything else in the
     repo stays.
@@ -433,35 +444,40 @@ def push(directory: str, repo_id: str, *, private: bool, branch: str | None) -> 
         repo_id: created if it does not exist.
         private: whether a new repo is private.
         branch: created if it does not exist; None is the default one.
+        by_people: files that are not uploaded where the repo has some of their names: a card that somebody wrote there.
 
     Raises:
         ResourceError: the Hub refuses, or cannot be reached; the directory stays as it is.
     """
     from huggingface_hub import HfApi
 
-    api = HfApi()
+    api, kept = HfApi(), list[str]()
     try:
         url = str(api.create_repo(repo_id, private=private or None, exist_ok=True))
         if branch is not None:
             api.create_branch(repo_id, branch=branch, exist_ok=True)
+        kept = sorted({*by_people} & {*api.list_repo_files(repo_id, revision=branch)})
         api.upload_folder(
             repo_id=repo_id,
             folder_path=directory,
             revision=branch,
+            ignore_patterns=list(map(glob.escape, kept)),
             commit_message=f"Upload {os.path.basename(directory)} with shardkit",
             delete_patterns=list(_REPLACED),  # removes those that are not uploaded anew
         )
     except Exception as error:  # also whatever the HTTP client and the Xet client raise
-        raise _refused(error, directory, repo_id) from error
-    return url if branch is None else f"{url}/tree/{branch}"
+        raise _refused(error, directory, repo_id, kept) from error
+    return Pushed(url if branch is None else f"{url}/tree/{branch}", tuple(kept))
 
 
-def _refused(error: Exception, directory: str, repo_id: str) -> ResourceError:
+def _refused(error: Exception, directory: str, repo_id: str, kept: Iterable[str]) -> ResourceError:
     status = status_of(error)
     first = (str(error).strip().splitlines() or [""])[0]
     reason = f"{f'HTTP {status}' if status else type(error).__name__}: {escape(first)}"
     login = "check HF_TOKEN or log in with `hf auth login`, then " if status in (401, 403) else ""
+    but = "".join(f" --exclude {in_shell(name)}" for name in kept)
     return ResourceError(
         f"{escape(repo_id)}: the model cannot be uploaded: {reason}",
-        hint=f"it is complete in {escape(directory)}: {login}run `hf upload {escape(repo_id)} {in_shell(directory)}`",
+        hint=f"it is complete in {escape(directory)}: {login}"
+        f"run `hf upload {escape(repo_id)} {in_shell(directory)}{but}`",
     )

@@ -6,14 +6,14 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from shardkit.core.catalog import Unforeseen
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import MIB, count, escape, parse_size
+from shardkit.core.text import MIB, count, escape, listed, parse_size
 from shardkit.core.threads import OnStep, Progress, silent
 from shardkit.errors import IntegrityError, UsageError
 from shardkit.files import storage, stores
@@ -26,7 +26,7 @@ from shardkit.formats.hub.assets import is_weights
 from shardkit.formats.hub.base import Base, find_base, open_base
 from shardkit.formats.hub.safetensors import SafetensorsImage
 from shardkit.formats.hub.tokenizer import open_tokenizer
-from shardkit.formats.owned import HUB_INDEX, Kind
+from shardkit.formats.owned import HUB_INDEX, Kind, is_text
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.select import Naming
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as, parse_rules
@@ -302,13 +302,24 @@ class _Publishing:
         elif self.private or self.branch is not None:
             raise UsageError("--private and --branch belong to --push-to-hub, which is not given")
 
-    def push(self, directory: str) -> str | None:
-        """Upload a directory where a repo is named; return the repo's address."""
+    def push(self, directory: str, names: Iterable[str]) -> tuple[str | None, list[str]]:
+        """Upload a directory where a repo is named; return the repo's address, and notes.
+
+        Args:
+            directory: the finished output.
+            names: of its files beside the weights.
+        """
         if self.repo_id is None:
-            return None
+            return None, []
         from shardkit.formats.hub.repo import push
 
-        return push(directory, self.repo_id, private=self.private, branch=self.branch)
+        texts = filter(is_text, names)
+        pushed = push(directory, self.repo_id, private=self.private, branch=self.branch, by_people=texts)
+        if not pushed.kept:
+            return pushed.address, []
+        return pushed.address, [
+            f"{escape(self.repo_id)} keeps its own {listed(pushed.kept)}; ours stayed in {escape(directory)}"
+        ]
 
 
 def _consolidate(
@@ -361,17 +372,17 @@ def _consolidate(
         )
         writer.write(job, describe, needed_bytes=job.needed_bytes)
         settled = asked.settle() if writer.has_committed or writer.writing.dry_run else job
-    address = None
+    address, kept = None, list[str]()
     if writer.has_committed:
         if sidecar is not None:
             write_sidecar(sidecar, written[-1], overwrite=writer.writing.overwrite)
-        address = publishing.push(path)
+        address, kept = publishing.push(path, [asset.name for asset in job.assets])
     return _result(
         settled,
         resolved,
         writer.facts((*resolved.warnings, *settled.warnings)),
         given=request.checkpoint,
-        notes=(*resolved.notes, *job.notes, *said, *settled.notes[len(job.notes) :]),
+        notes=(*resolved.notes, *job.notes, *said, *settled.notes[len(job.notes) :], *kept),
         checked=request.check and opened.check is not None,
         pushed_to=address,
     )

@@ -178,6 +178,28 @@ def test_weights_of_an_earlier_upload_go(server, checkpoint, consolidate, tmp_pa
     assert not {"private", "visibility"} & server.created[0].keys()
 
 
+def test_what_people_wrote_in_the_repo_stays(server, checkpoint, consolidate, tmp_path):
+    for name in ("README.md", "LICENSE", "modeling_tiny.py"):
+        (tmp_path / "base" / name).write_text("of the base")
+    there = [
+        "README.md",
+        "LICENSE",
+        "handler.py",
+        "assets/plot.png",
+        "tokenizer.json",
+        "config.json",
+        ".gitattributes",
+    ]
+    server.repo["main"] = dict.fromkeys(there, b"theirs")
+    result = consolidate(base=str(tmp_path / "base"), push_to_hub="me/old")
+    (note,) = [note for note in result["notes"] if "keeps its own" in note]
+    assert note.startswith("me/old keeps its own LICENSE, README.md;")
+    written = {path.name: path.read_bytes() for path in Path(result["output"]).iterdir()}
+    assert written["README.md"] == b"of the base"
+    kept = {name: b"theirs" for name in there if name not in ("tokenizer.json", "config.json")}
+    assert server.repo["main"] == {**written, **kept}
+
+
 def test_what_fails_its_checks_is_never_uploaded(server, checkpoint, consolidate, tmp_path):
     error = consolidate(push_to_hub="me/model", damaged=True)
     assert error["message"] == "damaged"
