@@ -65,6 +65,7 @@ TOPICS = {
     "operations/consolidate/gaps": "what from_pretrained would make up",
     "operations/consolidate/memory": "peak memory, by the kernel",
     "operations/consolidate/modules": "weights beside the model's own, through every verb",
+    "operations/consolidate/part_of_base": "what was not trained, from the base",
     "operations/consolidate/trainers": "from each trainer's run directory",
     "operations/manifest/written": "the manifests that other verbs write",
     "operations/opened_once": "every verb parses a source once",

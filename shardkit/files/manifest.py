@@ -352,6 +352,7 @@ class SavedState:
     units: tuple[Unit, ...]
     """Modules that `fully_shard` was called on."""
     ties: tuple[tuple[str, ...], ...]
+    """Groups of names that share records; first the name in the Hub's files, where that is known."""
     key_rules: tuple[tuple[str, str], ...] | None = None
     """Rules that turn the model's names into the Hub's: a prefix and its replacement. None if that is not known."""
     derived: tuple[Derived, ...] | None = None

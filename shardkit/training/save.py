@@ -263,7 +263,7 @@ def _describe(
         world_size=dist.get_world_size(group) if dist.is_initialized() else 1,
         meshes=tuple(sorted({unit.mesh for unit in found.units if unit.mesh})),
         units=tuple(manifest.Unit(path=unit.path, class_name=unit.class_name) for unit in found.units),
-        ties=tuple(map(tuple, ties.values())),
+        ties=tuple(tuple(sorted(group, key=lambda name: name not in form.tied)) for group in ties.values()),
         key_rules=form.key_rules,
         derived=tuple(manifest.Derived(name=fqn, made_of=made) for fqn, made in form.derived.items()) or None,
         vocab_size=_vocab_size(model),

@@ -26,7 +26,7 @@ from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_as
 from shardkit.formats.hub.directory import open_model, read_config
 from shardkit.formats.hub.files import select_weights
 from shardkit.formats.hub.repo import fetch_files, named_repo, open_headers
-from shardkit.keys.expressions import Expression, from_json
+from shardkit.keys.expressions import Expression, from_json, leaves
 from shardkit.keys.renaming import KeyRule, find_rules
 from shardkit.osft.plan import weight_of
 from shardkit.transfer.sources import same_bytes
@@ -188,6 +188,36 @@ def recorded_file_names(checkpoint: Checkpoint) -> dict[str, str]:
     found = _manifest_of(checkpoint)
     tensors = found.tensors if isinstance(found, manifest.Presharded) else {}
     return {fqn: tensor.source.name for fqn, tensor in tensors.items()}
+
+
+class RecordedNames(NamedTuple):
+    """What a checkpoint's manifest says of names beyond the rules."""
+
+    ties: tuple[tuple[str, ...], ...] = ()
+    """Groups of stored names that are one tensor, the Hub's first."""
+    names: frozenset[str] | None = None
+    """All names of the files that it was pre-sharded from; None if that is not known."""
+    omitted: tuple[tuple[str, str], ...] = ()
+    """(name, reason) of those of them that preshard left out."""
+
+
+def recorded_names(checkpoint: Checkpoint) -> RecordedNames:
+    """Return what a checkpoint's manifest says of ties, and of the files that its weights came from.
+
+    Raises:
+        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+    """
+    found = _manifest_of(checkpoint)
+    if isinstance(found, manifest.SavedState):
+        return RecordedNames(tuple(tuple(f"{SAVED_ROOT}.{fqn}" for fqn in group) for group in found.ties))
+    if not isinstance(found, manifest.Presharded):
+        return RecordedNames()
+    omitted = tuple((each.name, each.reason) for each in found.omitted)
+    if found.hub_names is not None or found.key_rules:
+        return RecordedNames(found.ties, omitted=omitted)
+    parts = (leaf.name for made in read_derived(found).values() for leaf in leaves(made))
+    names = {*(tensor.source.name for tensor in found.tensors.values()), *parts, *dict(omitted)}
+    return RecordedNames(found.ties, frozenset(names), omitted)
 
 
 def recorded_root(checkpoint: Checkpoint) -> str:

@@ -26,10 +26,12 @@ from shardkit.formats.hub.base import (
     SAVED_ROOT,
     Base,
     BaseTensor,
+    RecordedNames,
     files_of,
     holds_equal,
     holds_hub_names,
     hub_key_rules,
+    recorded_names,
     recorded_root,
     saved_derived,
     saved_key_rules,
@@ -43,7 +45,7 @@ from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
 from shardkit.keys.rule_sets import Padding, bind_in_form, choose_shipped, foreign_type
 from shardkit.keys.rules import Binding, RuleSet
 from shardkit.keys.select import Naming, Selection, select_model
-from shardkit.keys.ties import may_be_untied, ties_embeddings
+from shardkit.keys.ties import is_output, may_be_untied, ties_embeddings
 from shardkit.layout.traced import (
     Answer,
     HubForm,
@@ -709,20 +711,21 @@ def _fit(
             raise UsageError("--fill-from-base is about a model, and the checkpoint holds an adapter")
         return chosen, _NO_TIES, Fit(), ()
     asked, renamed, base = sieve.asked, tuple[KeyRule, ...](), vocabulary.base
+    recorded = RecordedNames() if base_shapes(base) is not None else recorded_names(checkpoint)
     if asked is None:
         chosen = sieve.sift(chosen, selection)
-        ties, shapes, groups = _ties(chosen, base, None)
+        ties, shapes, groups = _ties(chosen, base, None, recorded)
         if base is not None and _may_ask(shapes, base, groups):
             asked = ask(base)
     if base is not None and base.tensors is not None and asked is not None:
         chosen, renamed = _fit_class(chosen, selection, base, options, asked)
         if sieve.asked is not None:
             chosen = sieve.sift(chosen, selection)
-        ties, shapes, groups = _ties(chosen, base, asked)
+        ties, shapes, groups = _ties(chosen, base, asked, recorded)
     if base is not None and _may_be_part(shapes, base, options):
         named = _name_part(chosen.names, chosen.catalog, *_wholes(base_shapes(base) or {}, {}, options))
         chosen, renamed = replace(chosen, names=named.names), (*renamed, *named.rules)
-        ties, shapes, groups = _ties(chosen, base, asked)
+        ties, shapes, groups = _ties(chosen, base, asked, recorded)
     fit = check_fit(
         shapes,
         base,
@@ -737,7 +740,18 @@ def _fit(
         rows=vocabulary.changed,
         hint=vocabulary.hint,
     )
+    if recorded.omitted and options.naming.weights == "model" and not options.naming.chooses_part:
+        fit = replace(fit, notes=(*fit.notes, *_omitted_notes(dict(recorded.omitted), chosen.names.values())))
     return _carry(chosen, base, fit.carried), ties, fit, renamed
+
+
+def _omitted_notes(omitted: Iterable[str], names: Collection[str]) -> Iterator[str]:
+    """Yield a note about tensors that preshard left out, if the output lacks them."""
+    if gone := [name for name in omitted if name not in names]:
+        yield (
+            f"not in the output, because preshard left {count(len(gone), 'tensor')} of its source out: {listed(gone)}; "
+            "--base MODEL takes them from there"
+        )
 
 
 def _fit_class(
@@ -813,25 +827,29 @@ def _name_part(names: Mapping[str, str], catalog: Catalog, *wholes: Mapping[str,
 
 
 def _ties(
-    chosen: Chosen, base: Base | None, asked: ModelNames | None
+    chosen: Chosen,
+    base: Base | None,
+    asked: ModelNames | None,
+    recorded: RecordedNames,
 ) -> tuple[Ties, dict[str, Shape], list[tuple[str, ...]]]:
     """Decide on ties.
 
     Args:
         base: None is no base.
         asked: what the base's class says; None if it was not asked.
+        recorded: what the checkpoint's manifest says, where no base's weights do.
 
     Returns:
         The ties, the shapes of what is left by name in the output, and groups of names that mean one tensor.
     """
     declared = ties_embeddings(base.config) if base else None
     base_tensors = base.tensors if base else None
-    known = asked.ties if asked else ()
+    known = [*(asked.ties if asked else ()), *_recorded_ties(chosen, recorded, declared)]
     ties = resolve_ties(
         chosen.catalog,
         chosen.names,
         declared=declared,
-        base_names=base_tensors,
+        base_names=base_tensors if base_tensors is not None else _recorded_all(chosen, recorded),
         known=known,
         equal_in_base=partial(holds_equal, base) if base else lambda _one, _other: False,
     )
@@ -842,6 +860,24 @@ def _ties(
     }
     both = {**dict.fromkeys(shapes), **(base_tensors or {})}
     return ties, shapes, [*tie_groups(ties, both, declared=declared), *known]
+
+
+def _recorded_ties(
+    chosen: Chosen, recorded: RecordedNames, declared: bool | None
+) -> Iterator[tuple[str, ...]]:
+    """Yield the recorded groups under the names that are written, without an output that the config does not tie."""
+    for group in recorded.ties:
+        names = [chosen.names[stored] for stored in group if stored in chosen.names]
+        kept = [name for name in names if declared is not False or not is_output(name)]
+        if len(kept) > 1:
+            yield tuple(kept)
+
+
+def _recorded_all(chosen: Chosen, recorded: RecordedNames) -> frozenset[str] | None:
+    """Return the recorded names of the Hub's files, if they are those of all that is written, further names aside."""
+    further = {stored for _, *others in recorded.ties for stored in others}
+    names = {name for stored, name in chosen.names.items() if stored not in further}
+    return recorded.names if recorded.names is not None and names <= recorded.names else None
 
 
 def _carry(chosen: Chosen, base: Base | None, names: Sequence[str]) -> Chosen:
@@ -927,10 +963,12 @@ def _select(
     if checkpoint.hub is not None and not catalog.tensors:  # even a file without tensors is a model
         return Selection(names={}, root="", stripped=(), skipped=(), candidates=())
     rules = saved_key_rules(checkpoint) if naming.weights == "model" else None
-    root = SAVED_ROOT
+    root: str | None = SAVED_ROOT
     if rules is None and (of_source := hub_key_rules(checkpoint)):
         rules, root = of_source, recorded_root(checkpoint).rstrip(".")
-    if rules is not None and naming.root is None and not naming.strip_prefix:
+    elif rules is None and naming.weights == "model" and holds_hub_names(checkpoint):
+        rules, root = (), None  # they are the Hub's, wherever the model begins
+    if rules is not None and root is not None and naming.root is None and not naming.strip_prefix:
         naming = replace(naming, root=root)
     return select_model(
         catalog.tensors,

@@ -42,9 +42,11 @@ from shardkit.formats.dcp.images import DcpImages, JoinedImages
 from shardkit.formats.dequantize import take_plain
 from shardkit.formats.hub.assets import list_assets
 from shardkit.formats.hub.base import (
+    RecordedNames,
     find_config,
     holds_hub_names,
     recorded_file_names,
+    recorded_names,
     recorded_osft,
     recorded_root,
     recorded_tokens,
@@ -105,6 +107,8 @@ class Part:
     """Names in the files that `preshard` read, as it recorded them; carried over too."""
     root: str = ""
     """What stands before the model's own names, as `preshard` recorded it; carried over too."""
+    recorded: RecordedNames = field(default_factory=RecordedNames)
+    """What was recorded of tied tensors, and of what preshard left out; carried over too."""
     osft: manifest.Osft | None = None
     """How weights became factors, as `preshard` recorded it; carried over too."""
     vocab_size: int | None = None
@@ -179,7 +183,7 @@ def _take_apart(taken: Taken, *, no_optimizer: bool, check_source: bool) -> Part
     rules, derived = saved_key_rules(checkpoint) or (), saved_derived(checkpoint)
     parts = tuple(_open_part(folder, each, no_optimizer=no_optimizer) for folder, each in opened.items())
     root, names = recorded_root(checkpoint), recorded_file_names(checkpoint)
-    osft = recorded_osft(checkpoint)
+    osft, recorded = recorded_osft(checkpoint), recorded_names(checkpoint)
     home = os.path.relpath(checkpoint.catalog.directory, path) if root else os.curdir  # a trainer's folder
     parts = tuple(
         replace(
@@ -189,6 +193,7 @@ def _take_apart(taken: Taken, *, no_optimizer: bool, check_source: bool) -> Part
             derived={root + name: made for name, made in derived.items()},
             file_names=names,
             root=root,
+            recorded=recorded,
             osft=osft,
             vocab_size=recorded_tokens(checkpoint),
         )
@@ -542,13 +547,13 @@ def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, dig
 
 
 def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: str) -> PartJob:
-    aliases = _aliases(part.catalog, part.objects)
+    aliases = _aliases(part.catalog, part.objects, {group[0] for group in part.recorded.ties if group})
     repeated = {name for others in aliases.values() for name in others}
     kept = [name for name in part.catalog.tensors if name not in repeated]
     objects = frozenset(part.objects)
     entries = part.catalog.tensors
     optimizer = optimizer_state((entries[name] for name in kept if name not in objects), objects, part.folder)
-    layout = _layout(part, kept, mesh)
+    layout = replace(_layout(part, kept, mesh), omitted=part.recorded.omitted)
 
     def dtype_of(name: str) -> DType:
         entry, is_optimizer = entries[name], name in optimizer
@@ -597,8 +602,16 @@ def _no_phase(fqn: str) -> None:
     """Return None: rows come from many files, so their blocks cannot be shared with a source file."""
 
 
-def _aliases(catalog: Catalog, objects: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return, by the first of them, the names that point at the same bytes: shardkit stores tied parameters so."""
+def _aliases(
+    catalog: Catalog, objects: Iterable[str], recorded: Collection[str]
+) -> dict[str, tuple[str, ...]]:
+    """Return, by the first of them, the names that point at the same bytes: shardkit stores tied parameters so.
+
+    Args:
+        catalog: has their chunks.
+        objects: names of byte entries.
+        recorded: names that come first, as a manifest says: those of the Hub's files.
+    """
     table, left_out = catalog.chunks, frozenset(objects)
     alike: dict[object, list[str]] = {}  # a million chunks are not compared one by one
     for name, entry in catalog.tensors.items():
@@ -611,7 +624,7 @@ def _aliases(catalog: Catalog, objects: Iterable[str]) -> dict[str, tuple[str, .
     found: dict[str, tuple[str, ...]] = {}
     for names in alike.values():
         first: dict[object, str] = {}
-        for name in names if len(names) > 1 else ():
+        for name in sorted(names, key=lambda name: name not in recorded) if len(names) > 1 else ():
             ids = catalog.tensors[name].chunk_ids
             rows = slice(ids.start, ids.stop)
             places = frozenset(zip(table.file[rows], table.start[rows], table.regions(ids), strict=True))

@@ -122,6 +122,8 @@ class Weights:
     """What a person should be told."""
     key_rules: KeyRules | None = None
     """They turn the model's names into the Hub's; None if the source does not have the Hub's names."""
+    tied: tuple[str, ...] = ()
+    """Of the names of tied tensors, those that the Hub's files have."""
     hub_made: Mapping[str, Expression] = field(default_factory=dict)
     """FQN -> what it is made of in the Hub's files, where that is another form."""
     open_chunks: Callable[[Mapping[str, Sequence[Region]]], Catalog] | None = None

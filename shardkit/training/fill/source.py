@@ -25,7 +25,7 @@ from shardkit.files.home import path_in
 from shardkit.formats.contract import Checkpoint, HubModel
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dequantize import take_plain, why_scaled
-from shardkit.formats.hub.base import saved_derived, saved_key_rules
+from shardkit.formats.hub.base import recorded_names, saved_derived, saved_key_rules
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.recorded import add_checksums
 from shardkit.keys.check import refuse_factors
@@ -208,6 +208,10 @@ class _Stored:
     """config.json, where there is one."""
     may_have_own_names: bool = False
     """The names may be the model's own. Then the Hub's are known only if they differ from these."""
+    has_hub_names: bool = False
+    """They are the Hub's nevertheless, if they do not differ."""
+    further_names: frozenset[str] = frozenset()
+    """Stored names of tied tensors that the Hub's files have under another name."""
     quantised: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -277,6 +281,7 @@ def find_weights(
         quantised=stored.quantised or why_scales(found.unused) or _why_scaled(source, found.unused),
         notes=(*stored.notes, *_match_notes(found)),
         key_rules=_key_rules(stored, found.names),
+        tied=tuple(fqn for fqn in _tied(ties, found.names) if found.names[fqn] not in stored.further_names),
         hub_made=_hub_made(source, stored, found.converted),
         open_chunks=source.presharded.open_chunks if source.presharded is not None else None,
     )
@@ -384,7 +389,11 @@ def _key_rules(stored: _Stored, names: Mapping[str, str]) -> KeyRules | None:
     if hub is None:
         return None
     rules = key_rules({fqn: hub[name] for fqn, name in names.items()})
-    return rules if rules or not stored.may_have_own_names else None
+    return rules if rules or stored.has_hub_names or not stored.may_have_own_names else None
+
+
+def _tied(ties: Iterable[Collection[str]], names: Mapping[str, str]) -> list[str]:
+    return [fqn for group in ties for fqn in group if fqn in names]
 
 
 def _stored(source: Source, wanted: list[str]) -> _Stored:
@@ -407,6 +416,8 @@ def _of_records(source: Source, wanted: list[str]) -> _Stored:
         hub_names=_renamed(names, (presharded.key_rules if presharded is not None else None) or ()),
         derived=presharded.derived if presharded is not None else {},
         may_have_own_names=True,  # `reshard` writes what preshard does, under a model's names
+        has_hub_names=presharded is not None and presharded.has_hub_names,
+        further_names=frozenset(presharded.ties if presharded is not None else ()),
         select=partial(subset, catalog),
         identity=lambda _: source.path if presharded is None else presharded.digest,
         notes=(*catalog.notes, *notes) if presharded is None else (),
@@ -435,6 +446,7 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) ->
         names=names,
         hub_names=None if rules is None else _renamed(names, rules),
         derived=saved_derived(checkpoint),
+        further_names=frozenset(name for _, *others in recorded_names(checkpoint).ties for name in others),
         select=partial(_selected, checkpoint),
         identity=lambda catalog: [_file_digest(checkpoint.catalog.directory), _rows(catalog)],
         config=config,
@@ -559,13 +571,15 @@ class HubForm(NamedTuple):
     """They turn the model's names into the Hub's; None if that is not known."""
     derived: Mapping[str, Any]
     """FQN -> what it is made of, as plain data, where the Hub's files have another form."""
+    tied: Sequence[str] = ()
+    """Of the names of tied tensors, those that the Hub's files have."""
 
 
 def remember(model: nn.Module, weights: Weights | None) -> None:
     """Keep with a model what its source told about names, for `save`; change nothing if it told nothing."""
     if weights is not None and (weights.key_rules is not None or weights.hub_made):
         derived = {fqn: to_json(made) for fqn, made in weights.hub_made.items()}
-        setattr(model, _ATTRIBUTE, HubForm(weights.key_rules, derived))
+        setattr(model, _ATTRIBUTE, HubForm(weights.key_rules, derived, weights.tied))
 
 
 def recall(model: nn.Module) -> HubForm | None:

@@ -18,6 +18,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+import shardkit
 from shardkit.cli import main
 from shardkit.layout import traced
 from shardkit.layout.traced import Question
@@ -124,6 +125,24 @@ def test_the_language_model_of_a_vision_model(tmp_path: Path, fast_trace: None) 
     assert not [
         name for name in found if not torch.equal(found[name], stored[name] * (3 if name in ours else 1))
     ]
+
+
+def test_what_preshard_left_out_is_named_again(tmp_path: Path, fast_trace: None) -> None:
+    """And the names below `model.language_model.` are the Hub's: the manifest has them."""
+    base = tmp_path / "base"
+    qwen3_5().save_pretrained(base)
+    stored = load_file(base / "model.safetensors") | {"mtp.norm.weight": torch.ones(16)}
+    save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
+    assert dict(shardkit.preshard(base, tmp_path / "pre", world_size=2).omitted).keys() == {"mtp.norm.weight"}
+    shardkit.reshard(tmp_path / "pre", tmp_path / "three", world_size=3)
+    left = "not in the output, because preshard left 1 tensor of its source out: mtp.norm.weight; --base MODEL takes"
+    for name in ("pre", "three"):
+        result = consolidate(tmp_path / name, tmp_path / f"{name}-hf", ask_class=False)
+        assert (result.num_tensors, result.warnings) == (len(stored) - 1, ())
+        assert [note for note in result.notes if note.startswith(left)]
+    result = consolidate(tmp_path / "pre", tmp_path / "whole", base=base)
+    assert result.from_base == ("mtp.norm.weight",)
+    assert not [note for note in result.notes if "preshard left" in note]
 
 
 def nothing(name: str) -> bool:
