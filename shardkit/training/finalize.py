@@ -39,6 +39,7 @@ from shardkit.training.fill.reading import (
     say_checked,
 )
 from shardkit.training.fill.source import Source, find_weights, has_factors, open_source, remember
+from shardkit.training.model.between import check_hidden, check_new_ties, release, say_put_back
 from shardkit.training.model.buffers import (
     compute_buffers,
     equalise_buffers,
@@ -116,12 +117,15 @@ def finalize(
         options = ReadOptions(strategy=strategy, source_rank=source_rank, check_source=check_source)
         reshard(model)
         place = _device(model, device)
+        say_put_back(model, ctx)
         restore_buffers(model, ctx.buffers, place)
         retie(model, ctx.ties)
+        check_hidden(model, ctx)
         materialise(model, place)
         for each in (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
             rebind_optimizer(model, each)
         shards = with_ties(local_shards(model), ctx.ties)
+    check_new_ties((shard.names for shard in shards), ctx)
     filled = Filled()
     if ctx.source is not None:
         supply = supply_of(ctx)
@@ -181,6 +185,7 @@ def load_into(
         if any(buffer.tensor.is_meta for buffer in buffer_places(model)):
             compute_buffers(model, None)
         restore_buffers(model, memory_for_buffers(model, place), place)
+        release(model)
         materialise(model, place)
         shards = local_shards(model)
     supply = _open(model, source, keys, dequantize=dequantize)
@@ -460,9 +465,11 @@ def fill_initialised(shards: Sequence[LocalShard], ctx: ModelInitializationConte
         for fqn, whole in initialise(ctx, ctx.initialised):
             if fqn in by_name:  # otherwise the proof says so
                 _put(by_name[fqn], whole, 0, filled)
-    for fqn, rows in ctx.grown.items():
-        if fqn not in ctx.initialised and fqn in by_name:
-            _put(by_name[fqn], new_rows(ctx, fqn), rows, filled)
+    # Two that were tied after prepare have grown alike: the first one's new rows are theirs.
+    grown = {id(by_name[fqn]): fqn for fqn in reversed(ctx.grown) if fqn in by_name}
+    for fqn in reversed(grown.values()):
+        if fqn not in ctx.initialised:
+            _put(by_name[fqn], new_rows(ctx, fqn), ctx.grown[fqn], filled)
 
 
 def _put(shard: LocalShard, values: torch.Tensor, first_row: int, filled: Filled) -> None:

@@ -25,10 +25,11 @@ from shardkit.errors import IntegrityError, LayoutError, UsageError
 from shardkit.training.fill.reading import Filled, ReadOptions, Strategy
 from shardkit.training.fill.source import remember
 from shardkit.training.finalize import choose_sources, fill, fill_initialised, prove_filled, supply_of
+from shardkit.training.model.between import check_hidden, check_new_ties, say_put_back
 from shardkit.training.model.buffers import equalise_buffers, memory_for_buffers, restore_buffers, retie
 from shardkit.training.model.fit import ModelInitializationContext
 from shardkit.training.ranks.agree import agreed, device_for
-from shardkit.training.ranks.local import LocalShard, Replicas, allocate, full_name
+from shardkit.training.ranks.local import LocalShard, Replicas, allocate, describe, full_name
 
 # accelerate 1.15, utils/dataclasses.py: if either is on, accelerate replaces param_init_fn by a function that
 # leaves memory as it is, and rank 0 sends that to all.
@@ -108,7 +109,6 @@ class UnitFiller:
         self._sources: list[int] | None = None
         default = device_for() if dist.is_initialized() else torch.device("cpu")
         self._device = default if device is None else torch.device(device)
-        self._supply = supply_of(ctx)
         self._has_begun = False
         self._left = {fqn for fqn, tensor in ctx.expected.items() if tensor.persistent}
         self._groups = {name: tuple(group) for group in ctx.ties for name in group}
@@ -125,6 +125,8 @@ class UnitFiller:
         """
         if not any(parameter.is_meta for part in _unit(module) for parameter in part.parameters(False)):
             return module
+        if not self._has_begun:
+            self._compare_ties()
         with agreed("looking at an FSDP1 unit"):
             self._begin()
             shards = self._shards(list(_unit(module)))
@@ -133,13 +135,21 @@ class UnitFiller:
             self._locate()
             self._has_begun = True
         self._fill(shards)
-        self._left.difference_update(shard.fqn for shard in shards)
+        self._left.difference_update(name for shard in shards for name in shard.names)
         if not self._left:
             self._end()
         return module
 
+    def _compare_ties(self) -> None:
+        _, groups = describe(self._ctx.model)
+        check_new_ties(groups, self._ctx)
+        self._groups.update({name: group for group in groups for name in group})
+        self._supply = supply_of(self._ctx)
+
     def _begin(self) -> None:
         if not self._has_begun:
+            say_put_back(self._ctx.model, self._ctx)
+            check_hidden(self._ctx.model, self._ctx)
             unread = memory_for_buffers(self._ctx.model, self._device)
             restore_buffers(self._ctx.model, {**unread, **self._ctx.buffers}, self._device)
             retie(self._ctx.model, self._ctx.ties)
@@ -182,7 +192,7 @@ class UnitFiller:
         )
         split = [
             listed(group)
-            for group in self._ctx.ties
+            for group in dict.fromkeys(self._groups.values())
             if not inside.isdisjoint(group) and not inside >= set(group)
         ]
         LayoutError.raise_for(

@@ -37,6 +37,7 @@ from shardkit.training.fill.source import (
     has_factors,
     open_source,
 )
+from shardkit.training.model.between import note_prepared
 from shardkit.training.model.buffers import InitBuffers
 from shardkit.training.model.build import MULTIPLE, BuildModel, align_vocab, build_model, find_config
 from shardkit.training.model.factors import (
@@ -55,6 +56,7 @@ from shardkit.training.model.fit import (
     check_untied,
     diverged_ties,
 )
+from shardkit.training.model.hidden import find_hidden
 from shardkit.training.model.initialise import not_repeated
 from shardkit.training.ranks.agree import agreed, gather_json, world
 from shardkit.training.ranks.listings import share_listings
@@ -94,6 +96,8 @@ class _Plain:
     """FQN -> rows before the vocabulary was aligned."""
     writes: Mapping[str, int]
     """FQN -> how often each parameter was written while the model was built."""
+    moved: list[nn.Parameter] | None
+    """Every parameter that a module got while the model was built; None if it was given."""
     retied: tuple[BrokenTie, ...]
     """Parameters that were several in the given model and are now one, as its class says."""
     factoring: Factoring = field(default_factory=Factoring)
@@ -241,7 +245,7 @@ def prepare(
     if world()[0] == 0:
         for note in notes:
             _log.info("prepare: %s", note)
-    return ModelInitializationContext(
+    ctx = ModelInitializationContext(
         model=plain.model,
         source=given,
         weights=found.weights,
@@ -256,6 +260,8 @@ def prepare(
         buffers=buffers,
         notes=notes,
     )
+    note_prepared(ctx, find_hidden(plain.model, plain.moved))
+    return ctx
 
 
 def _look(model: str | None, asked: _Asked) -> None:
@@ -347,7 +353,8 @@ def _stored_targets(plain: _Plain, asked: _Asked) -> tuple[Target, ...] | None:
 def _build(
     what: BuildModel, *, tokenizer: Sized | int | None, align: bool | int | None, **options: Any
 ) -> _Plain:
-    model = build_model(what, **options)
+    moved = None if isinstance(what, nn.Module) else list[nn.Parameter]()
+    model = build_model(what, moved=moved, **options)
     retied = tuple(tie(model))
     if align and tokenizer is None:
         raise UsageError("align_vocab is given without a tokenizer", hint="give tokenizer= too")
@@ -358,7 +365,9 @@ def _build(
     tied = {name for group in ties for name in group}  # written by each of their modules
     named = ((clean_name(name), param) for name, param in model.named_parameters())
     writes = {fqn: times_written(param) for fqn, param in named if fqn not in tied}
-    return _Plain(model=model, expected=expected, ties=ties, grown=grown, writes=writes, retied=retied)
+    return _Plain(
+        model=model, expected=expected, ties=ties, grown=grown, writes=writes, moved=moved, retied=retied
+    )
 
 
 def _open_together(plain: _Plain, asked: _Asked) -> _Source:

@@ -50,6 +50,7 @@ from shardkit.layout.units import (
 )
 from shardkit.layout.wrap_policy import Wording, list_candidates, parse_policy
 from shardkit.osft.modules import osft_modules, placement_fn
+from shardkit.training.model.between import keep_changes
 from shardkit.training.ranks.local import buffer_places, local_tensor
 
 Policy = str | type[nn.Module] | Iterable[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
@@ -177,6 +178,7 @@ def wrap(
     """
     _check_plain(model)
     _check_factors(model, mesh, expert_mesh)
+    keep_changes(model)
     meshes = _meshes(model, mesh, expert_mesh)
     if meshes.data is None and cpu_offload:
         raise UsageError(

@@ -40,6 +40,7 @@ from shardkit.layout.classes import (
 from shardkit.layout.layout import CannotBuildError
 from shardkit.operations.resolve import adapter_file, stands_for
 from shardkit.training.model.buffers import InitBuffers, compute_buffers
+from shardkit.training.model.hidden import has_hidden
 from shardkit.training.ranks.local import buffer_places, places
 
 MULTIPLE = 8  # rows of embeddings; tensor cores want it, and ranks up to 8 get shards of one size
@@ -174,6 +175,7 @@ def build_model(
     trust_remote_code: bool = False,
     dequantize: bool = False,
     seed: int = 0,
+    moved: list[nn.Parameter] | None = None,
 ) -> nn.Module:
     """Build a model whose parameters are on meta and whose buffers are on the CPU, computed.
 
@@ -189,6 +191,7 @@ def build_model(
         trust_remote_code: the model's own code, in the directory or repo, may run.
         dequantize: a config may say that its weights are quantised; the model has plain ones.
         seed: of buffers that are random. Building does not change the random numbers that others draw.
+        moved: is extended by every parameter that a module got while the model was built.
 
     Returns:
         The model. Persistent buffers that nothing computes are left on meta: the source may have them.
@@ -198,7 +201,7 @@ def build_model(
             has memory already.
         LayoutError: the model cannot be built, nothing computes some buffers, or parameters have no shape.
     """
-    wanted = parse_dtype(dtype)
+    wanted, moved = parse_dtype(dtype), [] if moved is None else moved
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if isinstance(what, nn.Module):
@@ -209,12 +212,13 @@ def build_model(
                 directory,
                 wanted,
                 init_buffers,
+                moved,
                 trust_remote_code=trust_remote_code,
                 dequantize=dequantize,
             )
             wanted = wanted or _own_dtype(model)
         elif callable(what):
-            model = _call(what)
+            model = _call(what, moved)
         else:
             raise UsageError(
                 f"build_model is a {type(what).__name__}",
@@ -254,19 +258,32 @@ def _is_convertible(dtype: torch.dtype) -> bool:
 
 
 @contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Move every parameter that a module gets to meta while this is active; the object stays the same."""
-    original = nn.Module.register_parameter
+def parameters_on_meta(moved: list[nn.Parameter]) -> Iterator[None]:
+    """Move every parameter that a module gets to meta while this is active; the object stays the same.
+
+    Args:
+        moved: is extended by these parameters, and by their deep copies, which modules get in another way.
+    """
+    register, copied = nn.Module.register_parameter, nn.Parameter.__deepcopy__
     replaced = WeakIdKeyDictionary()
 
-    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        original(self, name, param if param is None else _to_meta(param, replaced))
+    def note(param: nn.Parameter) -> nn.Parameter:
+        moved.append(param)
+        return param
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param if param is None else note(_to_meta(param, replaced)))
+
+    def deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        return note(copied(self, memo))  # type: ignore[no-untyped-call]
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Parameter.__deepcopy__ = copied  # type: ignore[method-assign]
 
 
 def _to_meta(param: nn.Parameter, replaced: WeakIdKeyDictionary) -> nn.Parameter:
@@ -289,8 +306,8 @@ def _to_meta(param: nn.Parameter, replaced: WeakIdKeyDictionary) -> nn.Parameter
     return param
 
 
-def _call(build: Callable[[], nn.Module]) -> nn.Module:
-    with parameters_on_meta():
+def _call(build: Callable[[], nn.Module], moved: list[nn.Parameter]) -> nn.Module:
+    with parameters_on_meta(moved):
         model = build()
     if not isinstance(model, nn.Module):
         raise UsageError(f"build_model returned a {type(model).__name__}, not a torch.nn.Module")
@@ -363,6 +380,7 @@ def _from_config(
     directory: str,
     dtype: torch.dtype | None,
     init_buffers: InitBuffers | None,
+    moved: list[nn.Parameter],
     *,
     trust_remote_code: bool,
     dequantize: bool,
@@ -391,10 +409,11 @@ def _from_config(
                 model = model_class._from_config(copy.deepcopy(config), **options)
             assert isinstance(model, nn.Module)
             compute_buffers(model, init_buffers)
-            if not any(buffer.is_meta for buffer in model.buffers()):
+            if not any(buffer.is_meta for buffer in model.buffers()) and not has_hidden(model):
                 return model
-        # The model's code reads values that it made, or only __init__ computes a buffer: meta has neither.
-        return _call(lambda: model_class._from_config(config, **options))
+        # The model's code reads values that it made, or only __init__ computes a buffer, or what an object holds: meta has
+        # none of them.
+        return _call(lambda: model_class._from_config(config, **options), moved)
     except ImportError as error:
         raise LayoutError(
             f"{model_class.__name__} needs a package that is not here: {escape(str(error))}",

@@ -40,7 +40,7 @@ class Fit:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(kw_only=True, slots=True, repr=False)
+@dataclass(kw_only=True, repr=False)  # no slots: weak references lead to it
 class ModelInitializationContext:
     """A prepared model: what it must hold, where that comes from, and what is made anew.
 

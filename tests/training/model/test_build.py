@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from shardkit._torch import non_persistent_buffers
 from shardkit.errors import LayoutError, UsageError
+from shardkit.training.model import build
 from shardkit.training.model.buffers import unlike_computed
 from shardkit.training.model.build import build_model
 from tests.training import models
@@ -97,6 +99,21 @@ def test_a_model_of_transformers_that_only_its_constructor_completes(tmp_path: P
     built: Any = build_model(str(tmp_path))
     assert_built(built, MimiModel(config))
     assert not built.encoder.encoder_seanet.layers[0].padding_left.is_meta
+
+
+def test_tensors_in_nested_objects_of_a_model_with_its_own_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(type(models.reference("llama"))):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.held = SimpleNamespace(tables=[(torch.arange(3.0),)])
+
+    models.config_of("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(build, "find_class", lambda *_, **__: (Own, models.config_of("llama")))
+    built: Any = build_model(str(tmp_path))
+    assert torch.equal(built.held.tables[0][0], torch.arange(3.0))
+    assert all(parameter.is_meta for parameter in built.parameters())
 
 
 def test_experts_larger_than_the_machine_are_never_allocated(tmp_path: Path) -> None:

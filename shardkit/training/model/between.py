@@ -1,0 +1,127 @@
+"""What somebody did to a prepared model between `prepare` and `finalize`: buffers he set, parameters he tied or hid."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import LayoutError
+from shardkit.training.model.buffers import same_bits
+from shardkit.training.model.fit import ModelInitializationContext, diverged_ties
+from shardkit.training.model.hidden import Hidden, find_hidden, let_go, refuse_hidden
+from shardkit.training.ranks.agree import agreed, gather_json, world
+from shardkit.training.ranks.local import Place, buffer_places
+
+_log = logging.getLogger("shardkit")
+_PHASE = "comparing ties with the source"
+
+# Context -> what its model holds on meta beside its parameters and buffers.
+_PREPARED = WeakIdKeyDictionary()
+
+
+def note_prepared(ctx: ModelInitializationContext, hidden: list[Hidden]) -> None:
+    """Let `wrap` find the context of a model, and `finalize` what the model holds beside its names."""
+    _PREPARED[ctx] = hidden
+
+
+def keep_changes(model: nn.Module) -> None:
+    """Keep what was done to a prepared model until it is wrapped, if it is one.
+
+    Buffers that were set are what `finalize` restores. What holds a parameter beside the model is looked for again, before
+    a wrapper replaces the parameter.
+    """
+    ctx = next((ctx for ctx in _PREPARED if ctx.model is model), None)
+    if ctx is None:
+        return
+    for place in _changed(model, ctx):
+        ctx.buffers[place.fqn] = place.tensor.detach().to("cpu", copy=True)
+    hidden: list[Hidden] = _PREPARED[ctx]
+    known = {id(each.tensor()) for each in hidden}
+    hidden += [each for each in find_hidden(model, []) if each.fqn and id(each.tensor()) not in known]
+
+
+def say_put_back(model: nn.Module, ctx: ModelInitializationContext) -> None:
+    """Note which buffers have other values than they had when `prepare` or `wrap` saw them last: they are restored.
+
+    Nothing is said if the parameters have memory: then `to_empty` gave the buffers theirs.
+    """
+    changed = list(_changed(model, ctx))
+    if not changed or not any(parameter.is_meta for parameter in model.parameters()):
+        return
+    names, first = [place.fqn for place in changed], changed[0]
+    module = f'model.get_submodule("{first.path}")' if first.path else "model"
+    note = (
+        f"{count(len(names), 'buffer')} had other values than after prepare and {'was' if len(names) == 1 else 'were'} put "
+        f"back: {listed(names)}; set buffers before shardkit.wrap, or after finalize on each rank: "
+        f"{escape(module)}.{escape(first.name)}.copy_(values)"
+    )
+    ctx.notes = (*ctx.notes, note)
+    if world()[0] == 0:
+        _log.warning("finalize: %s", note)
+
+
+def _changed(model: nn.Module, ctx: ModelInitializationContext) -> Iterator[Place]:
+    """Yield buffers that nobody reads from the source and whose values are not those that they had; rounded ones are."""
+    for place in buffer_places(model, once=True):
+        held, computed = place.tensor, ctx.buffers.get(place.fqn)
+        if computed is None or held.is_meta or isinstance(held, DTensor) or held.shape != computed.shape:
+            continue
+        if place.persistent and place.fqn not in ctx.initialised:
+            continue
+        if not same_bits(held.detach().cpu(), computed.to(held.dtype)):
+            yield place
+
+
+def release(model: nn.Module) -> None:
+    """Let a model's tensors get memory, in whatever other prepared model it may be hidden."""
+    for hidden in _PREPARED.values():  # type: ignore[no-untyped-call]
+        let_go(hidden, model)
+
+
+def check_hidden(model: nn.Module, ctx: ModelInitializationContext) -> None:
+    """Refuse a model that holds tensors on meta which nothing fills, as `refuse_hidden` does."""
+    release(model)
+    others = (each.model for each in _PREPARED if each is not ctx and each.model is not model)
+    elsewhere = {id(parameter) for other in others for parameter in other.parameters()}
+    refuse_hidden(model, _PREPARED.get(ctx, ()), elsewhere)  # type: ignore[no-untyped-call]
+
+
+def check_new_ties(groups: Iterable[Sequence[str]], ctx: ModelInitializationContext) -> None:
+    """Refuse parameters that were several in the prepared model and are now one, unless their values are the same.
+
+    One that the source lacks has the value of the other. Every rank calls it.
+
+    Args:
+        groups: the names of each parameter that the model has now.
+        ctx: afterwards it initialises none that is read under another name.
+
+    Raises:
+        LayoutError: on all ranks: the source has two values for one parameter; names all of them.
+        IntegrityError, ResourceError: as `diverged_ties`.
+    """
+    tied = [names for names in groups if sum(name in ctx.expected for name in names) > 1]
+    told = gather_json([ctx.weights is not None, tied], phase=_PHASE)
+    with agreed(_PHASE):
+        # The first rank that sees the source reads, for all that have the tie.
+        mine = [
+            names
+            for names in tied
+            if world()[0]
+            == next((at for at, (sees, ties) in enumerate(told) if sees and list(names) in ties), None)
+        ]
+        found = [] if ctx.weights is None else diverged_ties(mine, ctx.weights)
+        LayoutError.raise_for(
+            [f"{escape(first)} and {escape(other)}" for first, other, _ in found],
+            "parameters were tied after prepare, and the source has two values for them: one would be lost",
+            hint="tie them in the function that builds the model, or in its config, if the source has one value; else "
+            "leave them apart",
+        )
+    for names in tied:
+        made = [name for name in names if name in ctx.initialised]
+        is_read = any(name in ctx.expected and name not in made for name in names)
+        ctx.initialised -= frozenset(made if is_read else made[1:])

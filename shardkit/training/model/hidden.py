@@ -1,0 +1,243 @@
+"""Tensors on meta that a model uses and no state dict has: in lists of modules, closures, partials, namespaces.
+
+`prepare` moves each parameter to meta, whoever holds it, and `finalize` gives memory to those that the model has by
+name. Whatever else is left would be read as memory that nobody has written: torch computes with a tensor on meta beside
+one on the CPU, without an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardkit.core.text import count, escape
+from shardkit.errors import LayoutError
+from shardkit.training.ranks.local import full_name, places
+
+_MOST_OBJECTS = 1_000_000  # that are looked at: a model may hold a tokenizer or a data set
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
+# What holds no tensor of a model as a part of it, or leads to everything else in the process.
+_CLOSED = (type, types.ModuleType, types.FrameType, types.CodeType, weakref.ref, torch.optim.Optimizer)
+_COPY = "_hparams_initial"  # Lightning's, of a module's arguments
+_LIBRARIES = ("torch", "transformers", "shardkit", "builtins")
+
+
+class Hidden(NamedTuple):
+    """A tensor on meta that is held beside a prepared model's parameters and buffers."""
+
+    tensor: weakref.ref[torch.Tensor]
+    where: str
+    """From the model, such as "teacher[0].weight"; "" if the model does not lead to it."""
+    fqn: str
+    """The name that it also has in the prepared model; "" if it has none."""
+
+
+class _Held(NamedTuple):
+    where: str
+    value: Any
+    in_module: bool
+    """It is a parameter or buffer of a module that the model does not have by name."""
+
+
+def held_beside(model: nn.Module) -> Iterator[_Held]:
+    """Yield tensors on meta to which a model leads in other ways than by name; each once."""
+    modules = dict(model.named_modules())
+    roots = (
+        _Held(full_name(path, name), value, False)
+        for path, module in modules.items()
+        for name, value in vars(module).items()
+        if name not in _REGISTERED and not _is_empty(value)
+    )
+    return _search(roots, {id(module) for module in modules.values()})
+
+
+def find_hidden(model: nn.Module, moved: Sequence[nn.Parameter] | None) -> list[Hidden]:
+    """Return what a model that has just been built holds beside its parameters and buffers, all on meta.
+
+    Args:
+        model: not wrapped.
+        moved: every parameter that a module got while the model was built. A module that was built before belongs to
+            somebody else, who may fill it. None if nobody watched.
+    """
+    named = {id(place.tensor): place.fqn for place in places(model)}
+    own = {id(parameter) for parameter in moved or ()}
+    found = {
+        id(tensor): Hidden(weakref.ref(tensor), where, named.get(id(tensor), ""))
+        for where, tensor, in_module in held_beside(model)
+        if id(tensor) in named or moved is None or not in_module or id(tensor) in own
+    }
+    for parameter in moved or ():
+        if parameter.is_meta and id(parameter) not in named:
+            found.setdefault(id(parameter), Hidden(weakref.ref(parameter), "", ""))
+    unused = _unused(model) - named.keys()
+    return [each for key, each in found.items() if key not in unused]
+
+
+def _unused(model: nn.Module) -> set[int]:
+    """Return the ids of tensors on meta in copies that no code runs."""
+    copies = (vars(module)[_COPY] for module in model.modules() if _COPY in vars(module))
+    return {id(held.value) for held in _search((_Held("", copy, False) for copy in copies), set())}
+
+
+def has_hidden(model: nn.Module) -> bool:
+    """True for a model that was built on meta and has tensors there that it does not have by name."""
+    return any(not each.fqn for each in find_hidden(model, None))
+
+
+def refuse_hidden(model: nn.Module, hidden: Sequence[Hidden], elsewhere: Collection[int]) -> None:
+    """Refuse a wrapped model that still holds tensors on meta which nothing fills.
+
+    A parameter that a wrapper has replaced may live on in an optimizer or in somebody's list. It counts if the model
+    still leads to it.
+
+    Args:
+        model: wrapped, its parameters on meta or not.
+        hidden: from `find_hidden`.
+        elsewhere: ids of parameters that other prepared models have.
+
+    Raises:
+        LayoutError: names all such tensors.
+    """
+    if not any(_is_left(each, elsewhere) for each in hidden):
+        return
+    gc.collect()  # what refers to itself in a circle dies now
+    left = [each for each in hidden if _is_left(each, elsewhere)]
+    reached = {id(held.value): held.where for held in held_beside(model)}
+    stale = [each for each in left if each.fqn and _id(each) in reached]
+    never = [each for each in left if not each.fqn]
+    if not stale and not never:
+        return
+    reached = {**_in_globals(model), **reached}
+    problems = [f"{_described(each, reached)}, which was {escape(each.fqn)}" for each in stale]
+    problems += _folded(_described(each, reached) for each in never)
+    LayoutError.raise_for(
+        problems,
+        f"{count(len(stale) + len(never), 'tensor')} on meta would be read as memory that nobody has written: no "
+        "parameter or buffer of the model leads there",
+        hint=_hint(is_stale=not never),
+    )
+
+
+def let_go(hidden: list[Hidden], model: nn.Module) -> None:
+    """Forget the tensors that a model has by name: what a weak reference leads to cannot be given memory."""
+    named = {id(place.tensor) for place in places(model)} if hidden else set()
+    hidden[:] = [each for each in hidden if _id(each) not in named]
+
+
+def _hint(*, is_stale: bool) -> str:
+    if is_stale:
+        return (
+            "wrapping has replaced the parameter: read it from its module when it is used (self.a.weight), instead of "
+            "keeping it in a list, closure, partial or object"
+        )
+    return (
+        "register it (self.name = module), so that the source has it; or build it after finalize; or give it memory and "
+        "values before: module.to_empty(device=...), then module.load_state_dict(...)"
+    )
+
+
+def _id(each: Hidden) -> int | None:
+    tensor = each.tensor()
+    return None if tensor is None else id(tensor)
+
+
+def _is_left(each: Hidden, elsewhere: Collection[int]) -> bool:
+    tensor = each.tensor()
+    return tensor is not None and tensor.is_meta and id(tensor) not in elsewhere
+
+
+def _described(each: Hidden, reached: dict[int, str]) -> str:
+    tensor = each.tensor()
+    assert tensor is not None
+    where = reached.get(id(tensor)) or each.where
+    shape = list(tensor.shape)
+    return f"{escape(where)}: {shape}" if where else f"a parameter of {shape} that something else holds"
+
+
+def _folded(lines: Iterable[str]) -> list[str]:
+    return [line if times == 1 else f"{line} ({times} times)" for line, times in Counter(lines).items()]
+
+
+def _in_globals(model: nn.Module) -> dict[int, str]:
+    """Return where tensors on meta lie to which the globals of the model's own code lead, by id."""
+    names = dict.fromkeys(kind.__module__ for module in model.modules() for kind in type(module).__mro__)
+    own = [name for name in names if name.partition(".")[0] not in _LIBRARIES and name in sys.modules]
+    roots = (
+        _Held(f"{key} of {name}", value, False)
+        for name in own
+        for key, value in vars(sys.modules[name]).items()
+    )
+    return {id(held.value): held.where for held in _search(roots, set())}
+
+
+def _search(roots: Iterable[_Held], seen: set[int]) -> Iterator[_Held]:
+    """Yield tensors on meta in objects and in what these hold, the nearest first."""
+    waiting = deque(roots)
+    while waiting and len(seen) < _MOST_OBJECTS:
+        held = waiting.popleft()
+        kind = type(held.value)
+        if _is_empty(held.value) or id(held.value) in seen or issubclass(kind, _CLOSED):
+            continue
+        seen.add(id(held.value))
+        if not issubclass(kind, torch.Tensor):
+            waiting.extend(_parts(held.where, held.value))
+        elif held.value.is_meta:
+            yield held
+
+
+def _is_empty(value: Any) -> bool:
+    return type(value) in _ATOMS or (type(value) in _CONTAINERS and not value)
+
+
+def _parts(where: str, value: Any) -> Iterator[_Held]:
+    """Yield what an object holds, by name where that is known; no code of the object runs."""
+    kind = type(value)
+    if issubclass(kind, nn.Module):
+        for name, part in list(vars(value).items()):
+            items = part.items() if name in _REGISTERED else ()
+            yield from (_Held(f"{where}.{key}", item, name != "_modules") for key, item in items)
+            if name not in _REGISTERED:
+                yield _Held(f"{where}.{name}", part, False)
+    elif issubclass(kind, dict):
+        for key, item in list(dict.items(value)):
+            yield _Held(f"{where}[{key!r}]" if type(key) in (str, int) else where, item, False)
+    elif issubclass(kind, (list, tuple)):
+        yield from (_Held(f"{where}[{at}]", item, False) for at, item in enumerate(tuple(value)))
+    elif kind is types.FunctionType:
+        yield from _parts_of_function(where, value)
+    elif kind is functools.partial:
+        yield _Held(where, value.func, False)
+        yield _Held(f"{where}.args", value.args, False)
+        yield _Held(f"{where}.keywords", value.keywords, False)
+    else:
+        attributes = _attributes(value)
+        yield from (_Held(f"{where}.{name}", item, False) for name, item in list(attributes.items()))
+        yield from (_Held(where, item, False) for item in gc.get_referents(value) if item is not attributes)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        found = None
+    return found if type(found) is dict else {}
+
+
+def _parts_of_function(where: str, function: types.FunctionType) -> Iterator[_Held]:
+    """Yield what a function holds, and not what its globals hold."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield from (_Held(f"{where}.{name}", item, False) for item in gc.get_referents(cell))
+    yield _Held(where, function.__defaults__, False)
+    yield _Held(where, function.__kwdefaults__, False)
+    yield _Held(where, function.__dict__, False)

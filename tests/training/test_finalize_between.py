@@ -1,0 +1,282 @@
+"""Between prepare and finalize: what a model holds beside its names is refused, ties and buffers are kept or named."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import shardkit
+from tests.worlds.ranks import Ranks, same_error
+
+Build = Callable[[], nn.Module]
+HIDDEN = "on meta would be read as memory that nobody has written"
+ELSEWHERE: list[Any] = []
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+def holding(hold: Callable[[Any], object]) -> Build:
+    """Build a net that holds something else too."""
+
+    def build() -> nn.Module:
+        net = Net()
+        hold(net)
+        return net
+
+    return build
+
+
+def in_closure(net: Any) -> None:
+    weight = net.a.weight
+    net.run = lambda x: F.linear(x, weight)
+
+
+def in_hook(net: Any) -> None:
+    inner = nn.Linear(4, 4)
+    net.b.register_forward_hook(lambda module, args, output: inner(output))
+
+
+def on_meta(net: Any) -> None:
+    with torch.device("meta"):
+        net.teacher = [nn.Linear(4, 4, bias=False)]
+
+
+class Slots:
+    __slots__ = ("kept",)
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+
+STALE = ", which was a.weight"
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "list": (lambda net: setattr(net, "teacher", [nn.Linear(4, 4, bias=False)]), "teacher[0].weight: [4, 4]"),
+    "dict": (lambda net: setattr(net, "ops", {"p": nn.Conv1d(4, 2, 1, bias=False)}), "ops['p'].weight: [2, 4, 1]"),
+    "past setattr": (lambda net: object.__setattr__(net, "ema", copy.deepcopy(net.a)), "ema.weight: [4, 4]"),
+    "slots": (lambda net: setattr(net, "held", Slots(nn.Linear(4, 1, bias=False))), "held.weight: [1, 4]"),
+    "built on meta": (on_meta, "teacher[0].weight: [4, 4]"),
+    "hook": (in_hook, "inner.bias: [4]"),
+    "elsewhere": (lambda net: ELSEWHERE.append(copy.deepcopy(net.a)), "ELSEWHERE of "),
+    "data": (lambda net: setattr(net, "ns", types.SimpleNamespace(w={"x": (net.a.weight.data,)})), "ns.w['x'][0]: [4, 4]"),
+    "namespace": (lambda net: setattr(net, "ns", types.SimpleNamespace(w=net.a.weight)), f"ns.w: [4, 4]{STALE}"),
+    "partial": (lambda net: setattr(net, "run", partial(F.linear, weight=net.a.weight)), f"run.keywords['weight']: [4, 4]{STALE}"),
+    "closure": (in_closure, f"run.weight: [4, 4]{STALE}"),
+}  # fmt: skip
+
+
+def own_weight(net: Any) -> None:
+    net.a.weight = nn.Parameter(torch.ones(4, 4))
+    net.itself, net.view = [net], {"a": net.a}
+
+
+def like_lightning(net: Any) -> None:
+    net._hparams_initial = {"net": copy.deepcopy(net.a)}
+
+
+PASS: dict[str, Callable[[Any], object]] = {
+    "its own modules": lambda net: object.__setattr__(net, "view", [net.a, net]),
+    "a replaced weight": own_weight,
+    "constants": lambda net: setattr(net, "ns", types.SimpleNamespace(deep=[{"t": torch.ones(3)}])),
+    "a copy that nothing runs": like_lightning,
+}
+
+WEIGHT = torch.arange(16.0).reshape(4, 4)
+
+
+def make_sources(out: Path) -> None:
+    save_file({"a.weight": WEIGHT, "b.weight": WEIGHT + 1}, out / "two.safetensors")
+    save_file({"a.weight": WEIGHT, "b.weight": WEIGHT.clone()}, out / "same.safetensors")
+    save_file({"a.weight": WEIGHT}, out / "one.safetensors")
+    ctx = shardkit.prepare(Net, out / "two.safetensors")
+    shardkit.finalize(ctx.model, ctx)  # imports what is imported late, once for all
+
+
+two = Ranks(__name__, 2, first=make_sources)
+
+
+def shard(model: nn.Module) -> nn.Module:
+    """As somebody's own code does it."""
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+
+def wrap(model: nn.Module) -> nn.Module:
+    return shardkit.wrap(model, init_device_mesh("cpu", (2,)), policy="none", mixed_precision=None)
+
+
+def start(
+    build: Build,
+    source: Path,
+    wrapped: Callable[[nn.Module], nn.Module] = shard,
+    between: Callable[[Any], object] = lambda model: None,
+    **options: Any,
+) -> shardkit.ModelInitializationContext:
+    ctx = shardkit.prepare(build, source, **options)
+    between(ctx.model)
+    ctx.model = shardkit.finalize(wrapped(ctx.model), ctx)
+    return ctx
+
+
+def value(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.full_tensor().detach()
+    return found
+
+
+@two.test_each(REFUSED)
+def test_what_nothing_fills_is_refused_by_name(case: tuple[Any, str], out: Path) -> None:
+    hold, where = case
+    error = same_error(lambda: start(holding(hold), out / "two.safetensors"))
+    assert error["error"] == "LayoutError"
+    assert HIDDEN in error["message"]
+    assert any(where in problem for problem in error["problems"]), error
+    ELSEWHERE.clear()
+
+
+@two.test_each(PASS)
+def test_what_a_model_has_by_name_may_be_held_twice(hold: Any, out: Path) -> None:
+    for wrapped in (shard, wrap):
+        assert torch.equal(
+            value(start(holding(hold), out / "two.safetensors", wrapped).model.a.weight), WEIGHT
+        )
+
+
+@two.test
+def test_a_model_given_on_meta(out: Path) -> None:
+    with torch.device("meta"):
+        net = holding(REFUSED["list"][0])()
+    net.table = torch.arange(4.0)
+    error = same_error(lambda: start(net, out / "two.safetensors"))  # type: ignore[arg-type]
+    assert error["problems"] == ["ranks 0-1: teacher[0].weight: [4, 4]"]
+
+
+@two.test
+def test_what_is_given_values_first_passes(out: Path) -> None:
+    def fill(net: Any) -> None:
+        net.teacher[0].to_empty(device="cpu").load_state_dict({"weight": WEIGHT})
+
+    def load(net: Any) -> None:
+        shardkit.load_into(net.teacher[0], out / "weight.safetensors")
+
+    if dist.get_rank() == 0:
+        save_file({"weight": WEIGHT}, out / "weight.safetensors")
+    dist.barrier()
+    for between in (fill, load, lambda net: net.teacher.clear()):
+        start(holding(REFUSED["list"][0]), out / "two.safetensors", between=between)
+
+
+@two.test
+def test_two_prepared_models_in_one_process(out: Path) -> None:
+    teacher = shardkit.prepare(Net, out / "same.safetensors")
+    student = shardkit.prepare(
+        holding(lambda net: setattr(net, "t", [teacher.model])), out / "two.safetensors"
+    )
+    shardkit.finalize(shard(student.model), student)
+    assert torch.equal(value(shardkit.finalize(shard(teacher.model), teacher).b.weight), WEIGHT)
+    # One that was built with the student, and has a source of its own.
+    student = shardkit.prepare(holding(lambda net: setattr(net, "t", [Net()])), out / "two.safetensors")
+    teacher = shardkit.prepare(student.model.t[0], out / "same.safetensors")
+    shardkit.finalize(shard(student.model), student)
+    assert torch.equal(value(shardkit.finalize(shard(teacher.model), teacher).b.weight), WEIGHT)
+
+
+@two.test
+def test_originals_that_others_keep_are_no_part_of_the_model(out: Path) -> None:
+    def keep(net: Any) -> None:
+        ELSEWHERE.extend([torch.optim.AdamW(net.parameters()), list(net.parameters())])
+        net.trainer = types.SimpleNamespace(model=net, optimizer=ELSEWHERE[0])
+
+    for wrapped in (shard, wrap, lambda model: shard(copy.deepcopy(model))):
+        start(Net, out / "two.safetensors", wrapped, keep)
+    ELSEWHERE.clear()
+
+
+def tie(net: Any) -> None:
+    net.b.weight = net.a.weight
+
+
+@two.test_each((shard, wrap))
+def test_a_tie_that_was_made_after_prepare(wrapped: Any, out: Path) -> None:
+    error = same_error(lambda: start(Net, out / "two.safetensors", wrapped, tie))
+    assert "two values" in error["message"]
+    assert error["problems"] == ["rank 0: a.weight and b.weight"]
+    for source, options in (("same", {}), ("one", {"missing": "init"})):
+        model = start(Net, out / f"{source}.safetensors", wrapped, tie, **options).model
+        assert model.a.weight is model.b.weight
+        assert torch.equal(value(model.a.weight), WEIGHT)
+    ctx = shardkit.prepare(Net, None)
+    tie(ctx.model)
+    shardkit.finalize(wrapped(ctx.model), ctx)
+
+
+def fsdp1(build: Build, source: Path, between: Callable[[Any], object], **options: Any) -> Any:
+    ctx = shardkit.prepare(build, source, **options)
+    between(ctx.model)
+    fill = shardkit.param_init_fn(ctx)
+    model: Any = FullyShardedDataParallel(ctx.model, param_init_fn=fill, device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.summon_full_params(model):
+        return {name: value.clone() for name, value in model.named_parameters()}, ctx.model.table, ctx.notes
+
+
+@two.test
+def test_fsdp1_does_the_same(out: Path) -> None:
+    error = same_error(lambda: fsdp1(holding(REFUSED["list"][0]), out / "two.safetensors", lambda net: None))
+    assert error["problems"] == ["ranks 0-1: teacher[0].weight: [4, 4]"]
+    error = same_error(lambda: fsdp1(Net, out / "two.safetensors", tie))
+    assert error["problems"] == ["rank 0: a.weight and b.weight"]
+    for source, options in (("same", {}), ("one", {"missing": "init"})):
+        values, _, _ = fsdp1(Net, out / f"{source}.safetensors", tie, **options)
+        assert [list(each.flatten()) for each in values.values()] == [list(WEIGHT.flatten())]
+    _, table, (note,) = fsdp1(Net, out / "two.safetensors", set_table)
+    assert torch.equal(table, torch.arange(4.0))
+    assert note.startswith("1 buffer had other values")
+
+
+NEW = torch.full((4,), 7.0)
+
+
+def set_table(net: Any) -> None:
+    net.table = NEW.clone()
+
+
+@two.test_each({"assigned": set_table, "in place": lambda net: net.table.fill_(7)})
+def test_a_buffer_that_was_set_before_wrap_is_kept(change: Any, out: Path) -> None:
+    ctx = start(Net, out / "two.safetensors", wrap, change)
+    assert torch.equal(ctx.model.table, NEW)
+    assert ctx.notes == ()
+    ctx = start(Net, out / "two.safetensors", shard, change)
+    assert torch.equal(ctx.model.table, torch.arange(4.0))
+    (note,) = ctx.notes
+    assert note.startswith(
+        "1 buffer had other values than after prepare and was put back: table; set buffers before"
+    )
+    assert note.endswith("model.table.copy_(values)")
+
+
+@two.test
+def test_buffers_that_are_rounded_or_emptied_by_a_wrapper_are_put_back_without_a_note(out: Path) -> None:
+    def cast(net: Any) -> None:
+        net.table = net.table.bfloat16()
+
+    def to_empty(net: Any) -> None:
+        net.to_empty(device="cpu").table.fill_(3)
+
+    for between in (cast, to_empty):
+        ctx = start(Net, out / "two.safetensors", between=between)
+        assert torch.equal(ctx.model.table.float(), torch.arange(4.0))
+        assert ctx.notes == ()
