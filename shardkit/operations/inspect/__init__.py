@@ -29,6 +29,7 @@ from shardkit.formats.contract import Checkpoint, HubModel, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dequantize import why_scaled
 from shardkit.formats.registry import stray_weights
+from shardkit.keys.moments import Stored, parts_of_ranks
 from shardkit.keys.quantised import why_quantised
 from shardkit.keys.ties import ties_embeddings
 from shardkit.layout.recorded import recorded_layout
@@ -320,7 +321,7 @@ def _inspect_sharded(
             *_quantised(checkpoint, None),
             *(_beside(catalog.directory) if is_dcp else ()),
         ),
-        **_target_fields(found),
+        **_target_fields(found, catalog.objects),
     )
 
 
@@ -361,7 +362,7 @@ def _inspect_presharded(
     files = tuple(
         InspectedFile(name=file.name, file_bytes=file.size, tensor_bytes=None) for file in said.files
     )
-    targets = _target_fields(found)
+    targets = _target_fields(found, said.objects or ())
     return InspectResult(
         path=path,
         resolved=path,
@@ -466,12 +467,19 @@ def _tensor_fields(found: Sequence[_Tensor], *, unfold: bool) -> dict[str, Any]:
     }
 
 
-def _target_fields(found: Sequence[_Tensor]) -> dict[str, Any]:
-    """Return the fields of the result that are about factors of OSFT."""
+def _target_fields(found: Sequence[_Tensor], objects: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the fields of the result that are about factors of OSFT, and warnings of shapes.
+
+    Args:
+        found: all tensors.
+        objects: names of what are no tensors.
+    """
+    halved = parts_of_ranks((Stored(each.name, each.dtype, each.shape) for each in found), objects)
+    warnings = () if halved is None else (halved,)
     try:
         targets = stored_targets({tensor.name: tensor.shape for tensor in found})
     except LayoutError as error:
-        return {"warnings": (f"{error.message}: {'; '.join(error.problems)}",)}
+        return {"warnings": (f"{error.message}: {'; '.join(error.problems)}", *warnings)}
     kinds = fold((path, (t.rows, t.columns, t.rank, t.num_directions)) for path, t in targets.items())
     inspected = [
         InspectedTargets(
@@ -483,7 +491,7 @@ def _target_fields(found: Sequence[_Tensor]) -> dict[str, Any]:
         )
         for each in kinds
     ]
-    return {"osft": tuple(inspected), "warnings": ()}
+    return {"osft": tuple(inspected), "warnings": warnings}
 
 
 def _model_class(config: Mapping[str, object]) -> str | None:

@@ -25,6 +25,7 @@ from shardkit.formats.torchsave.archive import Entry
 from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner, expect_records
+from shardkit.keys.moments import Stored
 from shardkit.keys.tree import optimizer_names
 from shardkit.operations.verify.bytes import Difference, report_difference, spelling
 from shardkit.operations.verify.manifest import Described, check_tensors
@@ -38,6 +39,8 @@ def verify_dcp(
     report: Report,
     *,
     opened: DcpFolder | None = None,
+    stored: list[Stored],
+    objects: list[str],
 ) -> list[FileBytes]:
     """Check the structure of a DCP directory, and return its files with what is recorded of their bytes.
 
@@ -47,6 +50,7 @@ def verify_dcp(
         described: what the manifest says that shardkit wrote with it; None without one.
         report: gets what is wrong.
         opened: the directory, where it is open already.
+        stored: gets its tensors, and `objects` what it holds besides.
     """
     if described is not None and described.is_metadata_damaged:
         return _files_by_lists(folder, described, report)
@@ -59,6 +63,8 @@ def verify_dcp(
         report.error(error, file=os.path.join(folder, METADATA) if METADATA in error.message else None)
         return _files_by_lists(folder, described, report)
     report.num_tensors += len(opened.catalog.tensors)
+    stored += (Stored(each.fqn, each.dtype.name, each.shape) for each in opened.catalog.tensors.values())
+    objects += opened.objects
     report.add_notes(note for note in opened.catalog.notes if "were left alone" not in note)
     report.warnings += _stale(directory, folder, opened)
     if described is not None:

@@ -23,6 +23,7 @@ from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
+from shardkit.keys.moments import Stored, parts_of_ranks
 from shardkit.operations.companions import walk
 from shardkit.operations.leftovers import refuse
 from shardkit.operations.resolve import was_checkpoint
@@ -75,11 +76,14 @@ def check_structure(
     if beside is not None:
         _add_beside(beside, directory, described, report)
     files: list[FileBytes] = []
+    stored, objects = list[Stored](), list[str]()
     for folder in folders:
         own = next((each for each in described if each.folder == folder and each.is_of_dcp), None)
         here = os.path.join(directory, folder)
         opened = checkpoint.opened_at(here) if checkpoint is not None else None
-        files += verify_dcp(here, folder, own, report, opened=opened)
+        files += verify_dcp(here, folder, own, report, opened=opened, stored=stored, objects=objects)
+    halved = parts_of_ranks(stored, objects)
+    report.warnings += [] if halved is None else [halved]
     is_whole = failure is None or _is_whole(path, failure, bool(folders), report)
     if checkpoint is not None:
         report.add_notes(
