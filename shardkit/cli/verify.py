@@ -67,6 +67,11 @@ Examples:
     is_flag=True,
     help="Compare the manifest with what the object store says of each file, reading none of them.",
 )
+@click.option(
+    "--ask-class",
+    is_flag=True,
+    help="Ask the model's class, with transformers, which weights it would not find.",
+)
 @opt.gathering
 @opt.jobs
 @opt.html
@@ -118,6 +123,8 @@ def render(result: VerifyResult) -> list[str]:
 def _verdict(result: VerifyResult) -> str:
     if not result.ok:
         return f"{count(len(result.problems), 'problem')} found"
+    if result.doubts:
+        return "no byte is damaged, but it does not look whole"
     compares = result.level in ("full", "sample") and result.num_tensors and result.part is None
     others = result.num_checked_chunks or result.num_checked_files or result.against or result.repo
     if compares and not others:

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from glob import escape as escape_glob
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from shardkit._folding import fold
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
@@ -79,6 +80,22 @@ def holds_fused_experts(names: Iterable[str]) -> bool:
     return any(map(_FUSED_EXPERTS.search, names))
 
 
+def other_numbers_of_experts(ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> dict[str, int]:
+    """Return how many experts a base has one by one, by the names of tensors that hold another number of them as one."""
+    numbers = dict[str, set[str]]()
+    for name in base:
+        if found := _EXPERT.match(name):
+            numbers.setdefault(found[1], set()).add(found[2])
+    return {
+        name: len(numbers[found[1]])
+        for name, shape in ours.items()
+        if name not in base
+        and (found := _STACKED.match(name))
+        and found[1] in numbers
+        and shape[:1] != (len(numbers[found[1]]),)
+    }
+
+
 def refuse_factors(names: Iterable[str], wanted: Iterable[str] = ()) -> None:
     """Refuse weights that are stored as the factors of orthogonal subspace fine-tuning.
 
@@ -113,69 +130,146 @@ def _example(found: list[str]) -> str:
 _BLOCK = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*?(?:layers|layer|h|blocks|block))\.(\d+)\.(.+)$", re.ASCII)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_FORETELLING = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Layers that follow those that the config counts."""
+_LOOPED = re.compile(r"loops|cycles|ut_steps|recurrent_(?:steps|depth)|repeats")
+"""Keys of models that go through a layer several times, and may count it as often."""
 _MIN_BLOCKS = 4  # fewer blocks have no two inner ones to compare
+_OF_SCALES = re.compile(r"scales?(?:_inv|_2)?$|zeros?$|zero_point$|(?:absmax|quant_map|g_idx|SCB)$")
+_TOKENS = ("model.embed_tokens.weight", "lm_head.weight")
+_EXPERT = re.compile(r"^(.+\.experts)\.(\d+)\.", re.ASCII)
+_STACKED = re.compile(r"^((.+)\.experts)\.(?:gate_up_proj|up_proj|down_proj)$")
+_ROUTERS = ("gate", "router", "gate.wg", "router.gate", "router.layer")
+# Types of models whose experts are all counted by one key, and all routed to. LongCat routes to experts without weights.
+_WITH_EXPERTS = frozenset(
+    "afmoe axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe flex_olmo glm4_moe glm4_moe_lite gpt_oss"
+    " hunyuan_v1_moe jamba kimi_linear lfm2_moe llama4 llama4_text minimax minimax_m2 mixtral nemotron_h olmoe phimoe"
+    " qwen2_moe qwen3_5_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen3_vl_moe qwen3_vl_moe_text".split()
+)
+_PLAIN_DECODERS = frozenset(
+    "cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm4 granite hunyuan_v1_dense llama ministral mistral"
+    " nemotron olmo olmo2 olmo3 phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2".split()
+)
+"""Types of models whose embedding has a row for each token that the config counts."""
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def find_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> list[str]:
-    """Return a line for each kind of weight that seems to be missing for `from_pretrained`.
+class Gap(NamedTuple):
+    """What a model seems to lack."""
+
+    text: str
+    """What config.json calls for; of another shape: the tensors, their shape, and what the config counts."""
+    kind: Literal["layers", "weights", "shape"]
+    """Whole layers that the config counts, other weights, or tensors of another shape."""
+
+    def line(self, where: str) -> str:
+        """Return it as a warning; `where` is what lacks it, such as "the output"."""
+        if self.kind == "shape":
+            return f"from_pretrained would refuse {where} for the shape of {self.text}"
+        return f"from_pretrained would initialise at random what config.json calls for and {where} lacks: {self.text}"
+
+
+def find_gaps(
+    shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, *, may_grow: bool = False
+) -> list[Gap]:
+    """Return each kind of weight that seems to be missing for `from_pretrained`.
 
     Args:
         shapes: by name in the output.
-        config: the config of a transformers model.
+        config: the config of a transformers model; nothing is said where there is none, or one of another library.
+        may_grow: the vocabulary may have more rows than the config counts, which is going to be changed.
     """
+    if not config or "model_type" not in config:
+        return []
     lists = dict[str, dict[int, set[str]]]()
     for name in shapes:
         if found := _BLOCK.match(name):
             path, index, rest = found.groups()
             lists.setdefault(path, {}).setdefault(int(index), set()).add(rest)
-    counted = set(_counted(config))
     text = config.get("text_config")
     text = text if isinstance(text, Mapping) else config
+    counted = set(_counted(config))
     # BEiT has a vocabulary of images.
-    is_text = _is_number(text.get("vocab_size")) and "patch_size" not in text
-    lines = [*_embedding(shapes, text["vocab_size"]), *_length(lists, shapes, text)] if is_text else []
+    gaps, is_text = list[Gap](), _is_number(text.get("vocab_size")) and "patch_size" not in text
+    if is_text:
+        gaps += _embedding(shapes, text["vocab_size"])
+        gaps += _length(lists, shapes, text, counted)
+        gaps += _rows(shapes, config, may_grow=may_grow)
     for path, blocks in lists.items():
         if max(blocks) + 1 in counted:  # Sequentials rightly have holes: those of EnCodec are named layers
-            lines += _holes(path, blocks)
-    return lines
+            gaps += _holes(path, blocks)
+    gaps += _experts(shapes, text)
+    return gaps
 
 
 def _counted(config: Mapping[str, Any]) -> Iterator[int]:
     """Yield the numbers of layers in a config and in the configs inside it."""
+    more = next((config[key] for key in _FORETELLING if _is_number(config.get(key))), 0)
     for key, value in config.items():
         if isinstance(value, Mapping) and key.endswith(("_config", "encoder", "decoder")):
             yield from _counted(value)
         elif _is_number(value) and (key in _COUNTS or key.endswith(("coder_layers", "depth"))):
-            yield value
+            yield from (value, value + more) if key in _COUNTS else (value,)
 
 
-def _embedding(shapes: Mapping[str, Shape], tokens: int) -> Iterator[str]:
+def _embedding(shapes: Mapping[str, Shape], tokens: int) -> Iterator[Gap]:
     if not any(len(shape) > 1 and max(shape) >= tokens for shape in shapes.values()):
-        yield f"an embedding of the {count(tokens, 'token')} that the config counts"
+        yield Gap(f"an embedding of the {count(tokens, 'token')} that the config counts", "weights")
+
+
+def _rows(shapes: Mapping[str, Shape], config: Mapping[str, Any], *, may_grow: bool) -> Iterator[Gap]:
+    """Compare the rows of embeddings with the vocabulary, in decoders of text whose class transformers has.
+
+    Models of several parts may have more rows than the config counts, as those of mllama do.
+    """
+    is_plain = str(config.get("model_type")) in _WITH_EXPERTS | _PLAIN_DECODERS and "auto_map" not in config
+    tokens: Any = config.get("vocab_size")
+    if not is_plain or not _is_number(tokens) or _TOKENS[0] not in shapes:
+        return
+    other = {name: shapes[name] for name in _TOKENS if name in shapes and shapes[name][:1] != (tokens,)}
+    if other and not (may_grow and min(other.values())[0] > tokens):
+        yield _misshapen(other, count(tokens, "token"))
+    classes = config.get("architectures")
+    has_head = isinstance(classes, list) and str(classes[:1]).endswith("ForCausalLM']")
+    if has_head and config.get("tie_word_embeddings") is False and _TOKENS[1] not in shapes:
+        yield Gap(f"{_TOKENS[1]}, which is not tied", "weights")
 
 
 def _length(
-    lists: Mapping[str, Mapping[int, object]], shapes: Mapping[str, Shape], config: Mapping[str, Any]
-) -> Iterator[str]:
+    lists: Mapping[str, Mapping[int, object]],
+    shapes: Mapping[str, Shape],
+    config: Mapping[str, Any],
+    counted: Collection[int],
+) -> Iterator[Gap]:
     wanted = next((config[key] for key in _COUNTS if _is_number(config.get(key))), 0)
+    if any(map(_LOOPED.search, config)):
+        return
     if wanted and not any(map(_NUMBER.search, shapes)):
-        yield f"all {count(wanted, 'layer')}"
+        yield Gap(f"all {count(wanted, 'layer')}", "layers")
     elif lists:
-        path = max(lists, key=lambda path: max(lists[path]))
-        length = max(lists[path]) + 1
-        if length < wanted:
-            yield f"{escape(path)}.{length} up to {wanted - 1}: the config counts {count(wanted, 'layer')}"
+        lengths = {path: max(blocks) + 1 for path, blocks in lists.items()}
+        # Another tower may have more layers than the text's: then its own is the one that nothing counts.
+        unknown = [path for path, length in lengths.items() if length not in counted]
+        if max(lengths.values()) >= wanted and (wanted in lengths.values() or not unknown):
+            return
+        path = max(unknown or lengths, key=lambda path: lengths[path])
+        if lengths[path] < wanted:
+            yield Gap(
+                f"{escape(path)}.{lengths[path]} up to {wanted - 1}: the config counts {count(wanted, 'layer')}",
+                "layers",
+            )
 
 
-def _holes(path: str, blocks: Mapping[int, set[str]]) -> Iterator[str]:
+def _holes(path: str, blocks: Mapping[int, set[str]]) -> Iterator[Gap]:
     last = max(blocks)
     lost = [f"{path}.{index}" for index in range(min(last, 1 << 16)) if index not in blocks]
     if lost:
-        yield f"whole layers: {listed(lost)}"
+        yield Gap(f"whole layers: {listed(lost)}", "layers")
         return
     if len(blocks) < _MIN_BLOCKS:
         return
-    held = Counter(name for block in blocks.values() for name in block)
+    # A module that was left out of a quantisation has no scales.
+    held = Counter(name for block in blocks.values() for name in block if not _OF_SCALES.search(name))
     # The first and the last block may lack what the others have (a norm, a downsampling).
     for index in range(1, last):
         own = [name for name in blocks[index] if held[name] == 1]
@@ -183,7 +277,44 @@ def _holes(path: str, blocks: Mapping[int, set[str]]) -> Iterator[str]:
             name for name, number in held.items() if number == len(blocks) - 1 and name not in blocks[index]
         ]
         if gone and not own:
-            yield listed([f"{path}.{index}.{name}" for name in sorted(gone)])
+            yield Gap(listed([f"{path}.{index}.{name}" for name in sorted(gone)]), "weights")
+
+
+def _experts(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[Gap]:
+    """Compare the experts of known types with the number that the config has of them, and the rows of their routers."""
+    counts = {config[key] for key in _EXPERT_COUNTS if _is_number(config.get(key))}
+    if str(config.get("model_type")) not in _WITH_EXPERTS or len(counts) != 1:
+        return
+    wanted, experts, stacked = counts.pop(), dict[str, set[int]](), dict[str, Shape]()
+    for name, shape in shapes.items():
+        if found := _EXPERT.match(name):
+            experts.setdefault(found[1], set()).add(int(found[2]))
+        elif (found := _STACKED.match(name)) and shape and shape[0] != wanted:
+            stacked[name] = shape
+    lost = [
+        f"{path}.{at}"
+        for path, held in experts.items()
+        if len(held) < wanted
+        for at in range(min(wanted, 1 << 12))
+        if at not in held
+    ]
+    if lost:
+        number = count(len(lost), "expert")
+        yield Gap(f"{number} (the config counts {wanted} in each layer): {_folded(lost)}", "weights")
+    homes = {path.rpartition(".")[0] for path in experts} | {m[2] for m in map(_STACKED.match, shapes) if m}
+    routers = (f"{home}.{router}.weight" for home in homes for router in _ROUTERS)
+    other = {name: shapes[name] for name in routers if name in shapes and shapes[name][:1] != (wanted,)}
+    if stacked or other:
+        yield _misshapen({**stacked, **other}, count(wanted, "expert"))
+
+
+def _misshapen(found: Mapping[str, Shape], counted: str) -> Gap:
+    shown = [f"{each.pattern} {list(each.key)}" for each in fold(sorted(found.items()))]
+    return Gap(f"{listed(shown)}: the config counts {counted}", "shape")
+
+
+def _folded(names: Iterable[str]) -> str:
+    return listed([each.pattern for each in fold((name, None) for name in names)])
 
 
 def _is_number(value: object) -> bool:

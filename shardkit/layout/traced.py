@@ -25,15 +25,16 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from shardkit._folding import fold
 from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Axis, Mesh
 from shardkit.core.placements import Placement
 from shardkit.core.regions import Shape
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.keys.expressions import Expression, from_json
@@ -426,6 +427,22 @@ class Answer:
     """(name, why) of weights for which it would refuse the files."""
     failure: str | None = None
     """Why the class was not asked; None if it was."""
+
+    def lines(self, where: str) -> Iterator[str]:
+        """Yield what it says for people; `where` are the files, such as "the output"."""
+        name = escape(self.model_class)
+        if self.missing:
+            folded = [each.pattern for each in fold((fqn, None) for fqn in self.missing)]
+            yield (
+                f"{name}.from_pretrained would initialise {count(len(self.missing), 'tensor')} at random, "
+                f"which {where} lacks: {listed(folded)}"
+            )
+        if self.misfits:
+            shown = [each.pattern for each in fold((fqn, None) for fqn, _ in self.misfits)]
+            yield (
+                f"{name}.from_pretrained would refuse {where} for {count(len(self.misfits), 'tensor')}: "
+                f"{listed(shown)} ({self.misfits[0][0]}: {self.misfits[0][1]})"
+            )
 
 
 # By config, names and shapes, so that a process that consolidates many checkpoints asks once.

@@ -33,6 +33,7 @@ OTHER_SENSE = {
     ("reshard", "--resume"),
     ("diff", "--all"),
     ("verify", "--manifest"),
+    ("verify", "--ask-class"),
 }
 
 # what was given -> (command, what the message says, what the hint says)

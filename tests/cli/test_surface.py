@@ -258,6 +258,7 @@ SURFACE = {
     "verify": [
         "--against",
         "--answers",
+        "--ask-class",
         "--follow-links",
         "--full",
         "--html",

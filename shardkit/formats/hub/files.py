@@ -28,7 +28,8 @@ from shardkit.formats.hub.assets import may_be_model
 Kind = Literal["safetensors", "torch-bin"]
 
 _SHARD = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.(safetensors|bin)$")
-_OF_A_SET = re.compile(r"(?P<stem>.+)-\d+-of-(?P<of>\d+\.(safetensors|bin))")
+_OF_A_SET = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,9})-of-(?P<of>\d{1,9}\.(safetensors|bin))", re.ASCII)
+_MAX_PARTS = 10_000
 # Weight file, index, and the index as transformers spells it; "" or ".<variant>" goes in.
 _FORMS: dict[Kind, tuple[str, str, str]] = {
     "safetensors": (
@@ -140,6 +141,36 @@ class Weights:
 
         known = set(sets(listed).values())
         return sorted(name for name, of in sets(self.numbered).items() if of in known and name not in listed)
+
+
+def absent_parts(names: Collection[str]) -> tuple[str, ...]:
+    """Return the files that numbered sets lack: of `model-00001-of-00002.safetensors` alone the second.
+
+    Args:
+        names: of weight files. A set may be numbered from 0.
+    """
+    sets: dict[tuple[str, str], dict[int, int]] = {}
+    for match in filter(None, map(_OF_A_SET.fullmatch, names)):
+        number = match["number"]
+        sets.setdefault((match["stem"], match["of"]), {})[int(number)] = len(number)
+    lost = list[str]()
+    for (stem, of), digits in sets.items():
+        total, first, width = int(of.partition(".")[0]), 0 if 0 in digits else 1, min(digits.values())
+        if max(digits) < first + total <= _MAX_PARTS:
+            lost += [
+                f"{stem}-{at:0{width}d}-of-{of}" for at in range(first, first + total) if at not in digits
+            ]
+    return tuple(lost)
+
+
+def is_part(name: str) -> bool:
+    """True for a weight file that is numbered as one of several."""
+    return _SHARD.search(name) is not None
+
+
+def is_plain_file(name: str) -> bool:
+    """True for the name that the only weight file of a model has."""
+    return any(name == single.format("") for single, *_ in _FORMS.values())
 
 
 def select_weights(
@@ -301,6 +332,7 @@ def _nothing_found(names: Collection[str], label: str, adapted: str | None, *, i
             first = min(seen, key=lambda name: (not name.endswith(".safetensors"), len(name), name))
             return SourceError(
                 f"{escape(label)}: expected a Hub model, this looks like {what}: {escape(first)}",
+                problems=[f"missing: {escape(name)}" for name in absent_parts(seen)],
                 hint=_what_to_do(hint, first, label, adapted, is_repo=is_repo),
             )
     found = sorted(name for name in names if not name.startswith("."))

@@ -16,6 +16,7 @@ from shardkit.keys.check import (
     BaseComparison,
     compare_with_base,
     holds_fused_experts,
+    other_numbers_of_experts,
     torn_parts,
     whole_parts,
 )
@@ -35,6 +36,10 @@ _OTHER_SHAPES = (
 _FUSED = (
     "transformers fuses the experts into one tensor, and the base stores them one by one; with transformers installed "
     "they are taken apart; --allow-missing and --allow-unexpected together write them as they are"
+)
+_FEWER = (
+    "each rank has experts of its own, and the checkpoint has not those of all ranks: consolidate the one that has, or "
+    "save it again with all of them"
 )
 
 
@@ -123,8 +128,12 @@ def check_fit(
         told = tuple(_differences(found, f"the weights in {label}"))
         num_lost = 1 if found.missing else 0
         return replace(fit, missing=told[:num_lost], warnings=told[num_lost:])
+    experts = list[str]()
+    if not (allow_missing and allow_unexpected):
+        found, experts = _take_out_experts(found, shapes, theirs)
     problems = [
         *filling.refused,
+        *experts,
         *([] if allow_missing else _misfits("missing", found.missing, found.unexpected)),
         *([] if allow_unexpected else _misfits("unexpected", found.unexpected, found.missing)),
         *(
@@ -147,9 +156,28 @@ def check_fit(
     LayoutError.raise_for(
         problems,
         f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
-        hint=_hint(found, filling, base, checkpoint, fill, hint),
+        hint=_FEWER if experts else _hint(found, filling, base, checkpoint, fill, hint),
     )
     return replace(fit, notes=(*_differences(found, label), *said))
+
+
+def _take_out_experts(
+    found: BaseComparison, shapes: Mapping[str, Shape], theirs: Mapping[str, Shape]
+) -> tuple[BaseComparison, list[str]]:
+    """Return a comparison without experts of which the output has another number than the base, and a line for each."""
+    numbers = other_numbers_of_experts(shapes, theirs)
+    if not numbers:
+        return found, []
+    homes = tuple(f"{name.rpartition('.')[0]}." for name in numbers)
+    lines = [
+        f"shape: {escape(name)}: {list(shapes[name])}, {count(shapes[name][0], 'expert')}; the base has {number}"
+        for name, number in numbers.items()
+    ]
+    missing, unexpected = (
+        tuple(name for name in names if not name.startswith(homes))
+        for names in (found.missing, found.unexpected)
+    )
+    return replace(found, missing=missing, unexpected=unexpected), lines
 
 
 class _Filling(NamedTuple):

@@ -994,12 +994,12 @@ def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
 def _gap_warnings(tensors: Sequence[OutputTensor], base: Base | None, options: JobOptions) -> list[str]:
     """Return what the output seems to lack, if no weights are there to compare it with and nobody asked for a part."""
     config = base.config if base is not None and base.tensors is None else None
-    if not config or "model_type" not in config or options.naming.chooses_part:
+    if options.naming.chooses_part:
         return []
+    shapes = {tensor.fqn: tensor.shape for tensor in tensors}
     return [
-        f"from_pretrained would initialise at random what {CONFIG} calls for and the output lacks: {gap}; "
-        "--base MODEL, with its weights, compares every name"
-        for gap in find_gaps({tensor.fqn: tensor.shape for tensor in tensors}, config)
+        f"{gap.line('the output')}; --base MODEL, with its weights, compares every name"
+        for gap in find_gaps(shapes, config, may_grow=True)
     ]
 
 

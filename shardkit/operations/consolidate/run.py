@@ -11,9 +11,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardkit._folding import fold
 from shardkit.core.catalog import FileStamp
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import count, escape
 from shardkit.core.threads import NoProgress, OnStep
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
@@ -349,25 +348,9 @@ def _with_answer(job: ConsolidateJob, answer: Answer) -> ConsolidateJob:
     if answer.failure is not None:
         note = f"the model's class was not asked whether from_pretrained finds all weights: {answer.failure}"
         return replace(job, answer=answer, notes=(*job.notes, note))
-    found = tuple(_lines(answer))
+    found = tuple(answer.lines("the output"))
     unloadable = (*job.selection.unloadable, *found)
     others = job.warnings[len(job.unloadable) :]
     # A weight that the base has is a difference even if the class does not miss it.
     differs = () if found else job.fit.missing
     return replace(job, answer=answer, unloadable=unloadable, warnings=(*unloadable, *differs, *others))
-
-
-def _lines(answer: Answer) -> Iterator[str]:
-    name = escape(answer.model_class)
-    if answer.missing:
-        folded = [each.pattern for each in fold((fqn, None) for fqn in answer.missing)]
-        yield (
-            f"{name}.from_pretrained would initialise {count(len(answer.missing), 'tensor')} at random, "
-            f"which the output lacks: {listed(folded)}"
-        )
-    if answer.misfits:
-        shown = [each.pattern for each in fold((fqn, None) for fqn, _ in answer.misfits)]
-        yield (
-            f"{name}.from_pretrained would refuse the output for {count(len(answer.misfits), 'tensor')}: "
-            f"{listed(shown)} ({answer.misfits[0][0]}: {answer.misfits[0][1]})"
-        )

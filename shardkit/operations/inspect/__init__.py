@@ -28,6 +28,8 @@ from shardkit.files.strict_json import status_of
 from shardkit.formats.contract import Checkpoint, HubModel, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dequantize import why_scaled
+from shardkit.formats.gaps import Gaps, gaps_among, gaps_of
+from shardkit.formats.hub.directory import read_config
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.moments import Stored, parts_of_ranks
 from shardkit.keys.quantised import why_quantised
@@ -224,14 +226,22 @@ def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
         found = manifest.read(directory)
         if isinstance(found, manifest.Presharded):  # else it lies beside a Hub model, or what training saved
             result = _inspect_presharded(path, directory, found, unfold=tensors)
+            shapes = {fqn: tensor.shape for fqn, tensor in found.tensors.items()}
+            result = _with_gaps(result, gaps_among(shapes, read_config(directory)))
             return replace(result, holdings=_hold_presharded(directory, found)) if holdings else result
     is_legacy = path.endswith(".bin") and storage.isfile(path)  # else it is a state dict, of whatever
     checkpoint = formats.open(path, format="hub" if is_legacy else None)
     if checkpoint.hub is not None:
         result = _inspect_hub(path, checkpoint, checkpoint.hub, unfold=tensors)
+        result = _with_gaps(result, gaps_of(checkpoint))
         return replace(result, holdings=hold(checkpoint.hub.catalog)) if holdings else result
     result = _inspect_sharded(path, checkpoint, tuple(stray_weights(checkpoint)), unfold=tensors)
+    result = _with_gaps(result, gaps_of(checkpoint))
     return replace(result, holdings=hold(checkpoint.catalog)) if holdings else result
+
+
+def _with_gaps(result: InspectResult, gaps: Gaps) -> InspectResult:
+    return replace(result, warnings=(*result.warnings, *gaps.lines("the model")))
 
 
 def _hold_presharded(directory: str, said: manifest.Presharded) -> Holdings:

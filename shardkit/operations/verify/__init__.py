@@ -22,6 +22,7 @@ from shardkit.operations.parts.part import Part
 from shardkit.operations.resolve import stands_for, take
 from shardkit.operations.verify.bytes import choose
 from shardkit.operations.verify.factors import FactorQuestions
+from shardkit.operations.verify.gaps import check_gaps
 from shardkit.operations.verify.questions import Joined, Questions, recorded_in, some_stretches, whole_files
 from shardkit.operations.verify.result import Level, Report, VerifyResult
 from shardkit.operations.verify.store import check_stored
@@ -42,6 +43,7 @@ def verify(
     hub: str | None = None,
     revision: str | None = None,
     store: bool = False,
+    ask_class: bool = False,
     jobs: int | None = None,
     holdings: bool = False,
     part: str | Part | None = None,
@@ -72,6 +74,9 @@ def verify(
         revision: branch, tag or commit of the repo.
         store: ask the object store in which the checkpoint lies for size and CRC-32 of each file that the manifest
             lists, and read none of them. Where the store keeps no CRC-32 of a whole file, `problems` say so.
+        ask_class: ask the class that a Hub model's config names, as the installed transformers has it, which weights
+            `from_pretrained` would initialise at random or refuse for their shape. Each is a problem. By default config
+            and names alone tell what seems to be missing, which is a warning.
         jobs: threads; by default the cores that this process may use, from 2 to 8.
         holdings: tell too which file holds which bytes, for pictures.
         part: read this part of what is to be read, such as "3/16", or "env" to ask the launcher. Where no other part is
@@ -101,7 +106,7 @@ def verify(
             raise UsageError(f"{option} belongs to --against, which is not given")
     if gathering is not None and not (full or read or against or hub):
         raise UsageError("--part divides what is read: give --full, --read, --against or --hub with it")
-    if store and (full or read or against or hub or gathering or holdings):
+    if store and (full or read or against or hub or ask_class or gathering or holdings):
         raise UsageError("--store reads no bytes: give it without what reads or draws them")
     num_threads, progress = choose_jobs(jobs), progress or NoProgress()
     other = take(against, strict=True) if strict and against is not None else None
@@ -117,6 +122,8 @@ def verify(
         check_stored(path, manifest_path, report, progress)
         return _result(given, path, level, None, report, seed=None, against=None, repo=None, commit=None)
     structure = check_structure(path, report, manifest_path=manifest_path)
+    if structure.checkpoint is not None:
+        check_gaps(structure.checkpoint, report, ask_class=ask_class)
     if gathering is not None:
         gathering.check_outside(path, structure.directory)
     state = partial(_state, structure, report, seed=seed if level == "sample" else None)
@@ -239,5 +246,6 @@ def _result(
         vouched_bytes=report.vouched_bytes,
         problems=tuple(report.problems),
         warnings=tuple(report.warnings),
+        doubts=tuple(report.doubts),
         notes=tuple(report.notes),
     )

@@ -43,7 +43,8 @@ class VerifyProblem:
     details: tuple[str, ...] = ()
     """One line for each instance, where opening found several at once."""
     is_unreadable: bool = False
-    """The system could not read the file, or a store keeps no checksum of it: what it holds is not known."""
+    """What is asked for is not known: the system could not read the file, a store keeps no checksum of it, or the
+    model's class could not be asked."""
 
     def line(self) -> str:
         """Return it as one line, safe to print."""
@@ -117,6 +118,8 @@ class VerifyResult(Result):
     problems: tuple[VerifyProblem, ...]
     warnings: tuple[str, ...]
     """What does no harm but does not belong here, such as stale files."""
+    doubts: tuple[str, ...]
+    """Those of `warnings` that say that something seems to be missing, though no byte is damaged."""
     notes: tuple[str, ...]
     """What could not be checked, and what a person should be told."""
     part: PartAnswer | None = None
@@ -162,6 +165,8 @@ class Report:
     """Once it is set, whoever reads bytes stops."""
     problems: list[VerifyProblem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+    """As in `VerifyResult`."""
     notes: list[str] = field(default_factory=list)
     manifests: list[str] = field(default_factory=list)
     """As in `VerifyResult`."""
@@ -194,6 +199,12 @@ class Report:
             place = {"tensor": at.tensor, "region": region, "start_byte": at.start, "num_bytes": at.nbytes}
             fields = {**place, **fields}
         self.problems.append(VerifyProblem(message=message, **fields))
+
+    def doubt(self, lines: Iterable[str]) -> None:
+        """Add warnings that say what seems to be missing, though no byte is damaged."""
+        lines = list(lines)
+        self.warnings += lines
+        self.doubts += lines
 
     def error(self, error: ShardkitError, **fields: Any) -> None:
         """Add what kept something from being opened, with all that it lists."""

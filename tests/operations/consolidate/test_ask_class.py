@@ -20,9 +20,11 @@ from safetensors.torch import load_file, save_file
 
 import shardkit
 from shardkit.cli import main
+from shardkit.errors import LayoutError
 from shardkit.layout import traced
 from shardkit.layout.traced import Question
 from shardkit.operations.consolidate import consolidate
+from shardkit.operations.verify import verify
 from tests.operations.consolidate.checkpoints import save
 from tests.worlds.processes import ROOT
 
@@ -370,3 +372,41 @@ def test_the_command_asks_without_importing_torch_itself(models: dict[str, Path]
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert done.stdout == "asking Qwen3ForCausalLM ...\nclass model.norm.weight\n", done.stderr
+
+
+def test_verify_asks_the_class_of_a_model(tmp_path: Path) -> None:
+    qwen3(tie_word_embeddings=False).save_pretrained(tmp_path / "hub")
+    told = "Qwen3ForCausalLM.from_pretrained finds all weights"
+    assert verify(tmp_path / "hub", ask_class=True).notes[-1] == told
+    file = tmp_path / "hub/model.safetensors"
+    cut = {name: x for name, x in load_file(file).items() if name != "model.norm.weight"}
+    cut["model.layers.1.mlp.up_proj.weight"] = cut["model.layers.1.mlp.up_proj.weight"][:12].contiguous()
+    save_file(cut, file, metadata={"format": "pt"})
+    assert verify(tmp_path / "hub").ok
+    missing, misfit = (problem.message for problem in verify(tmp_path / "hub", ask_class=True).problems)
+    assert missing.endswith("at random, which the model lacks: model.norm.weight")
+    assert misfit.endswith("model.layers.1.mlp.up_proj.weight: [12, 16], in the model [24, 16])")
+    config = json.loads((tmp_path / "hub/config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "own.Qwen3ForCausalLM"}
+    (tmp_path / "hub/config.json").write_text(json.dumps(config))
+    result = verify(tmp_path / "hub", ask_class=True)
+    assert result.ok
+    assert len(result.doubts) == 2
+
+
+def test_experts_of_some_ranks_are_named_with_their_shapes(tmp_path: Path) -> None:
+    model = moe()
+    model.save_pretrained(tmp_path / "hub")
+    half = {name: x[:2] if ".experts." in name else x for name, x in model.state_dict().items()}
+    for ask_class in (True, False):
+        with pytest.raises(LayoutError) as caught:
+            consolidate(
+                save({"model": half}, tmp_path / f"step-{ask_class}"),
+                tmp_path / "out",
+                base=tmp_path / "hub",
+                ask_class=ask_class,
+            )
+        assert len(caught.value.problems) == 6
+        name = "model.layers.0.mlp.experts.gate_up_proj"
+        assert f"shape: {name}: [2, 16, 16], 2 experts; the base has 4" in caught.value.problems
+        assert "transformers installed" not in str(caught.value.hint)

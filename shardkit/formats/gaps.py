@@ -1,0 +1,96 @@
+"""What an opened model seems to lack, as its config, the names of its tensors and the numbers of its files tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from shardkit.core.regions import Shape
+from shardkit.core.text import count, listed
+from shardkit.errors import ShardkitError
+from shardkit.files import storage
+from shardkit.formats.contract import Checkpoint
+from shardkit.formats.dequantize import config_of
+from shardkit.formats.hub.adapter import is_adapter_file
+from shardkit.formats.hub.files import absent_parts, is_part, is_plain_file
+from shardkit.keys.check import Gap, find_gaps, refuse_factors
+from shardkit.keys.peft import classify_peft
+from shardkit.keys.select import select_model
+
+
+class Gaps(NamedTuple):
+    """What seems to be missing; finding nothing proves nothing."""
+
+    found: tuple[Gap, ...] = ()
+    files: tuple[str, ...] = ()
+    """Numbered weight files that are neither there nor in the index."""
+    has_own_code: bool = False
+    """The model's own code may make something else of the config."""
+
+    @property
+    def is_part(self) -> bool:
+        """Surely a part of a model: files and the layers that the config counts are missing together."""
+        return bool(self.files and not self.has_own_code and any(gap.kind == "layers" for gap in self.found))
+
+    def lines(self, where: str) -> Iterator[str]:
+        """Yield each as a warning; `where` is what lacks it, such as "the model"."""
+        yield from (gap.line(where) for gap in self.found)
+        if self.files:
+            files = count(len(self.files), "weight file")
+            yield f"{files} of a numbered set, neither here nor in the index: {listed(self.files)}"
+
+
+def gaps_of(checkpoint: Checkpoint) -> Gaps:
+    """Return what a model seems to lack; nothing of a part that a person named, of an adapter, or where names tell nothing.
+
+    Args:
+        checkpoint: opened, of any format.
+    """
+    hub = checkpoint.hub
+    if hub is not None:
+        files = [file.name for file in hub.identity.files]
+        if not _is_model(checkpoint.path, files):
+            return Gaps()
+        shapes = {name: entry.shape for name, entry in hub.catalog.tensors.items()}
+        return _gaps(shapes, hub.config, absent_parts(files))
+    config = config_of(checkpoint)
+    return Gaps() if config is None else gaps_among(_shapes_in(checkpoint), config)
+
+
+def gaps_among(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> Gaps:
+    """Return what a model in memory seems to lack; nothing where its weights are factors, an adapter or without layers.
+
+    Args:
+        shapes: by its names there.
+        config: its config.json, if there is one.
+    """
+    try:
+        refuse_factors(shapes)
+        is_plain = classify_peft(shapes).kind == "none"
+    except ShardkitError:
+        return Gaps()
+    return _gaps(shapes, config) if is_plain and any(".0." in name for name in shapes) else Gaps()
+
+
+def _gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, files: tuple[str, ...] = ()) -> Gaps:
+    return Gaps(tuple(find_gaps(shapes, config)), files, "auto_map" in (config or {}))
+
+
+def _is_model(path: str, files: list[str]) -> bool:
+    """True unless the weights are an adapter's, or a file that a person named and that may be any part."""
+    if len(files) != 1:
+        return True
+    is_chosen = not storage.isdir(path) and (is_part(files[0]) or not is_plain_file(files[0]))
+    return not (is_chosen or is_adapter_file(files[0]))
+
+
+def _shapes_in(checkpoint: Checkpoint) -> dict[str, Shape]:
+    """Return shapes by the names of the model in a checkpoint of a training; none where these are another trainer's own."""
+    catalog = checkpoint.catalog
+    try:
+        chosen = select_model(catalog.tensors, catalog.objects, catalog.paths, checkpoint.roots)
+    except ShardkitError:
+        return {}
+    if chosen.unloadable:
+        return {}
+    return {name: catalog.tensors[stored].shape for stored, name in chosen.names.items()}
