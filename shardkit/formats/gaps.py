@@ -60,6 +60,8 @@ def gaps_of(checkpoint: Checkpoint) -> Gaps:
 def gaps_among(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> Gaps:
     """Return what a model in memory seems to lack; nothing where its weights are factors, an adapter or without layers.
 
+    A vocabulary may have grown since its config was written.
+
     Args:
         shapes: by its names there.
         config: its config.json, if there is one.
@@ -69,7 +71,10 @@ def gaps_among(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) ->
         is_plain = classify_peft(shapes).kind == "none"
     except ShardkitError:
         return Gaps()
-    return _gaps(shapes, config) if is_plain and any(".0." in name for name in shapes) else Gaps()
+    if not is_plain or not any(".0." in name for name in shapes):
+        return Gaps()
+    gaps = _gaps(shapes, config)
+    return gaps._replace(found=tuple(gap for gap in gaps.found if gap.kind != "grown"))
 
 
 def _gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, files: tuple[str, ...] = ()) -> Gaps:

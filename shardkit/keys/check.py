@@ -159,25 +159,22 @@ class Gap(NamedTuple):
 
     text: str
     """What config.json calls for; of another shape: the tensors, their shape, and what the config counts."""
-    kind: Literal["layers", "weights", "shape"]
-    """Whole layers that the config counts, other weights, or tensors of another shape."""
+    kind: Literal["layers", "weights", "shape", "grown"]
+    """Whole layers that the config counts, other weights, tensors of another shape, or a vocabulary with more rows."""
 
     def line(self, where: str) -> str:
         """Return it as a warning; `where` is what lacks it, such as "the output"."""
-        if self.kind == "shape":
+        if self.kind in ("shape", "grown"):
             return f"from_pretrained would refuse {where} for the shape of {self.text}"
         return f"from_pretrained would initialise at random what config.json calls for and {where} lacks: {self.text}"
 
 
-def find_gaps(
-    shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, *, may_grow: bool = False
-) -> list[Gap]:
+def find_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> list[Gap]:
     """Return each kind of weight that seems to be missing for `from_pretrained`.
 
     Args:
         shapes: by name in the output.
         config: the config of a transformers model; nothing is said where there is none, or one of another library.
-        may_grow: the vocabulary may have more rows than the config counts, which is going to be changed.
     """
     if not config or "model_type" not in config:
         return []
@@ -194,7 +191,7 @@ def find_gaps(
     if is_text:
         gaps += _embedding(shapes, text["vocab_size"])
         gaps += _length(lists, shapes, text, counted)
-        gaps += _rows(shapes, config, may_grow=may_grow)
+        gaps += _rows(shapes, config)
     for path, blocks in lists.items():
         if max(blocks) + 1 in counted:  # Sequentials rightly have holes: those of EnCodec are named layers
             gaps += _holes(path, blocks)
@@ -217,7 +214,7 @@ def _embedding(shapes: Mapping[str, Shape], tokens: int) -> Iterator[Gap]:
         yield Gap(f"an embedding of the {count(tokens, 'token')} that the config counts", "weights")
 
 
-def _rows(shapes: Mapping[str, Shape], config: Mapping[str, Any], *, may_grow: bool) -> Iterator[Gap]:
+def _rows(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[Gap]:
     """Compare the rows of embeddings with the vocabulary, in decoders of text whose class transformers has.
 
     Models of several parts may have more rows than the config counts, as those of mllama do.
@@ -227,8 +224,9 @@ def _rows(shapes: Mapping[str, Shape], config: Mapping[str, Any], *, may_grow: b
     if not is_plain or not _is_number(tokens) or _TOKENS[0] not in shapes:
         return
     other = {name: shapes[name] for name in _TOKENS if name in shapes and shapes[name][:1] != (tokens,)}
-    if other and not (may_grow and min(other.values())[0] > tokens):
-        yield _misshapen(other, count(tokens, "token"))
+    if other:
+        is_grown = min(other.values())[0] > tokens
+        yield _misshapen(other, count(tokens, "token"))._replace(kind="grown" if is_grown else "shape")
     classes = config.get("architectures")
     has_head = isinstance(classes, list) and str(classes[:1]).endswith("ForCausalLM']")
     if has_head and config.get("tie_word_embeddings") is False and _TOKENS[1] not in shapes:

@@ -999,7 +999,7 @@ def _gap_warnings(tensors: Sequence[OutputTensor], base: Base | None, options: J
     shapes = {tensor.fqn: tensor.shape for tensor in tensors}
     return [
         f"{gap.line('the output')}; --base MODEL, with its weights, compares every name"
-        for gap in find_gaps(shapes, config, may_grow=True)
+        for gap in find_gaps(shapes, config)
     ]
 
 
