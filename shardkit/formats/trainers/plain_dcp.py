@@ -12,6 +12,7 @@ recipe.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,6 +44,7 @@ _WEIGHTS = (
     "sharded",
 )
 _OPTIMIZERS = ("optim", "optimizer", "optimizers", "optimizer_state")
+_STEP = re.compile(r"(?:step|iter|epoch|checkpoint|ckpt)[-_=]?[0-9]+", re.IGNORECASE)
 _NOT_SHOWN = (
     ".*",
     manifest.NAME,
@@ -201,7 +203,10 @@ def _lies_in(path: str, names: frozenset[str], beside: str) -> bool:
 
 
 def _pair(path: str, names: frozenset[str]) -> Found | None:
-    """Return a directory with the weights of one model beside one of its optimizer, whatever the two are called."""
+    """Return a directory with the weights of one model beside one of its optimizer, whatever the two are called.
+
+    A run's directory, with other steps beside them, is none.
+    """
     optimizers = [name for name in names if is_optimizers(name) and _has_weights(path, name)]
     if not optimizers:
         return None
@@ -214,7 +219,8 @@ def _pair(path: str, names: frozenset[str]) -> Found | None:
     paired = [
         name for name in models if any(is_optimizer_of(other, name, is_only=is_only) for other in optimizers)
     ]
-    if len(paired) != 1:
+    steps = {name for name in names.difference(optimizers, paired) if _STEP.search(name)}
+    if len(paired) != 1 or any(inner(path, name) is not None for name in steps):
         return None
     return Found(Structure(format=None, writer=None, weights=(paired[0],)), os.path.join(path, paired[0]))
 

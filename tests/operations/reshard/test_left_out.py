@@ -75,6 +75,13 @@ def test_pairs_are_resharded_as_pairs(tmp_path: Path, model: str, optimizer: str
     assert names[str(Path(optimizer).relative_to(inside))] == "optimizer state"
 
 
+def test_a_pair_beside_steps_is_not_the_run(tmp_path: Path) -> None:
+    save_pair(tmp_path, "final", "final_optim")
+    save_pair(tmp_path / "checkpoint-10", "pytorch_model_fsdp_0", "optimizer_0")
+    found = shardkit.resolve_checkpoint(tmp_path)
+    assert (found.step, [line.partition(",")[0] for line in found.warnings]) == (10, ["passed over final"])
+
+
 def test_a_step_of_veomni_goes_whole(tmp_path: Path) -> None:
     step = veomni(tmp_path / "global_step_2", is_finished=True)
     result = shardkit.reshard(step, str(tmp_path / "global_step_3"), world_size=3, strict=True)
