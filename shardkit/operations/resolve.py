@@ -164,8 +164,13 @@ def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) ->
     return take(path, strict=strict).resolved
 
 
-def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
+def take(path: str | os.PathLike[str], *, strict: bool = False, whole_steps: bool = False) -> Taken:
     """Choose a checkpoint as `resolve_checkpoint` does, and keep what that opens.
+
+    Args:
+        path: as in `resolve_checkpoint`.
+        strict: the same.
+        whole_steps: where one step holds several models (a GAN's two), take all of it. Otherwise one has to be named.
 
     Raises:
         UsageError, SourceError, ResourceError: as `resolve_checkpoint`.
@@ -185,8 +190,15 @@ def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
     if PIPELINE in listing(given) and found is not None and found.path != given and found.step is None:
         formats.open(given)  # raises: one model of a pipeline is not the newest checkpoint of a run
     if found is not None:
-        _refuse_rivals(given, search.rivals.get(found.path, ()))
-        said, doubt = list(_passed_over(found, given)), lacks_last(found.path)
+        rivals = search.rivals.get(found.path, ())
+        step = _step_around(rivals, given) if whole_steps else None
+        if step is None:
+            _refuse_rivals(given, rivals)
+        else:
+            search.opened[step] = tuple(model for each in rivals for model in _open_models(each))
+            found = replace(found, path=step, reason=f"it holds {len(rivals)} models")
+        said = list(_passed_over(found, given))
+        doubt = search.doubt or lacks_last(found.path) or lacks_last(given)
         found = replace(
             found,
             warnings=(*filter(None, [doubt]), *(line for line, is_older in said if not is_older)),
@@ -210,6 +222,16 @@ def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
     )
 
 
+def _step_around(paths: Collection[str], given: str) -> str | None:
+    """Return the directory of the step that some checkpoints are models of; None if they are of none."""
+    above = os.path.commonpath(paths) if len(paths) > 1 else ""
+    for _ in range(_MAX_DEPTH):
+        if not above or is_a_step(os.path.basename(storage.absolute(above))):
+            return above or None
+        above = os.path.dirname(above) if above != given else ""
+    return None
+
+
 def _refuse_rivals(given: str, rivals: Collection[str]) -> None:
     """Refuse a choice that would be made by chance.
 
@@ -218,11 +240,13 @@ def _refuse_rivals(given: str, rivals: Collection[str]) -> None:
     """
     if len(rivals) > 1:
         names = [os.path.relpath(path, given) for path in rivals]
+        is_one = _step_around(rivals, given) is not None
+        why = "they are of one step" if is_one else "no step, date or tracker file tells which is the newest"
         raise UsageError(
             f"{escape(given)}: {len(rivals)} checkpoints here; say which",
             problems=map(escape, names),
-            hint=f"no step, date or tracker file tells which is the newest: give one by its path, such as "
-            f"{escape(os.path.join(given, names[0]))}",
+            hint=f"{why}: give one by its path, such as {escape(os.path.join(given, names[0]))}"
+            + ("; reshard takes all of them" if is_one else ""),
         )
 
 
@@ -329,8 +353,10 @@ class _Search:
         """Names of those that were passed over though nothing is wrong with them."""
         self.rivals: dict[str, tuple[str, ...]] = {}
         """By path of one that was taken by chance, it and all others that might be meant."""
-        self.unfinished: list[ResolvedCheckpoint] = []
-        """Those that open, newest first, and whose trainer did not say that it had finished them."""
+        self.unfinished: list[tuple[ResolvedCheckpoint, str]] = []
+        """Those that open, newest first, and why their trainer may not have finished them."""
+        self.doubt: str | None = None
+        """Why the one that was taken may not be finished."""
         self.entries_left = _MAX_ENTRIES
 
     def looked_for(self) -> list[str]:
@@ -368,9 +394,9 @@ class _Search:
         """Return the newest of those that may be taken where nothing finished is there."""
         if not self.unfinished:
             return None
-        found = self.unfinished[0]
-        name = os.path.relpath(found.path, self.home)
-        self.skipped = [pair for pair in self.skipped if pair[0] != name]
+        found, self.doubt = self.unfinished[0]
+        name = os.path.join(os.path.relpath(found.path, self.home), "")
+        self.skipped = [pair for pair in self.skipped if not name.startswith(os.path.join(pair[0], ""))]
         return replace(found, reason="no finished one is there", skipped=tuple(self.skipped))
 
     def below(self, directory: str, depth: int) -> ResolvedCheckpoint | None:
@@ -529,13 +555,17 @@ class _Search:
                 reason = lacks_last(path)
                 if reason is None:
                     return found
-                self.unfinished.append(found)
+                self.unfinished.append((found, reason))
         elif not storage.isdir(path):
             reason = "not a checkpoint of a known format"
         else:
             reason = _unfinished(path)
             if reason is None:
-                return self._inside(path, depth, step)
+                found_inside = self._inside(path, depth, step)
+                reason = None if found_inside is None else lacks_last(path)
+                if found_inside is None or reason is None:
+                    return found_inside
+                self.unfinished.append((found_inside, reason))
         self._skip(path, reason)
         return None
 

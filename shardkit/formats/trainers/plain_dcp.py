@@ -44,6 +44,7 @@ _WEIGHTS = (
     "sharded",
 )
 _OPTIMIZERS = ("optim", "optimizer", "optimizers", "optimizer_state")
+_VEOMNIS_LAST = "checkpoint_manifest.json"
 _STEP = re.compile(r"(?:step|iter|epoch|checkpoint|ckpt)[-_=]?[0-9]+", re.IGNORECASE)
 _NOT_SHOWN = (
     ".*",
@@ -89,6 +90,16 @@ class Found(NamedTuple):
     """The directory of the checkpoint in it."""
 
 
+_VEOMNI = Structure(
+    format="veomni",
+    writer="VeOmni",
+    weights=("model/ckpt",),
+    beside=("model/optimizer", _VEOMNIS_LAST),
+    roots={"model": ("model",)},
+    assets=("hf_ckpt", "."),
+    last=_VEOMNIS_LAST,
+    is_taken_without_last=True,
+)
 _STRUCTURES = (
     Structure(
         format="verl-megatron",
@@ -138,16 +149,7 @@ _STRUCTURES = (
         beside=("optim", "step_scheduler*", "losses.json"),
         assets=("model/.hf_metadata", "model", "."),
     ),
-    Structure(
-        format="veomni",
-        writer="VeOmni",
-        weights=("model/ckpt",),
-        beside=("model/optimizer", "checkpoint_manifest.json"),
-        roots={"model": ("model",)},
-        assets=("hf_ckpt", "."),
-        last="checkpoint_manifest.json",
-        is_taken_without_last=True,
-    ),
+    _VEOMNI,
     # No trainer in particular: the model's part of a checkpoint in a directory of its own.
     Structure(format=None, writer=None, weights=("model", "weights", "distcp", "dcp", "fsdp")),
 )
@@ -242,9 +244,18 @@ def _has_weights(path: str, name: str) -> bool:
 def lacks_last(path: str) -> str | None:
     """Return what makes a checkpoint doubtful that may be taken all the same; None if nothing does."""
     found = find_structure(path)
-    if found is None or not found.structure.is_taken_without_last:
+    structure = found.structure if found is not None else _VEOMNI if _holds_modules(path) else None
+    if structure is None or not structure.is_taken_without_last:
         return None
-    return next(_unfinished(path, found.structure), None)
+    return next(_unfinished(path, structure), None)
+
+
+def _holds_modules(path: str) -> bool:
+    """True for a step of several modules, each of which has what `_VEOMNI` expects of the only one."""
+    models = inner(path, "model")
+    return models is not None and any(
+        inner(models, f"{name}/ckpt") and inner(models, f"{name}/optimizer") for name in listing(models)
+    )
 
 
 def inside(checkpoint: Checkpoint, found: Found, path: str) -> Checkpoint:

@@ -199,7 +199,7 @@ def reshard(
         progress=progress,
         on_warning=on_warning,
     )
-    taken = take(source, strict=strict)
+    taken = take(source, strict=strict, whole_steps=True)
     resolved = taken.resolved
     writer.warn(resolved.warnings)
     named = source if adapter_file(source) else resolved.path

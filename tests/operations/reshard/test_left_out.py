@@ -118,6 +118,38 @@ def test_a_step_of_veomni_that_it_did_not_finish(tmp_path: Path) -> None:
         shardkit.verify(run)
 
 
+@pytest.mark.parametrize("modules", [["llm"], ["llm", "vision"]])
+def test_a_step_of_veomni_with_modules(tmp_path: Path, modules: list[str]) -> None:
+    for step in (7, 8):
+        for module in modules:
+            save_pair(tmp_path / f"run/global_step_{step}/model/{module}", "ckpt", "optimizer")
+        write(tmp_path / f"run/global_step_{step}", "loader/rank_0.pt")
+    write(tmp_path / "run/global_step_7", LAST)
+    result = shardkit.reshard(tmp_path / "run", str(tmp_path / "out"), world_size=2)
+    assert result.num_optimizer_tensors == 2 * len(modules)
+    assert result.warnings[0].startswith("passed over global_step_8")
+    assert len(modules) == 1 or result.copied == (LAST, "loader/rank_0.pt")
+    assert (
+        len(modules) == 2 or "beside model/llm is not in the output: loader/rank_0.pt" in result.warnings[1]
+    )
+    (tmp_path / "run/global_step_7" / LAST).unlink()
+    result = shardkit.reshard(tmp_path / "run", str(tmp_path / "again"), world_size=2)
+    assert "global_step_8" in result.checkpoint
+    assert result.warnings[0] == LACKING
+
+
+def test_two_models_of_one_step(tmp_path: Path) -> None:
+    for name in ("generator", "discriminator"):
+        save(tmp_path / "step_5" / name, model={"a.weight": WEIGHT})
+    write(tmp_path / "step_5", "state.json")
+    result = shardkit.reshard(tmp_path, str(tmp_path / "out"), world_size=2)
+    assert (result.folders, result.copied) == (("discriminator", "generator"), ("state.json",))
+    with pytest.raises(shardkit.UsageError, match="2 checkpoints here; say which") as caught:
+        shardkit.consolidate(tmp_path, tmp_path / "hub")
+    assert "reshard takes all of them" in str(caught.value.hint)
+    assert shardkit.consolidate(tmp_path / "step_5/generator", tmp_path / "hub").num_tensors == 1
+
+
 def test_an_older_step_of_veomni_has_no_such_file(tmp_path: Path) -> None:
     step = tmp_path / "global_step_2"
     save(step, model={"a.weight": WEIGHT}, optimizer=STATE)
