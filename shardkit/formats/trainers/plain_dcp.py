@@ -201,7 +201,8 @@ def find_structure(path: str) -> Found | None:
 
 
 def _lies_in(path: str, names: frozenset[str], beside: str) -> bool:
-    return inner(path, beside) is not None if "/" in beside else has_any(names, beside)
+    first, _, below = beside.partition("/")
+    return inner(path, beside) is not None if below and first in names else has_any(names, beside)
 
 
 def _pair(path: str, names: frozenset[str]) -> Found | None:
@@ -252,7 +253,7 @@ def lacks_last(path: str) -> str | None:
 
 def _holds_modules(path: str) -> bool:
     """True for a step of several modules, each of which has what `_VEOMNI` expects of the only one."""
-    models = inner(path, "model")
+    models = inner(path, "model") if "model" in listing(path) else None
     return models is not None and any(
         inner(models, f"{name}/ckpt") and inner(models, f"{name}/optimizer") for name in listing(models)
     )
