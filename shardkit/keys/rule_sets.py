@@ -54,11 +54,21 @@ def bind_in_form(
     *,
     side: Side,
     padding: Padding | None = None,
+    wanted: Iterable[str] = (),
 ) -> Binding:
-    """Do what `bind_names` does, with a rule set in the form that the names have; `padding` is what is known of it."""
-    notes: tuple[str, ...] = ()
-    if side == "model":
-        rules, notes = in_form(rules, shapes, config, padding)
+    """Do what `bind_names` does, with a rule set in the form that the model's names have.
+
+    Args:
+        rules, shapes, config, side: as for `bind_names`.
+        padding: what is known of a padded vocabulary.
+        wanted: names of the model that is to be filled, where they are known.
+
+    Raises:
+        LayoutError: as for `bind_names`.
+    """
+    if side == "hub":
+        return bind_names(_one_by_one(rules, wanted), shapes, config, side=side)
+    rules, notes = in_form(rules, shapes, config, padding)
     return replace(bind_names(rules, shapes, config, side=side), notes=notes)
 
 

@@ -63,7 +63,7 @@ _STEPS = {
     "interleave": ("groups", "only"),
     "pad": ("of", "to", "only"),
 }
-_RULE_KEYS = ("hub", "model", "steps", "steps_to_hub", "optional", "drop", "tie")
+_RULE_KEYS = ("hub", "model", "steps", "steps_to_hub", "optional", "drop", "tie", "to_hub_only")
 _TOP_KEYS = (
     "format",
     "name",
@@ -106,6 +106,8 @@ class Rule:
     """The side that the steps begin on. It may have several patterns, the other has one."""
     is_optional: bool = False
     """It may match nothing."""
+    is_to_hub_only: bool = False
+    """A checkpoint may have these names in place of another rule's; none is made of them from the Hub's."""
     tie: str | None = None
     """The name on the Hub that stands for `hub` where that is missing."""
 
@@ -257,14 +259,15 @@ def _rule(table: Any, number: int, *, is_optional: bool) -> Rule:
     ]
     if problems:
         raise _Wrong(*problems)
-    tie = table.get("tie")
+    tie, is_to_hub_only = table.get("tie"), table.get("to_hub_only") is True
     return Rule(
         number=number,
         hub=hub,
         model=model,
         steps=steps,
         steps_from=steps_from,
-        is_optional=is_optional or drops or table.get("optional") is True,
+        is_optional=is_optional or drops or table.get("optional") is True or is_to_hub_only,
+        is_to_hub_only=is_to_hub_only,
         tie=tie if isinstance(tie, str) else None,
     )
 
@@ -640,15 +643,21 @@ def bind_names(
         LayoutError: tensors that no rule is about, rules that match nothing, two tensors that would be one, numbers
             that are not known, shapes that do not fit, tensors that do not come back; all of them.
     """
-    return _bind(rules, shapes, config, side=side, proves=True)
+    return _bind(rules, shapes, config, side=side)
 
 
 def _bind(
-    rules: RuleSet, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, *, side: Side, proves: bool
+    rules: RuleSet,
+    shapes: Mapping[str, Shape],
+    config: Mapping[str, Any] | None,
+    *,
+    side: Side,
+    made_by: Mapping[str, Rule] | None = None,
 ) -> Binding:
+    """Do what `bind_names` does; on the way back of a proof, `made_by` says which rule made a name."""
     made, dropped, problems, sources = dict[str, Expression](), list[str](), list[str](), dict[str, Rule]()
     owners: dict[str, Rule] = {}
-    matches = _matches(rules, shapes, side, owners, problems)
+    matches = _matches(rules, shapes, side, owners, problems, made_by)
     env = ConfigNumbers(rules.numbers, config)
     other: Side = "model" if side == "hub" else "hub"
     for match in matches:
@@ -681,8 +690,8 @@ def _bind(
         + (suggestion(NUMBER.sub("{i}", name), known) if at < _MAX_SUGGESTIONS else "")
         for at, name in enumerate(left)
     ]
-    if proves and not problems:
-        problems += _lost(rules, made, shapes, dropped, config, side)
+    if made_by is None and not problems:
+        problems += _lost(rules, made, sources, shapes, dropped, config, side)
     LayoutError.raise_for(
         problems,
         f"the key rules of {escape(rules.title)} do not fit: {count(len(problems), 'problem')}",
@@ -693,18 +702,25 @@ def _bind(
 
 
 def _matches(
-    rules: RuleSet, shapes: Mapping[str, Shape], side: Side, owners: dict[str, Rule], problems: list[str]
+    rules: RuleSet,
+    shapes: Mapping[str, Shape],
+    side: Side,
+    owners: dict[str, Rule],
+    problems: list[str],
+    made_by: Mapping[str, Rule] | None,
 ) -> Iterator[_Match]:
     """Yield what each rule is about; note which rule has which tensor, and which tensors two rules have."""
     names = sorted(shapes, key=natural)
     for rule in rules.rules:
+        if made_by is None and side == "hub" and rule.is_to_hub_only:
+            continue
         patterns = rule.patterns(side)
         outer = _variables(rule.hub) & _variables(rule.model) if not rule.drops else _variables(patterns)
         groups: dict[tuple[str, ...], list[list[tuple[str, Mapping[str, str]]]]] = {}
         for at, pattern in enumerate(patterns):
             for name in names:
                 found = regex_of(pattern).fullmatch(name)
-                if found is None:
+                if found is None or (made_by or {}).get(name, rule) is not rule:
                     continue
                 values = found.groupdict()
                 key = tuple(values.get(each, "") for each in sorted(outer))
@@ -761,6 +777,7 @@ def _made(
 def _lost(
     rules: RuleSet,
     made: Mapping[str, Expression],
+    made_by: Mapping[str, Rule],
     shapes: Mapping[str, Shape],
     dropped: Sequence[str],
     config: Mapping[str, Any] | None,
@@ -770,7 +787,7 @@ def _lost(
     other: Side = "model" if side == "hub" else "hub"
     try:
         back = _bind(
-            rules, {name: each.shape for name, each in made.items()}, config, side=other, proves=False
+            rules, {name: each.shape for name, each in made.items()}, config, side=other, made_by=made_by
         )
     except LayoutError as error:
         yield from (f"on the way back: {problem}" for problem in error.problems)

@@ -328,6 +328,17 @@ def test_megatrons_layers_and_padding_have_several_forms(name: str, one_by_one: 
     )
 
 
+@pytest.mark.parametrize("name", MEGATRON)
+def test_a_model_with_its_layers_one_by_one_is_filled(name: str) -> None:
+    """As a model in memory has them; the Hub's names alone do not tell."""
+    values, theirs = moved(name)
+    theirs = layers_one_by_one(theirs)
+    model_type, shapes = SETS[name]
+    made = bind_in_form(found(name), shapes, config(model_type), side="hub", wanted=theirs).made
+    assert made.keys() == theirs.keys()
+    assert all(np.array_equal(evaluate(each, values), theirs[target]) for target, each in made.items())
+
+
 @pytest.mark.parametrize(
     ("rows", "padding", "kept"),
     [
@@ -369,3 +380,71 @@ def test_a_set_that_nearly_fits_says_what_it_lacks() -> None:
         choice = choose_shipped({**form, odd: (3,)}, config("deepseek_v3"), side="model")
         assert "it is for mixtral, not for deepseek_v3" in choice.reasons[0]
     assert choose_shipped(hub("qwen3_moe", experts="each"), config("qwen3_moe"), side="model").reasons == ()
+
+
+# megatron-core 0.16.1, GPTModel.sharded_state_dict of a block spec, moe_layer_freq=[0, 1]: the second layer has experts.
+OF_A_LIST = """
+decoder.final_layernorm.weight
+decoder.layers.0.mlp.linear_fc1.layer_norm_weight
+decoder.layers.0.mlp.linear_fc1.weight
+decoder.layers.0.mlp.linear_fc2.weight
+decoder.layers.0.self_attention.k_layernorm.weight
+decoder.layers.0.self_attention.linear_proj.weight
+decoder.layers.0.self_attention.linear_qkv.layer_norm_weight
+decoder.layers.0.self_attention.linear_qkv.weight
+decoder.layers.0.self_attention.q_layernorm.weight
+decoder.layers.1.mlp.experts.experts.linear_fc1.weight
+decoder.layers.1.mlp.experts.experts.linear_fc2.weight
+decoder.layers.1.mlp.linear_fc1.layer_norm_weight
+decoder.layers.1.mlp.router.weight
+decoder.layers.1.self_attention.k_layernorm.weight
+decoder.layers.1.self_attention.linear_proj.weight
+decoder.layers.1.self_attention.linear_qkv.layer_norm_weight
+decoder.layers.1.self_attention.linear_qkv.weight
+decoder.layers.1.self_attention.q_layernorm.weight
+embedding.word_embeddings.weight
+output_layer.weight
+""".split()
+NORM, TE_NORM = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
+
+
+@pytest.mark.parametrize("has_te", [False, True])
+def test_megatrons_layers_may_have_experts_or_not(has_te: bool) -> None:
+    """With Transformer Engine the norm before experts has a name of its own, and is no part of the first matrix."""
+    values, theirs = moved("megatron-qwen-moe")
+    theirs = layers_one_by_one(theirs)
+    dense = {
+        f"model.layers.0.mlp.{part}_proj.weight": np.ones((20, 16)) * n
+        for n, part in enumerate(("gate", "up"))
+    }
+    dense["model.layers.0.mlp.down_proj.weight"] = np.ones((16, 20))
+    theirs["decoder.layers.0.mlp.linear_fc1.weight"] = np.concatenate([*dense.values()][:2])
+    theirs["decoder.layers.0.mlp.linear_fc2.weight"] = dense["model.layers.0.mlp.down_proj.weight"]
+    for layer in (0, 1):
+        norm = theirs.pop(f"decoder.layers.{layer}.{TE_NORM}")
+        theirs[f"decoder.layers.{layer}.{TE_NORM if has_te and layer else NORM}"] = norm
+    theirs = {
+        name: theirs[name]
+        for name in sorted(theirs)
+        if not name.startswith(("decoder.layers.0.mlp.e", "decoder.layers.0.mlp.r"))
+    }
+    if not has_te:
+        assert [*theirs] == OF_A_LIST
+    shapes = {name: value.shape for name, value in theirs.items()}
+    ((rules, binding),) = choose_shipped(shapes, config("qwen3_moe"), side="model").fitting
+    assert rules.name == "megatron-qwen-moe"
+    experts = ("model.layers.0.mlp.experts", "model.layers.0.mlp.gate.")
+    expected = {name: value for name, value in values.items() if not name.startswith(experts)} | dense
+    assert binding.made.keys() == expected.keys()
+    assert all(np.array_equal(evaluate(made, theirs), expected[name]) for name, made in binding.made.items())
+
+
+@pytest.mark.parametrize("name", ["megatron-mixtral", "megatron-qwen-moe"])
+def test_megatrons_experts_without_transformer_engine(name: str) -> None:
+    values, theirs = moved(name)
+    theirs[f"decoder.layers.{NORM}"] = theirs.pop(f"decoder.layers.{TE_NORM}")
+    shapes = {target: value.shape for target, value in theirs.items()}
+    ((_, binding),) = choose_shipped(shapes, config(SETS[name][0]), side="model").fitting
+    assert all(
+        np.array_equal(evaluate(made, theirs), values[target]) for target, made in binding.made.items()
+    )

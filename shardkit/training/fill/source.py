@@ -308,7 +308,7 @@ def _by_rules(
     errors = list[LayoutError]()
     for side in ("hub", "model"):
         try:
-            binding = bind_in_form(rules, shapes, config, side=side)
+            binding = bind_in_form(rules, shapes, config, side=side, wanted=wanted)
         except LayoutError as error:
             errors.append(error)
             continue
