@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import shardkit
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, SourceError, UsageError
@@ -495,6 +495,34 @@ def test_a_manifest_file_and_a_check(served: Served, tmp_path: Path, out: str) -
         WRITES["consolidate"](served.home, out, part=part, manifest_file=made, check=True)
     assert made.read_bytes() == objects(out)["shardkit.json"]
     WRITES["consolidate"](served.home, out, part="1/2", manifest_file=made, check=True)
+
+
+def test_what_was_not_trained_comes_from_a_base_in_the_store(
+    served: Served, tmp_path: Path, out: str
+) -> None:
+    text = {f"model.layers.{at}.weight": torch.randn(4, 4) for at in range(3)}
+    whole = {name.replace("model.", "model.text."): value for name, value in text.items()}
+    whole |= {f"model.tower.{at}.weight": torch.randn(4, 4) for at in range(3)}
+    for name, state in (("base", whole), ("part", text)):
+        (tmp_path / name).mkdir()
+        save_file(state, tmp_path / name / "model.safetensors", {"format": "pt"})
+        (tmp_path / name / "config.json").write_text('{"hidden_size": 4}')
+    base = f"{out}/base"
+    shardkit.consolidate(tmp_path / "base", base, base=tmp_path / "base")
+    shardkit.preshard(tmp_path / "part", tmp_path / "dcp", world_size=2, layout="declared")
+    for number in (1, 2):
+        shardkit.consolidate(
+            tmp_path / "dcp",
+            f"{out}/made",
+            base=base,
+            fill_from_base=["model.tower.*"],
+            max_shard_size=100,
+            part=f"{number}/2",
+        )
+    made = fetch(f"{out}/made", tmp_path / "made")
+    found = {name: value for file in made.glob("*.safetensors") for name, value in load_file(file).items()}
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
 def test_a_damaged_source_is_refused(served: Served, tmp_path: Path, out: str) -> None:
