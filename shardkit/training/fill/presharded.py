@@ -55,7 +55,7 @@ class Presharded:
     derived: Mapping[str, Expression] = field(default_factory=dict)
     """What names are made of in the Hub's files, where that is another form."""
     has_hub_names: bool = False
-    """Names that no rule changes are the Hub's: preshard wrote it, and no training."""
+    """Names that no rule changes are the Hub's."""
 
     def open_chunks(self, wanted: Mapping[str, Sequence[Region]] | None = None) -> Catalog:
         """Return the catalog with the chunks in which some regions lie.
@@ -237,7 +237,7 @@ def _opened(directory: str, said: manifest.Presharded) -> Presharded:
         meshes=meshes,
         ties=ties,
         lists=said.files,
-        has_hub_names=said.hub_names is None and said.objects is None and said.optimizer_dtype is None,
+        has_hub_names=said.hub_names is None,
     )
 
 

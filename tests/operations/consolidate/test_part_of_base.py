@@ -25,6 +25,7 @@ from tests.operations.consolidate.checkpoints import (
     save,
     weights,
 )
+from tests.osft.factored import factored
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 
@@ -198,6 +199,31 @@ def test_dtypes_are_asked_for_as_ever(base: Path, tmp_path: Path) -> None:
     assert_bit_equal({name: kept[name] for name in tower()}, tower())
     consolidate(tmp_path / "step-3", tmp_path / "cast", dtype="fp32", **fill)
     assert {value.dtype for value in load(tmp_path / "cast").values()} == {torch.float32}
+
+
+def test_factors_of_a_part(tmp_path: Path) -> None:
+    """What OSFT trained of it is folded into the base's dtype; what it holds in float32 tells nothing of the tower."""
+    dense = weights(torch.bfloat16)
+    base = hub(tmp_path / "base", {**in_whole(dense), **tower()}, WHOLE)
+    checkpoint = save({"model": factored({n: v.float() for n, v in dense.items()})}, tmp_path / "step-3")
+    consolidate(checkpoint, tmp_path / "out", base=base, fill_from_base=[VISUAL])
+    found = load(tmp_path / "out")
+    assert {name: found[name].dtype for name in found} == dict.fromkeys(in_whole(dense), torch.bfloat16) | {
+        name: value.dtype for name, value in tower().items()
+    }
+    assert_bit_equal({name: found[name] for name in tower()}, tower())
+
+
+def test_what_is_excluded_may_come_from_the_base(base: Path, tmp_path: Path) -> None:
+    checkpoint = trained(tmp_path, {**in_whole(weights()), **tower()})
+    consolidate(checkpoint, tmp_path / "out", base=base, exclude=[VISUAL], fill_from_base=[VISUAL])
+    assert_bit_equal(load(tmp_path / "out"), expected(tmp_path))
+
+
+def test_a_part_alone_has_the_bases_names(base: Path, tmp_path: Path) -> None:
+    """Without its tower, if a person lets that pass."""
+    consolidate(trained(tmp_path), tmp_path / "out", base=base, allow_missing=True)
+    assert load(tmp_path / "out").keys() == in_whole(weights()).keys()
 
 
 def test_in_parts(base: Path, tmp_path: Path) -> None:
