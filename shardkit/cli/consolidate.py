@@ -106,7 +106,7 @@ def render(result: ConsolidateResult) -> list[str]:
     """Return a result as lines for people."""
     if is_unfinished(result):
         return part_lines(result)
-    head = headline(result.output, dry_run=result.dry_run)
+    head = headline(result.output, dry_run=result.dry_run, was_there=result.was_there)
     if result.unloadable:
         head += f", which from_pretrained would not load whole: {result.unloadable[0]}"
     lines = [head, *facts(_facts(result))]

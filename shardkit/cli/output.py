@@ -102,8 +102,10 @@ def uneven(imbalance: float) -> str:
     return f"the largest file is {imbalance:.2f} times the mean"
 
 
-def headline(path: str, *, dry_run: bool) -> str:
-    """Return the first line of a verb's result: what was written, or would be."""
+def headline(path: str, *, dry_run: bool, was_there: bool = False) -> str:
+    """Return the first line of a verb's result: what was written, would be, or is there already."""
+    if was_there:
+        return f"{escape(path)} is already there, as this command writes it"
     return f"{'dry run: nothing was written to' if dry_run else 'wrote'} {escape(path)}"
 
 

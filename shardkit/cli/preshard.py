@@ -201,7 +201,10 @@ def render(result: PreshardResult) -> list[str]:
     """Return a result as lines for people."""
     if is_unfinished(result):
         return part_lines(result, *([] if result.osft is None else _local_disk(result.osft, is_part=True)))
-    lines = [headline(result.output, dry_run=result.dry_run), *facts(_facts(result))]
+    lines = [
+        headline(result.output, dry_run=result.dry_run, was_there=result.was_there),
+        *facts(_facts(result)),
+    ]
     return lines if result.dry_run else [*lines, "", *_how_to_load(result)]
 
 

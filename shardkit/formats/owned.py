@@ -172,6 +172,14 @@ def _listdir(path: str) -> list[str]:
         return []
 
 
+def is_output(path: str, kind: Kind) -> bool:
+    """True for a directory that looks like an output of a kind, by the names in it."""
+    names = _listdir(path)
+    if kind is Kind.HUB:
+        return any(map(_WEIGHTS.fullmatch, names))
+    return METADATA in names or manifest.NAME in names
+
+
 def find_foreign(path: str, kind: Kind, made: Made | None, *, may_be_begun: bool = False) -> list[str]:
     """Return a line for each file or folder in a directory that is neither ours nor nobody's.
 

@@ -274,6 +274,15 @@ def check_sidecar(path: str, *, overwrite: bool, outside: Sequence[str] = ()) ->
     return full
 
 
+def is_file_of(path: str, data: bytes) -> bool:
+    """True if a file has this content already."""
+    try:
+        with storage.open_file(path, "rb") as file:
+            return bool(file.read(len(data) + 1) == data)
+    except OSError:
+        return False
+
+
 def write_sidecar(path: str, data: bytes, *, overwrite: bool) -> None:
     """Write a file beside its place, sync it, and only then give it its name.
 

@@ -26,13 +26,13 @@ from shardkit.core.dtypes import DType, short_dtype
 from shardkit.core.result import Result
 from shardkit.core.text import KIB, MIB, count, escape, listed, parse_size
 from shardkit.core.threads import NoProgress, Progress, TimedProgress, choose_jobs
-from shardkit.errors import IncompleteError, Interrupted, ResourceError, UsageError
+from shardkit.errors import IncompleteError, Interrupted, ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.shared import has_commits
 from shardkit.files.shared_store import MAX_SENT_NBYTES
 from shardkit.files.staging import Staging, abandoned, identity_of, journal_of, named, remove_abandoned
 from shardkit.files.stores import is_remote
-from shardkit.formats.owned import Kind, Made, refusal
+from shardkit.formats.owned import Kind, Made, is_output, refusal
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.ahead import Ahead, Expected, Underway
 from shardkit.operations.destination import check_destination, check_replaceable, check_space, free_bytes
@@ -53,6 +53,7 @@ from shardkit.operations.uploading.run import Describe, Upload, check_beside
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.existing import Existing, remember
 from shardkit.transfer.factors.fill import Filling
 from shardkit.transfer.images import ImageSet
 from shardkit.transfer.journal import (
@@ -209,6 +210,8 @@ class WriteResult(Result):
     """On the destination's file system, before writing; None for a store."""
     resumed_files: int
     """Files that an interrupted run had finished."""
+    was_there: bool = False
+    """The output was there already, and is what this call would write: nothing was written."""
     part: PartResult | None = None
     """What became of a part; None where one process wrote all."""
     elapsed_s: float
@@ -381,13 +384,20 @@ class Writer:
         """How the engine moves bytes."""
         self.path = ""
         """The destination, absolute, once it has been checked."""
+        self.was_there = False
+        """True once what is at the destination is known to be what would be written."""
         self.writing = writing
         self.has_committed = False
         """True once this process has made the output."""
+        self.can_read = True
+        """False where the source would have to be downloaded first: no download is worth the answer that there is an output."""
+        self.describes_elsewhere = False
+        """Set where something that describes the output goes to another place: then it is described in any case."""
         self.record_bytes = 0
         """Factors that lie on the local disk until an output is in its store."""
         self._ahead: Ahead[Any] | None = None
         self._before: tuple[int, int] | None = None
+        self._exists: UsageError | None = None
         self._target: Target | None = None
         self._moved: TransferPlan | None = None
         self._hash = ""
@@ -417,13 +427,31 @@ class Writer:
             self.path = check_destination(
                 output, source, overwrite=overwrite, kind=kind, made=self._made, named_after=named_after
             )
-        except UsageError:  # asked afterwards: the last part may commit at this very moment
-            if overwrite or not (isinstance(self.writing.share, Part) and has_commits(absolute(output))):
+        except UsageError as error:  # asked afterwards: the last part may commit at this very moment
+            if overwrite or not (self._may_be_there(output) or self._may_be_of_parts(output)):
                 raise
-            self.path = check_destination(output, source, overwrite=True, kind=None)
+            try:
+                self.path = check_destination(output, source, overwrite=True, kind=None)
+            except ShardkitError:  # it is in a place that cannot be written
+                raise error from None
+            self._exists = error if self._may_be_there(output) else None
         if is_first:
             self._before = identity_of(self.path) if overwrite else None
         return self.path
+
+    @property
+    def exists(self) -> bool:
+        """True if an output is at the destination that may be what is to be written; `write` tells."""
+        return self._exists is not None
+
+    def _may_be_there(self, output: str) -> bool:
+        writing = self.writing
+        if writing.dry_run or writing.share is not None or writing.resume_from is not None:
+            return False
+        return is_output(absolute(output), self._kind)
+
+    def _may_be_of_parts(self, output: str) -> bool:
+        return isinstance(self.writing.share, Part) and has_commits(absolute(output))
 
     @property
     def sending_bytes(self) -> int:
@@ -458,7 +486,12 @@ class Writer:
         """
         writing = self.writing
         if not (
-            self._target or writing.dry_run or writing.share or writing.resume_from or abandoned(self.path)
+            self._target
+            or self._exists
+            or writing.dry_run
+            or writing.share
+            or writing.resume_from
+            or abandoned(self.path)
         ):
             self._ahead = Ahead(self.path, self._verb, self._progress, expect)
             self._ahead.start()
@@ -516,6 +549,10 @@ class Writer:
         if self._target is not None:
             self._into_store(job, describe, self._target, factors)
             return
+        if self._exists is not None and storage.lexists(self.path):
+            source = self._compare(job, describe, self._exists)
+            self._note(job.plan, source, finished=0, free=free_bytes(self.path), part=None)
+            return
         self.options = replace(self.options, share_extents=share_extents)
         resume_from = None if writing.resume_from is None else os.fspath(writing.resume_from)
         if resume_from is not None:
@@ -534,6 +571,40 @@ class Writer:
                 finished, source = self._run(job, describe, resume_from, factors, underway)
                 self.has_committed = True
         self._note(job.plan, source, finished=finished, free=free, part=part)
+
+    def _compare(self, job: Job, describe: Describe, exists: UsageError) -> CheckedSource:
+        """Find out whether what is at the destination is what the job would write; return how much of it was compared.
+
+        Raises:
+            UsageError: it is something else; says what differs.
+        """
+        plan_hash = hash_plan(job)
+        existing = Existing(
+            path=self.path,
+            plan=job.plan,
+            decided=job.decided,
+            describe=describe,
+            options=self.options,
+            progress=self._progress,
+        )
+        check, problems = None, list[str]()
+        is_known = not self.describes_elsewhere and (
+            existing.is_recorded(plan_hash) or existing.is_of_commit()
+        )
+        if not self.can_read and not is_known:
+            problems = [*existing.otherwise(), "its source is not on this machine, so nothing was compared"]
+        elif not is_known:
+            check = SourceCheck(job.plan.catalog) if self.options.check_source else None
+            try:
+                problems = existing.differences(existing.journalled(plan_hash, check), check)
+            finally:
+                self._progress.finish()
+        UsageError.raise_for(
+            problems, f"{exists.message}, and is not what this command writes", hint=exists.hint
+        )
+        self.was_there = self.has_committed = True
+        remove_abandoned(self.path)
+        return _summary(check, job.plan, self.options)
 
     def _note(
         self,
@@ -656,6 +727,7 @@ class Writer:
             **self._facts,
             "output": self.path,
             "dry_run": self.writing.dry_run,
+            "was_there": self.was_there,
             "elapsed_s": round(time.monotonic() - self._begun, 3),
             "moving_s": round(self._progress.phases_s, 3),
             "warnings": (*warnings, *self._warnings, *_beyond_range(self._infinite)),
@@ -821,6 +893,7 @@ class Writer:
             ):
                 self._move(job, staging, journal, descriptions, finished, check, factors, underway)
             staging.look = self._look
+            remember(path, plan_hash, staging.data)
             with self._kept(staging) if overwrite else contextlib.nullcontext():
                 if overwrite:
                     self._check_replaceable()

@@ -31,7 +31,7 @@ from shardkit.transfer.fill import CrcPiece, Filler, Scatter, Stretch, crc_of, i
 from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan, plan_reading
 from shardkit.transfer.sources import SourceFiles, is_far
-from shardkit.transfer.stream import Controls, Turns
+from shardkit.transfer.stream import Controls, Differs, Turns, compared
 
 _BUFFER_BYTES = MIB  # fits the processor's cache; 8 MiB is slower on every file system that was tried
 _BAND_BYTES = 16 * MIB
@@ -381,8 +381,7 @@ class Execution:
     def _finish(self, image: Image, state: _ImageState) -> None:
         """Sync a whole file to disk and hand it over."""
         stretches = [state.stretches[start] for start in sorted(state.stretches)]
-        with self._opened(image) as fd:
-            storage.fsync(fd)
+        self._settle(image)
         crc = None
         if self._options.digests:
             crc = image_crc(image.size, [s for stretch in stretches for s in stretch.segments])
@@ -399,12 +398,17 @@ class Execution:
         with self._lock:
             self._digests[image.name] = digest
 
+    def _settle(self, image: Image) -> None:
+        """Bring a whole file to the disk."""
+        with self._opened(image) as fd:
+            storage.fsync(fd)
+
     @contextlib.contextmanager
-    def _opened(self, image: Image, flags: int = 0) -> Iterator[int]:
+    def _opened(self, image: Image, flags: int = 0, access: int = os.O_RDWR) -> Iterator[int]:
         """Open an image for reading and writing; errors name the file."""
         path = os.path.join(self._directory, image.name)
         try:
-            fd = storage.open_fd(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
+            fd = storage.open_fd(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
             try:
                 yield fd
             finally:
@@ -423,3 +427,33 @@ class Execution:
 
     def _in_threads(self, jobs: Sequence[Callable[[], None]]) -> None:
         run_all(jobs, self._options.jobs, self._stop, name="shardkit")
+
+
+class ComparingExecution(Execution):
+    """The same over files that are there: nothing is written, and what would be is compared with them, byte by byte.
+
+    `run` raises `Differs` at the first difference, and then nothing more is read. What was filled before cannot be
+    compared.
+    """
+
+    def _create_files(self) -> None:
+        for image in self.plan.images:
+            if image.name in self._skipped:
+                continue
+            try:
+                with self._opened(image) as fd:
+                    is_same = storage.fstat(fd).st_size == image.size
+            except ResourceError:
+                is_same = False
+            if not is_same:
+                raise Differs(image.name, "")
+            if len(image) == 0:
+                self._submit_finish(image, _ImageState())
+
+    def _settle(self, image: Image) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def _opened(self, image: Image, flags: int = 0, access: int = os.O_RDONLY) -> Iterator[int]:
+        with super()._opened(image, 0, access) as fd, compared(fd):
+            yield fd

@@ -198,8 +198,9 @@ def test_what_is_resharded_again_has_the_name_of_its_mesh_alone(
 def test_of_two_runs_with_one_default_name_the_second_is_told_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place in ("run1", "run2", "run3/run1"):
-        save({"model": weights()}, tmp_path / place / "step-30")
+    for number, place in enumerate(("run1", "run2", "run3/run1")):
+        model = {key: value + number for key, value in weights().items()}
+        save({"model": model}, tmp_path / place / "step-30")
     monkeypatch.chdir(tmp_path)
     name = Path(shardkit.reshard("run1/step-30", world_size=2).output).name
     assert name == "step-30-dp_shard2"
@@ -207,8 +208,9 @@ def test_of_two_runs_with_one_default_name_the_second_is_told_another(
         shardkit.reshard("run2", world_size=2)  # as it stands for its newest checkpoint
     wording = "choose another name, such as {}, or replace it with overwrite=True"
     assert caught.value.hint == wording.format("run2-step-30-dp_shard2")
+    assert shardkit.reshard("run1/step-30", world_size=2).was_there
+    (tmp_path / "run1-step-30-dp_shard2").mkdir()
     for source, other in (
-        ("run1/step-30", "run1-step-30-dp_shard2"),
         ("run2/step-30", "run2-step-30-dp_shard2"),
         ("run3/run1/step-30", "run3-run1-step-30-dp_shard2"),
     ):
@@ -224,9 +226,9 @@ def test_of_two_runs_with_one_default_name_the_second_is_told_another(
 def test_of_two_models_with_one_default_name_the_second_is_told_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place in ("run1", "run2"):
+    for number, place in enumerate(("run1", "run2")):
         (tmp_path / place).mkdir()
-        hub(tmp_path / place / "final", weights())
+        hub(tmp_path / place / "final", {key: value + number for key, value in weights().items()})
     monkeypatch.chdir(tmp_path)
     shardkit.preshard("run1/final", world_size=2, wrap="none")
     for source in ("run2/final", "run2/final/model.safetensors"):

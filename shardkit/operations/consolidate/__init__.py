@@ -34,7 +34,7 @@ from shardkit.operations.consolidate.assets import earlier_assets
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
 from shardkit.operations.consolidate.osf import merge_osf
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
-from shardkit.operations.destination import label_of, write_sidecar
+from shardkit.operations.destination import is_file_of, label_of, write_sidecar
 from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.parts.pool import Executor, in_pool
@@ -169,7 +169,7 @@ def consolidate(
         on_step: told what takes seconds and moves no bytes, such as "asking LlamaForCausalLM ...".
 
     Raises:
-        UsageError: options that cannot be carried out, or an existing destination.
+        UsageError: options that cannot be carried out, or a destination with something else than this call writes.
         SourceError: the checkpoint is damaged or incomplete, or its names do not fit.
         IntegrityError: its bytes are not what its checksums say.
         ResourceError: disk, permission or network.
@@ -343,8 +343,10 @@ def _consolidate(
     path = writer.check_destination(output, resolved.path)
     share = writer.writing.share
     made = os.path.join(path, HUB_INDEX) if is_remote(path) else path
-    may_be_ours = writer.writing.overwrite or (isinstance(share, Part) and storage.lexists(made))
+    is_parts = isinstance(share, Part) and storage.lexists(made)
+    may_be_ours = writer.writing.overwrite or writer.exists or is_parts
     sidecar = recording.check_file([path, resolved.path], overwrite=may_be_ours)
+    writer.describes_elsewhere = sidecar is not None
     opened, base = _open(taken, request, options)
     merged = merge_osf(opened, base)
     job = _decide(merged, base, options, writer.writing, opens_all=request.opens_all, on_step=on_step)
@@ -374,7 +376,7 @@ def _consolidate(
         settled = asked.settle() if writer.has_committed or writer.writing.dry_run else job
     address, kept = None, list[str]()
     if writer.has_committed:
-        if sidecar is not None:
+        if sidecar is not None and not (writer.was_there and is_file_of(sidecar, written[-1])):
             write_sidecar(sidecar, written[-1], overwrite=writer.writing.overwrite)
         address, kept = publishing.push(path, [asset.name for asset in job.assets])
     return _result(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardkit.core.result import Result
-from shardkit.files.cache import Usage
 from shardkit.layout.trace_cache import trace_cache
+from shardkit.transfer.existing import records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheResult(Result):
-    """What is kept of answers of transformers, or with `clear` was."""
+    """What is kept of answers of transformers, and of who has made outputs, or with `clear` was."""
 
     directory: str | None
     """None if nothing is kept."""
@@ -28,12 +28,11 @@ def show_cache(*, clear: bool = False) -> CacheResult:
         clear: remove it; the result then tells what was removed.
     """
     kept = trace_cache()
-    used = Usage(0, 0)
-    if kept is not None:
-        used = kept.clear() if clear else kept.usage()
+    both = [each for each in (kept, records()) if each is not None]
+    used = [each.clear() if clear else each.usage() for each in both]
     return CacheResult(
         directory=kept.directory if kept is not None else None,
         cleared=clear,
-        num_entries=used.num_entries,
-        cache_bytes=used.nbytes,
+        num_entries=sum(each.num_entries for each in used),
+        cache_bytes=sum(each.nbytes for each in used),
     )

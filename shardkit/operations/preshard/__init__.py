@@ -198,7 +198,7 @@ def preshard(
         on_step: told what takes seconds before bytes move, such as "tracing LlamaForCausalLM ...".
 
     Raises:
-        UsageError: options that cannot be carried out, or an existing destination.
+        UsageError: options that cannot be carried out, or a destination with something else than this call writes.
         SourceError: the source is damaged or does not fit the model.
         IntegrityError: its bytes are not what its checksums say.
         ResourceError: disk, permission or network.
@@ -258,10 +258,14 @@ def preshard(
     if output is not None:  # before anything is downloaded
         writer.check_destination(os.fspath(output), local)
     try:
-        opened = formats.open(source, format="hub", revision=revision, variant=variant, headers_only=dry_run)
+        headers_only = dry_run or writer.exists
+        opened = formats.open(
+            source, format="hub", revision=revision, variant=variant, headers_only=headers_only
+        )
     except SourceError as error:
         raise _of_a_training(source, parsed, error) from error
     assert opened.hub is not None  # what it asked for
+    writer.can_read = not (writer.exists and opened.hub.download_bytes)
     writer.find_manifests([opened.hub.catalog], local or opened.hub.directory)
     as_dtype = dequantized_as(dtype, options.dtype_rules)
     plain = take_plain(opened, dequantize=dequantize, dtype=as_dtype, by_content=True)

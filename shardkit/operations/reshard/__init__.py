@@ -157,7 +157,7 @@ def reshard(
         on_warning: told each warning before anything is written; the result has them all.
 
     Raises:
-        UsageError: options that cannot be carried out, or an existing destination.
+        UsageError: options that cannot be carried out, or a destination with something else than this call writes.
         SourceError: the checkpoint is damaged, incomplete or not understood.
         IntegrityError: its bytes are not what its checksums say.
         ResourceError: disk or permission.

@@ -273,6 +273,20 @@ def test_a_dry_run_reads_headers_only_and_plans_the_same(hub, fetch, tmp_path, r
     assert plan_of({**again, "output": dry["output"], "skipped": dry["skipped"]}) == plan_of(dry)
 
 
+def test_what_is_there_of_a_commit_takes_no_download(hub, fetch, tmp_path):
+    (made,) = fetch(tmp_path / "cache", ("org/good", f"-> {tmp_path}/out"))
+    assert made["was_there"] is False
+    for repo, cache in (("org/good", "cache"), ("org/good", "empty"), ("gpt2", "empty")):
+        hub.weight_bytes = 0
+        (again,) = fetch(tmp_path / cache, (repo, f"-> {tmp_path}/out"))
+        if repo == "org/good":
+            assert again["was_there"] is True
+        else:
+            assert again["exit_code"] == 2
+            assert again["problems"][-1] == "its source is not on this machine, so nothing was compared"
+        assert hub.weight_bytes == (header_bytes(repo) if cache == "empty" else 0)
+
+
 def test_a_dry_run_opens_the_same_catalog(fetch, tmp_path):
     """The identity, too: it holds sizes and digests of headers."""
     code = SCRIPT.replace("revision=revision)", "revision=revision, headers_only=True)").replace(

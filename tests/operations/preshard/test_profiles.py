@@ -131,8 +131,9 @@ def test_it_replaces_itself_alone(profile: str, make_hub: MakeHub, tmp_path: Pat
     write = {"world_size": 2, "profile": profile}
     first = shardkit.preshard(model, tmp_path / "out", **write)  # type: ignore[arg-type]
     assert (first.profile, first.num_files) == (profile, 2)
+    assert shardkit.preshard(model, tmp_path / "out", **write).was_there  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="exists"):
-        shardkit.preshard(model, tmp_path / "out", **write)  # type: ignore[arg-type]
+        shardkit.preshard(model, tmp_path / "out", **write, dtype="bf16")  # type: ignore[arg-type]
     shardkit.preshard(model, tmp_path / "out", overwrite=True, **write)  # type: ignore[arg-type]
     assert shardkit.verify(tmp_path / "out", full=True).problems == ()
 

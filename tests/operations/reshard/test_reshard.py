@@ -252,7 +252,7 @@ def test_the_command_line(saved: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     assert "5 tensors, 8 of the optimizer" in done.stdout
     for arguments, code, words in (
-        ([str(saved), out], 2, "exists"),
+        ([str(saved), out, "--dtype", "bf16"], 2, "exists"),
         ([str(saved), str(saved / "x")], 2, "inside the source"),
         ([str(tmp_path / "absent"), str(tmp_path / "x")], 3, "absent"),
     ):

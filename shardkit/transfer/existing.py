@@ -1,0 +1,269 @@
+"""What lies at a destination, held against what a job would write there.
+
+It is of this very plan if a record says so: the journal of the run that made it and died before it had removed that, or
+this user's cache, where a run notes its plan (with the stamps of its sources) and the stamps of what it made. Else it is of
+this plan if every byte of it is what the job would write: source and output are read, and what describes the files is made
+once more, beside the output. Names, shapes and sizes prove nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shardkit.core.catalog import FileStamp
+from shardkit.core.text import escape
+from shardkit.core.threads import Progress
+from shardkit.errors import ShardkitError
+from shardkit.files import manifest, storage
+from shardkit.files.cache import Cache, home
+from shardkit.files.staging import Staging, journal_of, owned
+from shardkit.transfer.checks import SourceCheck
+from shardkit.transfer.execute import ComparingExecution, ExecuteOptions, FileDigest
+from shardkit.transfer.images import Image
+from shardkit.transfer.journal import is_journal_of, read_finished
+from shardkit.transfer.plan import TransferPlan
+from shardkit.transfer.stream import Differs
+
+_MAX_SHOWN = 60
+_NO_OPTIONS = frozenset(("tensors", "format", "units", "unlisted"))
+_BUFFER_BYTES = 1 << 20
+
+
+class Describes(Protocol):
+    """Writes what lies beside the images, as `operations.parts.divided.Describer` has it."""
+
+    def add_file(self, digest: FileDigest) -> None:
+        """Take note of a finished file."""
+
+    def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
+        """Write the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Existing:
+    """An output that is there, and a job that would make one of its name.
+
+    Args of its methods and their errors are as those of `Execution`.
+    """
+
+    path: str
+    plan: TransferPlan
+    decided: Mapping[str, object]
+    """What decides the job, with the records of its manifests."""
+    describe: Callable[[str], AbstractContextManager[Describes]]
+    options: ExecuteOptions
+    progress: Progress
+
+    def is_recorded(self, plan_hash: str) -> bool:
+        """True if this user's cache says that a run of this plan has made these very files.
+
+        Args:
+            plan_hash: of the job.
+        """
+        kept = records()
+        found = None if kept is None else kept.find(_key(self.path))
+        return found is not None and found == _record(plan_hash, self.path)
+
+    def is_of_commit(self) -> bool:
+        """True if its manifest says that it was made of this commit of a repo on the Hub, with these options.
+
+        A commit stands for the content of its files, so none is read.
+        """
+        said = list(self._said())
+        is_known = all(
+            isinstance(source := here.get("source"), dict) and source.get("repo") and source.get("commit")
+            for _, here in said
+        )
+        is_same = all(
+            there is not None and _without_digests(there) == _without_digests(here) for there, here in said
+        )
+        return bool(said) and is_known and is_same and all(map(self._has_size, self.plan.images))
+
+    def _has_size(self, image: Image) -> bool:
+        try:
+            return storage.lstat(os.path.join(self.path, image.name)).st_size == image.size
+        except OSError:
+            return False
+
+    def journalled(self, plan_hash: str, check: SourceCheck | None) -> dict[str, FileDigest]:
+        """Return all files as the journal of the run says that made the output, and died before it had removed the rest.
+
+        Args:
+            plan_hash: of the job.
+            check: gets what was read for the files.
+
+        Returns:
+            Nothing, unless there is such a journal of this very plan, and all files are as it says.
+        """
+        sizes = {image.name: image.size for image in self.plan.images}
+        for staging, owner in owned(self.path):
+            journal = journal_of(staging)
+            if owner.is_provably_dead() and is_journal_of(journal, plan_hash, self.path):
+                found = read_finished(journal, self.path, sizes, check)
+                if found.keys() == sizes.keys():
+                    return found
+        return {}
+
+    def differences(self, finished: Mapping[str, FileDigest], check: SourceCheck | None) -> list[str]:
+        """Return what is not as the job would write it: nothing if the output is of this plan.
+
+        Args:
+            finished: files that are known to be of this plan.
+            check: compares what is read with what the source records.
+        """
+        if self.plan.filled and not finished:
+            return [*self.otherwise(), "no record says what its factors were computed of"]
+        try:
+            problems = list(self._differences(finished, check))
+        except Differs as differs:
+            name = escape(differs.name)
+            what = (
+                f"{name}: other bytes at {escape(differs.fqn)}"
+                if differs.fqn
+                else f"{name}: another size, or missing"
+            )
+            problems = [what]
+        return [*(self.otherwise() if problems else ()), *problems]
+
+    def _differences(self, finished: Mapping[str, FileDigest], check: SourceCheck | None) -> Iterator[str]:
+        if self.plan.filled:
+            return  # what was measured of factors is not known any more; the journal vouches for the rest
+        staging = Staging.create(self.path)
+        with contextlib.ExitStack() as stack:
+            stack.callback(staging.discard)
+            linked = set(self._link(staging.data))
+            with self.describe(staging.data) as descriptions:
+                self.progress.start(self.plan.hole_bytes, "comparing")
+                execution = ComparingExecution(
+                    self.plan,
+                    self.path,
+                    self.options,
+                    finished=finished,
+                    on_finished=lambda digest, _: descriptions.add_file(digest),
+                    progress=self.progress,
+                    check=check,
+                )
+                descriptions.finish(*execution.run())
+            for here, _, names in storage.walk(staging.data):
+                for name in sorted(names):
+                    relative = os.path.relpath(os.path.join(here, name), staging.data)
+                    if relative not in linked and not _are_same(
+                        os.path.join(here, name), os.path.join(self.path, relative)
+                    ):
+                        yield f"{escape(relative)}: missing, or with other content"
+
+    def _link(self, directory: str) -> Iterator[str]:
+        """Let the images lie beside what describes them; yield their names.
+
+        What is little more than a header is written with the descriptions.
+        """
+        for image in self.plan.images:
+            source, target = os.path.join(self.path, image.name), os.path.join(directory, image.name)
+            storage.make_directories(os.path.dirname(target))
+            if not storage.isfile(source):
+                raise Differs(image.name, "")
+            if len(image):
+                storage.link(source, target)
+                yield image.name
+
+    def otherwise(self) -> Iterator[str]:
+        """Yield what manifests say of how the output was made, where the job's would say something else."""
+        for there, here in self._said():
+            if there is not None:
+                yield from _other_options(there, here)
+
+    def _said(self) -> Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]:
+        """Yield each manifest that is there, and what the job would say in its place as far as that is decided."""
+        records = self.decided.get("folders")
+        if not isinstance(records, Mapping):  # by folder; else all files lie in one
+            folders = {os.path.dirname(image.name) for image in self.plan.images}
+            records = dict.fromkeys(folders, self.decided.get("description"))
+        for folder, record in records.items():
+            if isinstance(record, manifest.KINDS):
+                here = json.loads(json.dumps(record, default=manifest.to_json))
+                yield _read(os.path.join(self.path, folder)), here
+
+
+def remember(path: str, plan_hash: str, directory: str) -> None:
+    """Keep in this user's cache which files a run has made.
+
+    Args:
+        path: where they are going to be.
+        plan_hash: of the job.
+        directory: where they are now; a rename leaves them as they are.
+    """
+    kept = records()
+    if kept is not None:
+        with contextlib.suppress(OSError):
+            kept.keep(_key(path), _record(plan_hash, directory))
+
+
+def records() -> Cache | None:
+    """Return where it is kept who has made outputs; None if nothing shall be."""
+    directory = home()
+    return None if directory is None else Cache(os.path.join(directory, "outputs"))
+
+
+def _key(path: str) -> str:
+    return hashlib.sha256(os.fsencode(path)).hexdigest()
+
+
+def _record(plan_hash: str, directory: str) -> bytes:
+    """Return the plan and the state of every file, as bytes."""
+    places = (os.path.join(here, name) for here, _, names in storage.walk(directory) for name in names)
+    files = {os.path.relpath(place, directory): FileStamp.of(storage.lstat(place)) for place in places}
+    return json.dumps({"plan": plan_hash, "files": files}, sort_keys=True).encode()
+
+
+def _read(directory: str) -> dict[str, Any] | None:
+    try:
+        return manifest.load(manifest.read_bytes(directory), manifest.NAME)
+    except ShardkitError:
+        return None
+
+
+def _without_digests(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a manifest says before anything was written: no digests, no files, and nothing measured."""
+    plain = {key: value for key, value in said.items() if key not in ("files", "others", "metadata", "crc32")}
+    if isinstance(plain.get("osft"), dict):
+        plain["osft"] = {key: value for key, value in plain["osft"].items() if key != "modules"}
+    if isinstance(plain.get("tensors"), dict):
+        plain["tensors"] = {
+            name: {key: value for key, value in each.items() if key != "crc32"}
+            for name, each in plain["tensors"].items()
+        }
+    return plain
+
+
+def _other_options(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    there, here = _without_digests(there), _without_digests(here)
+    for key in sorted((there.keys() | here.keys()) - _NO_OPTIONS):
+        if there.get(key) != here.get(key):
+            yield f"{escape(key)}: {_shown(there.get(key))} there, {_shown(here.get(key))} here"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict) and isinstance(value.get("axes"), list):
+        value = ",".join(f"{axis.get('name')}={axis.get('size')}" for axis in value["axes"])
+    text = json.dumps(value)
+    return escape(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
+
+
+def _are_same(one: str, other: str) -> bool:
+    try:
+        if storage.islink(other) or storage.getsize(one) != storage.getsize(other):
+            return False
+        with storage.open_file(one, "rb") as first, storage.open_file(other, "rb") as second:
+            while data := first.read(_BUFFER_BYTES):
+                if data != second.read(_BUFFER_BYTES):
+                    return False
+    except OSError:
+        return False
+    return True

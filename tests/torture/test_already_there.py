@@ -1,0 +1,226 @@
+"""The same command after a success ends well if the output is of this very plan, and in no other case."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkit
+from shardkit.errors import UsageError
+from shardkit.transfer.execute import ComparingExecution
+from tests.torture.harness import Answer, Place, Scenario, Scenarios, Server, content, stamps
+
+ALL = (
+    "preshard no digests",
+    "preshard columns cast",
+    "consolidate manifest",
+    "consolidate cast",
+    "reshard",
+    "reshard cast",
+)
+
+
+def made(scenario: Scenario, server: Server, path: Path) -> Place:
+    place = Place(scenario, path)
+    assert scenario.run(server, place.out).code == 0
+    return place
+
+
+def again(place: Place, server: Server, *extra: str, scenario: Scenario | None = None) -> Answer:
+    """Run once more; nothing is touched in any case."""
+    before = stamps(place.out)
+    answer = (scenario or place.scenario).run(server, place.out, extra=extra)
+    assert stamps(place.out) == before
+    place.check_source()
+    assert place.staging() == []
+    return answer
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_same_command_again(name: str, found: Scenarios, server: Server, place: Path) -> None:
+    there = made(found[name], server, place)
+    answer = again(there, server)
+    assert answer.code == 0, answer.err
+    said = json.loads(answer.out)
+    assert said["was_there"] is True
+    assert said["warnings"] == json.loads(found[name].run(server, place / "other").out)["warnings"]
+    shutil.rmtree(place / "other")
+    (there.out / "notes.md").write_text("of the user")
+    if name.startswith("consolidate"):
+        return
+    assert again(there, server).code == 0
+    there.remove()
+
+
+@pytest.mark.parametrize("name", ["preshard", "consolidate", "consolidate manifest", "reshard"])
+def test_another_step_of_one_run(name: str, found: Scenarios, server: Server, place: Path) -> None:
+    """It has the same names, shapes and sizes, and other values."""
+    scenario = found[name]
+    there = Place(scenario, place)
+    for file, data in scenario.old.items():
+        if data is not None:
+            (there.out / file).parent.mkdir(parents=True, exist_ok=True)
+            (there.out / file).write_bytes(data)
+    answer = again(there, server)
+    assert answer.code == 2
+    assert "exists, and is not what this command writes\n" in answer.err
+    # The tensors of the two checkpoints in folders are alike.
+    assert ("scheduler.pt: missing, or" if name == "reshard" else "other bytes at ") in answer.err
+    assert "--overwrite" in answer.err
+    there.remove()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("preshard", ("--dtype", "bf16"), 'dtype: "keep" there, "bf16" here'),
+        ("preshard", ("--world-size", "4"), 'mesh: "dp_shard=5" there, "dp_shard=4" here'),
+        ("preshard", ("--digest", "none"), 'digest: "crc32" there, "none" here'),
+        ("preshard", ("--sha256",), "shardkit.json: missing, or with other content"),
+        ("consolidate", ("--manifest",), "shardkit.json: missing, or with other content"),
+        ("consolidate", ("--dtype", "bf16"), "another size, or missing"),
+        ("consolidate manifest", ("--sha256",), "shardkit.json: missing, or with other content"),
+        ("reshard", ("--optimizer-dtype", "bf16"), 'optimizer_dtype: "keep" there, "bf16" here'),
+    ],
+)
+def test_other_options(
+    name: str, options: tuple[str, ...], said: str, found: Scenarios, server: Server, place: Path
+) -> None:
+    there = made(found[name], server, place)
+    answer = again(there, server, *options)
+    assert answer.code == 2, answer.err
+    assert said in answer.err
+    there.remove()
+
+
+@pytest.mark.parametrize("name", ["preshard", "consolidate manifest", "reshard"])
+def test_one_byte_of_the_output(name: str, found: Scenarios, server: Server, place: Path) -> None:
+    there = made(found[name], server, place)
+    for file in sorted(file for file in there.out.rglob("*") if file.is_file()):
+        data = file.read_bytes()
+        if not data:
+            continue
+        times = file.stat()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        answer = again(there, server)
+        assert answer.code == 2, (file, answer)
+        file.write_bytes(data)
+    assert again(there, server).code == 0
+    there.remove()
+
+
+@pytest.mark.parametrize("name", ["preshard", "consolidate", "reshard"])
+def test_killed_between_the_rename_and_the_removal(
+    name: str, found: Scenarios, server: Server, place: Path
+) -> None:
+    scenario = found[name]
+    ended = 0
+    for before_end in range(0, 8):
+        there = Place(scenario, place)
+        killed = scenario.run(server, there.out, fault={"at": scenario.num_calls - before_end, "do": "kill"})
+        assert killed.code == -9
+        if there.out.exists():
+            ended += bool(there.staging())
+            answer = again_from(there, server)
+            assert answer.code == 0, answer.err
+            assert json.loads(answer.out)["was_there"] is True
+    assert ended > 1
+    there.remove()
+
+
+def test_killed_there_with_factors_a_journal_vouches_for_it(
+    found: Scenarios, server: Server, place: Path
+) -> None:
+    scenario = found["preshard factors"]
+    there = Place(scenario, place)
+    before_removal = scenario.calls.count("unlink") - 1  # the last two are those of owner and journal
+    fault = {"at": before_removal, "of": ["unlink"], "do": "kill"}
+    assert scenario.run(server, there.out, fault=fault).code == -9
+    (left,) = there.staging()
+    assert (left / "journal.jsonl").exists()
+    assert again_from(there, server).code == 0
+    there.remove()
+
+
+def again_from(place: Place, server: Server) -> Answer:
+    """Run once more, after which nothing lies beside the output."""
+    before = content(place.out)
+    answer = place.scenario.run(server, place.out)
+    assert content(place.out) == before == place.scenario.expected
+    assert place.staging() == []
+    return answer
+
+
+def test_what_comes_after_is_done_all_the_same(found: Scenarios, server: Server, place: Path) -> None:
+    there = Place(found["consolidate"], place)
+    page = place / "record.json"
+    scenario = replace(there.scenario, args=(*there.scenario.args, "--manifest-file", str(page)))
+    assert scenario.run(server, there.out).code == 0
+    written = page.read_bytes()
+    assert scenario.run(server, there.out).code == 0
+    page.unlink()
+    assert scenario.run(server, there.out).code == 0
+    assert page.read_bytes() == written
+    page.write_text("of the user")
+    answer = scenario.run(server, there.out)
+    assert answer.code == 2
+    assert page.read_text() == "of the user"
+    there.remove()
+
+
+@pytest.mark.parametrize("osft", [None, shardkit.OsftPlan(ratio=0.3, targets=["layers.*"])])
+def test_a_record_of_the_run_spares_the_reading(
+    osft: shardkit.OsftPlan | None, found: Scenarios, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDKIT_CACHE", str(place / "cache"))
+    source, out = place / "source", place / "out"
+    shutil.copytree(found["preshard"].source, source)
+
+    def run(**more: Any) -> shardkit.PreshardResult:
+        return shardkit.preshard(source, out, world_size=2, wrap="none", layout="declared", osft=osft, **more)
+
+    assert run().was_there is False
+    before = stamps(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(ComparingExecution, "run", None)
+        assert run().was_there is True
+    assert stamps(out) == before
+    # Another state of a source is no proof, and neither is one of the output.
+    os.utime(source / "model.safetensors")
+    if osft is None:
+        assert run().was_there is True
+    else:
+        with pytest.raises(UsageError, match="is not what this command writes") as error:
+            run()
+        assert error.value.problems == ("no record says what its factors were computed of",)
+    run(overwrite=True)
+    os.utime(out / "__0_0.distcp")
+    if osft is None:
+        (out / "__0_0.distcp").write_bytes(bytes((out / "__0_0.distcp").stat().st_size))
+    with pytest.raises(UsageError, match="is not what this command writes"):
+        run()
+    assert run(overwrite=True).was_there is False
+    assert run().was_there is True
+    assert shardkit_cache_entries(place) == 1
+    shutil.rmtree(place)
+
+
+def shardkit_cache_entries(place: Path) -> int:
+    return len(list((place / "cache" / "outputs").iterdir()))
+
+
+def test_overwrite_writes_anew(found: Scenarios, server: Server, place: Path) -> None:
+    there = made(found["preshard"], server, place)
+    before = stamps(there.out)
+    answer = there.scenario.run(server, there.out, overwrite=True)
+    assert answer.code == 0
+    assert json.loads(answer.out)["was_there"] is False
+    assert stamps(there.out) != before
+    there.remove()
