@@ -30,6 +30,7 @@ from shardkit.files.staging import (
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.hub.assets import is_asset
+from shardkit.formats.owned import is_nobodys
 from shardkit.transfer.journal import Journalled, read_journal
 
 _OWNER, _MAX_OWNER = "owner.json", 1 << 16
@@ -162,6 +163,8 @@ def foreign_in(path: str) -> list[str]:
     found = []
     for name in _names(path):
         top, _, below = name.partition("/")
+        if is_nobodys(name):
+            continue
         if top == "data" and below:
             found += [] if _is_own(os.path.join(path, top), below, said) else [name]
         elif top in ("data.old", "replaced") and below:
