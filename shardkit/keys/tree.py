@@ -108,6 +108,7 @@ _OPTIMIZER = re.compile(
     r"(?:\w+_)?(?:optim|optimizer)s?(?:_(?:states?|state_dict|dict|\d+))*|opt_states?|chained_\d+|param_groups"
 )
 _OPTIMIZER_WORD = re.compile(r"optim(?:izer)?s?(?:states?)?")
+_BOTH = frozenset({"and", "model", "models", "weights"})
 # They say of a name neither whose it is nor which.
 _FILLERS = frozenset(
     "model models weights params parameters state states dict ckpt ckpts checkpoint checkpoints".split()
@@ -184,7 +185,7 @@ def is_optimizers(name: str) -> bool:
     """True for a name that people give to the file or directory of an optimizer (`optim_ckpt`), and of nothing else."""
     words = _words(name)
     is_one = _OPTIMIZER.fullmatch(name) is not None or any(map(_OPTIMIZER_WORD.fullmatch, words))
-    return is_one and "and" not in words  # not model_and_optim
+    return is_one and _BOTH.isdisjoint(words)  # not model_and_optim
 
 
 def is_optimizer_of(name: str, model: str, *, is_only: bool) -> bool:

@@ -59,7 +59,7 @@ from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.expressions import Expression
 from shardkit.keys.moments import Stored, parts_of_ranks
 from shardkit.keys.renaming import KeyRule
-from shardkit.keys.tree import Kind, object_kind, optimizer_names
+from shardkit.keys.tree import Kind, is_optimizers, object_kind, optimizer_names
 from shardkit.layout.layout import Layout, TensorLayout, Unit
 from shardkit.operations.casts import check_cast
 from shardkit.operations.companions import BesideFile, Survey, check_survey, leave_out, survey
@@ -157,7 +157,7 @@ def take_apart(taken: Taken, given: str, *, no_optimizer: bool = False, check_so
     parts = _take_apart(taken, no_optimizer=no_optimizer, check_source=check_source)
     if not parts.is_training:
         return parts
-    beside = around(taken.resolved.path, given)
+    beside = around(taken.resolved.path, given, no_optimizer=no_optimizer)
     stored = (
         Stored(e.fqn, e.dtype.name, e.shape) for part in parts.parts for e in part.catalog.tensors.values()
     )
@@ -303,8 +303,7 @@ def _drop_optimizer(found: Survey) -> list[str]:
 
 def _is_of_optimizer(folder: str) -> bool:
     """True for a folder that holds nothing else, such as `optimizer_0`, and for what lies in it."""
-    # OLMo-core's model_and_optim holds both
-    return any(object_kind(step) == "optimizer" and "model" not in step for step in folder.split("/"))
+    return any(map(is_optimizers, folder.split("/")))
 
 
 def _is_state(name: str) -> bool:
@@ -432,7 +431,7 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         skipped = [pair for pair in skipped if not _is_optimizer(pair[0])]
     elif no_optimizer:
         states = [name for name, _ in skipped if _is_optimizer(name)]
-        states += [name for name in listing(checkpoint.path) if object_kind(name) == "optimizer"]
+        states += [name for name in listing(checkpoint.path) if is_optimizers(name)]
         notes.append(f"{_LEFT_OUT}{f': {listed(states)}' if states else ''}")
         skipped = [pair for pair in skipped if not _is_optimizer(pair[0])]
     else:

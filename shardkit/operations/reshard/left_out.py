@@ -62,7 +62,7 @@ class LeftOut:
         return f"{what} beside {escape(self.taken)} {is_or_are} not in the output: {listed(sorted(names))}"
 
 
-def around(path: str, given: str) -> LeftOut:
+def around(path: str, given: str, *, no_optimizer: bool = False) -> LeftOut:
     """Return what lies beside a checkpoint in the directory of its step, or as its optimizer in any other.
 
     What lies outside the path that a person gave is a warning or nothing: whoever names a part may want it alone.
@@ -70,6 +70,7 @@ def around(path: str, given: str) -> LeftOut:
     Args:
         path: the checkpoint.
         given: what a person gave: the checkpoint, or a directory around it.
+        no_optimizer: nobody wants the optimizer's state, so it needs no name.
     """
     path, given = storage.absolute(path), storage.absolute(given)
     levels, is_in_step = _levels(path, given)
@@ -79,6 +80,8 @@ def around(path: str, given: str) -> LeftOut:
         is_inside = directory == given or directory.startswith(os.path.join(given, ""))
         for name in sorted(listing(directory) - {taken}):
             if name.startswith(".") or storage.islink(os.path.join(directory, name)):
+                continue
+            if no_optimizer and is_optimizers(name):
                 continue
             if is_in_step or _is_its_optimizer(name, taken):
                 _add(found, home, os.path.join(directory, name))

@@ -69,6 +69,9 @@ def test_pairs_are_resharded_as_pairs(tmp_path: Path, model: str, optimizer: str
         warnings.simplefilter("ignore")
         dcp.load(target, checkpoint_id=place, no_dist=True)
     assert torch.equal(target["optimizer"]["state"]["a.weight"]["exp_avg"], WEIGHT * 2)
+    weights_only = shardkit.reshard(tmp_path / "run", str(tmp_path / "w"), world_size=2, no_optimizer=True)
+    assert (weights_only.num_tensors, weights_only.num_optimizer_tensors) == (1, 0)
+    assert (len(weights_only.copied), weights_only.warnings) == (1, result.warnings)
     weights = shardkit.consolidate(tmp_path / "run", tmp_path / "hub")
     assert weights.num_tensors == 1
     names = {part.what: part.where for part in weights.skipped}
@@ -185,6 +188,13 @@ def test_what_stays_behind_is_a_warning(tmp_path: Path, given: str, expected: li
     assert [note for note in result.notes if "not in the output" in note] == told
 
 
+def test_an_optimizer_that_nobody_wants_is_not_warned_of(tmp_path: Path) -> None:
+    save_pair(tmp_path / "step_5", "model", "optimizer")
+    for path in ("step_5", "step_5/model"):
+        result = shardkit.reshard(tmp_path / path, str(tmp_path / path[-5:]), world_size=2, no_optimizer=True)
+        assert result.warnings == ()
+
+
 def test_the_other_model_of_verl(tmp_path: Path) -> None:
     for role in ("actor", "critic"):
         (tmp_path / "global_step_2" / role).mkdir(parents=True)
@@ -202,7 +212,7 @@ def test_the_other_model_of_verl(tmp_path: Path) -> None:
 def test_names_of_optimizers() -> None:
     for name in ("optim", "optimizer_0", "optim_ckpt", "generator-optimizers", "opt_state", "Optim.dcp"):
         assert is_optimizers(name), name
-    for name in ("model_and_optim", "opt-125m", "model", "optimum", "critic"):
+    for name in ("model_and_optim", "model_optim_rng", "opt-125m", "model", "optimum", "critic"):
         assert not is_optimizers(name), name
     assert is_optimizer_of("optim_step20", "model_step20", is_only=False)
     assert not is_optimizer_of("optim_step20", "model_step10", is_only=True)
