@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 
 from tests.formats.hub.test_repo import REPOS, fetch, hub
-from tests.operations.consolidate.checkpoints import CONFIG, assert_bit_equal, load, weights
+from tests.operations.consolidate.checkpoints import CONFIG, HEAD, assert_bit_equal, load, weights
 from tests.operations.consolidate.checkpoints import save as save_checkpoint
 
 __all__ = ["fetch", "hub"]  # fixtures
@@ -91,7 +91,12 @@ def test_modules_of_their_own_are_fetched(
     """sentence-transformers' modules.json names a directory; of it, and of nothing else, the weights are fetched."""
     checkpoint = save_checkpoint({"model": weights()}, tmp_path / "c")
     hub.fetched.clear()
-    (given,) = fetch(tmp_path / "cache", ("org/sentence", str(checkpoint)), script=SCRIPT)
+    body = {name: value for name, value in weights().items() if name != HEAD}
+    headless = save_checkpoint({"model": body}, tmp_path / "headless")
+    pairs = [("org/sentence", str(checkpoint)), ("org/sentence", str(headless))]
+    given, part = fetch(tmp_path / "cache", *pairs, script=SCRIPT)
+    needed = "--fill-from-base 'lm_head.*' takes them from a base on this machine"
+    assert part["hint"] == f"{needed}: `hf download org/sentence` brings it here"
     name = "1_Dense/model.safetensors"
     assert {name, "1_Dense/config.json", "modules.json"} <= set(given["assets"])
     assert (Path(given["output"]) / name).read_bytes() == repos["org/sentence"][name]
