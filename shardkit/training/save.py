@@ -126,7 +126,7 @@ def save(
                     _describe(model, writer, aliases, form, group)
         with agreed(_PHASE, group):
             if lead is not None:
-                lead.commit(writer.metadata(), overwrite=overwrite)
+                lead.commit(writer.metadata(), overwrite=overwrite, beside=writer.beside)
     except BaseException:
         if lead is not None:
             lead.discard()
@@ -417,6 +417,8 @@ class Writer(FileSystemWriter):
         self.fs, self.path = files or self.fs, path if is_remote(path) else self.path
         self.files: dict[str, int] = {}
         """File -> where its last record ends; known on the rank that writes `.metadata`."""
+        self.beside = b""
+        """In a store, `.metadata` as it would lie beside the files."""
         self._aliases = {f"{MODEL}.{name}": f"{MODEL}.{kept}" for name, kept in aliases.items()}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -437,6 +439,8 @@ class Writer(FileSystemWriter):
         results = [*results, self._copies(metadata, results)]
         describe_as_before(metadata)
         if is_remote(self.path):
+            super().finish(metadata, results)
+            self.beside = self.metadata()
             results = [[_in_folder(each, os.path.basename(self.path)) for each in rank] for rank in results]
         super().finish(metadata, results)
         if not is_remote(self.path):

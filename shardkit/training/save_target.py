@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, UsageError
-from shardkit.files import storage, stores, uploads
+from shardkit.files import manifest, storage, stores, uploads
 from shardkit.files.digest import crc32
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.staging import Staging, remove_abandoned
@@ -40,15 +40,16 @@ class Lead(Protocol):
     place: str
     """The directory in which all ranks write."""
 
-    def commit(self, metadata: bytes, *, overwrite: bool) -> None:
+    def commit(self, metadata: bytes, *, overwrite: bool, beside: bytes = b"") -> None:
         """Make what was written visible, whole.
 
         Args:
             metadata: `.metadata`, as torch's writer has made it.
             overwrite: what was at the destination may be replaced.
+            beside: in a store, `.metadata` as it would lie beside the files.
 
         Raises:
-            UsageError: something else is at the destination by now.
+            UsageError: something else is at the destination by now; says where what was written lies, whole.
             ResourceError: the system or the store refuses.
         """
 
@@ -75,7 +76,7 @@ class _DiskLead:
         self._staging.look = self._look
         self.place = self._staging.data
 
-    def commit(self, metadata: bytes, *, overwrite: bool) -> None:
+    def commit(self, metadata: bytes, *, overwrite: bool, beside: bytes = b"") -> None:
         try:
             check_destination(self.path, None, overwrite=overwrite)  # it may be somebody else's by now
             self._staging.commit(overwrite=overwrite)
@@ -113,17 +114,34 @@ class _StoreLead:
         self.path = self._target.path
         self._folder = f"data-{secrets.token_hex(8)}"
         self.place = os.path.join(self.path, self._folder)
-        self._marker = os.path.join(self.path, METADATA)
+        self._marker, self._is_kept = os.path.join(self.path, METADATA), False
 
-    def commit(self, metadata: bytes, *, overwrite: bool) -> None:
+    def commit(self, metadata: bytes, *, overwrite: bool, beside: bytes = b"") -> None:
         if not writer_of(self._marker).put_if(
             self._marker, metadata, int(crc32(metadata)), self._target.etag
         ):
             what = "changed" if self._target.etag is not None else "appeared"
-            raise UsageError(f"{escape(self.path)} {what} while it was being saved: it was not replaced")
+            self._keep(beside)
+            raise UsageError(
+                f"{escape(self.path)} {what} while it was being saved: it was not replaced; "
+                f"the new save is whole, and lies in {escape(self.place)}",
+                hint="read the new save from there, or save again; shardkit gc leaves it alone",
+            )
+        stores.forget()
+
+    def _keep(self, metadata: bytes) -> None:
+        """Make a whole checkpoint of the folder: its own `.metadata` lies in it, written last."""
+        self._is_kept = True
+        path = os.path.join(self.place, manifest.NAME)
+        content = manifest.load(read_small(path, manifest.NAME, manifest.MAX_BYTES), manifest.NAME)
+        listed = manifest.describe_bytes(METADATA, metadata, digest=True, sha256=False)
+        write_small(path, manifest.sign({**content, "metadata": manifest.to_json(listed)}))
+        write_small(os.path.join(self.place, METADATA), metadata)
         stores.forget()
 
     def discard(self) -> None:
+        if self._is_kept:
+            return
         # What cannot be asked or removed stays: nobody sees it, and `shardkit gc` removes it.
         with contextlib.suppress(ShardkitError, OSError):
             found = writer_of(self._marker).get(self._marker)

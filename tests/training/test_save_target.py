@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import shardkit
 from shardkit.errors import ResourceError, UsageError
-from shardkit.files import storage, stores
+from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.training import save_target
 from tests.formats.dcp.samples import quiet
@@ -184,17 +184,44 @@ def test_a_rank_that_is_killed_leaves_nothing_that_is_seen(served: Served, tmp_p
     assert shardkit.verify(path, full=True).problems == ()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_save_that_another_was_faster_than_stays_whole(served: Served) -> None:
+    """Where its files are; neither `gc` nor `status --abort` takes it for what a dead run left."""
+    path, model = f"{S3}/faster", torch.nn.Linear(3, 2)
+
+    class Faster:
+        def state_dict(self) -> dict[str, int]:
+            shardkit.save(torch.nn.Linear(2, 2), path)
+            return {"step": 7}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise AssertionError
+
+    with pytest.raises(UsageError, match="the new save is whole, and lies in") as caught:
+        shardkit.save(model, path, extra={"job": Faster()})
+    place = caught.value.message.rpartition(" ")[2]
+    assert shardkit.gc(path, older_than=0).removed == ()
+    shardkit.status(path, abort=True)
+    for each in (path, place):
+        report = shardkit.verify(each, full=True)
+        assert (report.problems, report.warnings, report.manifests) == ((), (), ("shardkit.json",))
+    target = torch.nn.Linear(3, 2)
+    shardkit.load_into(target, place)
+    assert torch.equal(target.weight, model.weight)
+
+
 def test_of_two_saves_one_is_committed(served: Served) -> None:
     """The other says so, and leaves what the first has made."""
     path = f"{S3}/two"
     one, two = (save_target.begin(path, overwrite=False) for _ in range(2))
     for lead in (one, two):
         with save_target.writing_to(lead.place):
-            save_target.write_small(os.path.join(lead.place, "file"), b"data")
+            save_target.write_small(os.path.join(lead.place, "shardkit.json"), manifest.sign({"format": 1}))
     first, second = (lead.place.rpartition("/")[2].encode() for lead in (one, two))
     one.commit(first, overwrite=False)
     with pytest.raises(UsageError, match="appeared while it was being saved"):
-        two.commit(second, overwrite=False)
+        two.commit(second, overwrite=False, beside=b"whole")
     two.discard()
     one.discard()  # as after an error that hides that the commit went well
-    assert keys(path) == {".metadata", f"{first.decode()}/file"}
+    kept = {f"{second.decode()}/{name}" for name in (".metadata", "shardkit.json")}
+    assert keys(path) == {".metadata", f"{first.decode()}/shardkit.json", *kept}

@@ -109,7 +109,9 @@ def gc(
     data = [
         name
         for name in names
-        if is_data_folder(name) or MARKED_WEIGHTS.fullmatch(name) or is_shared_folder(name)
+        if (is_data_folder(name) and not storage.lexists(os.path.join(given, name, METADATA)))
+        or MARKED_WEIGHTS.fullmatch(name)
+        or is_shared_folder(name)
     ]
     if marker is None and (data or uploads) and not uncommitted:
         raise UsageError(
