@@ -111,6 +111,7 @@ def write(
     options = Writing(**writing)  # type: ignore[arg-type]
     writer = Writer("copy", Moving(jobs=1), options, kind=Kind.HUB, looks_late=True)
     writer.check_destination(str(out), str(source))
+    writer.check_beside({}, {})
     writer.find_manifests([job.plan.catalog], str(source))
     writer.write(job, describe or index_of(job), needed_bytes=needed_bytes)
     return writer.facts(())
@@ -424,6 +425,11 @@ def test_a_dead_run_beside_an_output_that_exists(source: Path, out: Path) -> Non
     out.rename(killed)
     killed_after(1, source, out)
     killed.rename(out)
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(UsageError, match="holds what shardkit did not write"):
+        write(source, out, overwrite=True)
+    assert len(staged(out)) == 1
+    (out / "thesis.txt").unlink()
     write(source, out, overwrite=True)
     check_whole(out)
 

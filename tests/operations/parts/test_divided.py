@@ -191,6 +191,30 @@ def test_a_commit_that_ends_while_another_asks_what_became_of_its_data(
     assert shardkit.verify(out, full=True).ok
 
 
+def test_what_a_person_put_into_the_old_output_is_named_by_parts_and_by_commit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    preshard(model, out, digest="none")
+    preshard(model, out, "1/2", overwrite=True)
+    monkeypatch.setattr(Divided, "commit", lambda self: False)
+    preshard(model, out, "2/2", overwrite=True)  # all is there, and nobody has committed
+    monkeypatch.undo()
+    (out / "notes.txt").write_text("mine")
+    for ask in (
+        lambda: preshard(model, out, "2/2", overwrite=True),
+        lambda: shardkit.commit(out),
+        lambda: shardkit.commit(out, overwrite=True),
+    ):
+        with pytest.raises(UsageError, match="holds what shardkit did not write") as caught:
+            ask()
+        assert caught.value.problems == ("notes.txt",)
+    assert (out / "notes.txt").read_text() == "mine"
+    (out / "notes.txt").unlink()
+    assert not shardkit.commit(out).by_another
+    assert shardkit.verify(out, full=True).ok
+
+
 def test_without_hard_links(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preshard(model, tmp_path / "whole")
 
