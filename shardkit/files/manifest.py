@@ -554,6 +554,22 @@ def read_bytes(directory: str) -> bytes:
     return read_small(locate(directory, NAME), NAME, MAX_BYTES)
 
 
+def is_manifest(path: str) -> bool:
+    """True for a file that has the name of a manifest or begins as one, damaged or not; only the beginning is read.
+
+    Raises:
+        ResourceError: it may not be read.
+    """
+    if os.path.basename(path) == NAME or path.endswith(_SIDECAR_ENDING):
+        return True
+    try:
+        with open_regular(path, path) as (fd, size):
+            head = read_exactly(fd, 0, min(size, 64), path)
+    except SourceError:
+        return False
+    return re.match(rb'\{\s*"format":\s*[0-9]', head) is not None
+
+
 def lists_files(directory: str) -> bool:
     """True if the manifest of a directory is a `FileList`. The kind stands in its first bytes; only they are read."""
     try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 from shardkit.core.mesh import MAIN_AXES, Mesh
 from shardkit.core.text import escape, format_size, in_shell
 from shardkit.errors import ResourceError, UsageError
-from shardkit.files import storage
+from shardkit.files import manifest, storage
 from shardkit.files.links import is_snapshot
 from shardkit.files.remote.writers import WRITABLE
 from shardkit.files.staging import (
@@ -247,16 +247,23 @@ def check_space(
         )
 
 
-def check_sidecar(path: str, *, overwrite: bool, outside: Sequence[str] = ()) -> str:
+def check_sidecar(
+    path: str,
+    *,
+    overwrite: bool,
+    outside: Sequence[str] = (),
+    is_ours: Callable[[str], bool] = manifest.is_manifest,
+) -> str:
     """Return the absolute path of a file that may be written.
 
     Args:
         path: as the user gave it.
-        overwrite: an existing file may be replaced.
+        overwrite: an existing file may be replaced, if it is ours.
         outside: directories that it must not lie in.
+        is_ours: tells a file of shardkit's from a person's.
 
     Raises:
-        UsageError: it exists, or is not a file, or lies in one of those directories.
+        UsageError: it exists, or is a person's, or is not a file, or lies in one of those directories.
         ResourceError: its directory is missing or cannot be written.
     """
     refuse_remote(path)
@@ -270,6 +277,11 @@ def check_sidecar(path: str, *, overwrite: bool, outside: Sequence[str] = ()) ->
             raise UsageError(f"{shown} exists and is not a regular file: it is not replaced")
         if not overwrite:
             raise UsageError(f"{shown} exists", hint=_CHOOSE + _OR_REPLACE)
+        if not is_ours(full):
+            raise UsageError(
+                f"{shown} exists, and shardkit did not write it: it is not replaced",
+                hint="move that file somewhere else, or choose another name",
+            )
     _check_parent(full)
     return full
 

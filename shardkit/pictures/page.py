@@ -223,7 +223,7 @@ def check_page(path: str, *, overwrite: bool, outside: Sequence[str] = ()) -> st
         ResourceError: its directory is missing or cannot be written.
     """
     directories = [each for each in outside if storage.isdir(each)]
-    full = check_sidecar(path, overwrite=True, outside=directories)
+    full = check_sidecar(path, overwrite=True, outside=directories, is_ours=lambda _: True)
     if storage.lexists(full) and not overwrite and not _is_page(full):
         raise UsageError(
             f"{escape(path)} exists and is no page of shardkit",

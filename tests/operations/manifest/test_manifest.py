@@ -256,6 +256,17 @@ def test_where_it_goes(copied: Callable[[str], Path], tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["directory", "stock", "stock.shardkit.json"]
 
 
+def test_a_file_that_is_no_manifest_is_not_replaced(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    notes, other = tmp_path / "notes.txt", tmp_path / "m.json"
+    notes.write_text('{"a person": "wrote this"}')
+    with pytest.raises(UsageError, match="shardkit did not write it"):
+        write_manifest(copied("stock"), notes, overwrite=True)
+    assert "wrote this" in notes.read_text()
+    write_manifest(tmp_path / "stock", other)
+    other.write_bytes(other.read_bytes()[:100])  # damaged
+    write_manifest(tmp_path / "stock", other, overwrite=True)
+
+
 def test_a_dry_run_writes_nothing(copied: Callable[[str], Path], tmp_path: Path) -> None:
     path = copied("hub")
     result = write_manifest(path, dry_run=True)
