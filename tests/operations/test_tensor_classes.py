@@ -72,6 +72,15 @@ def test_float8_weights_are_read_like_others(made: Path, tmp_path: Path) -> None
     assert verify(made / "float8", full=True, manifest=tmp_path / "manifest.json").ok
 
 
+def test_rank_files_of_float8_weights_are_read_like_others(made: Path, tmp_path: Path) -> None:
+    found = verify(made / "verl", full=True)
+    assert found.ok
+    assert found.num_checked_chunks == 2
+    reshard(made / "verl", tmp_path / "resharded", world_size=3)
+    assert torch.equal(load(tmp_path / "resharded", "0.weight"), WEIGHT)
+    assert diff(made / "verl", made / "float8").is_equal
+
+
 def test_parts_read_them_too(made: Path, tmp_path: Path) -> None:
     for part in ("1/2", "2/2"):
         reshard(made / "float8", tmp_path / "resharded", world_size=4, part=part)
@@ -197,3 +206,22 @@ def test_save_says_what_cannot_be_read_again_and_the_hint_reads_it(tmp_path: Pat
     consolidate(tmp_path / "saved-plain", tmp_path / "hub")
     (weight,) = load_file(tmp_path / "hub" / "model.safetensors").values()
     assert torch.equal(weight, WEIGHT / 2)
+
+
+def test_a_file_of_an_unknown_class_is_whole_but_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "step.pt"
+    torch.save({"model": {"up.weight": Scaled(WEIGHT, 0.5), "norm.weight": torch.ones(8)}, "step": 3}, file)
+    found = verify(file, full=True)
+    assert found.ok
+    (warning,) = found.warnings
+    assert f"{__name__}.Scaled, which is made of codes" in warning
+    for attempt in (
+        lambda: consolidate(file, tmp_path / "out"),
+        lambda: reshard(file, tmp_path / "out", world_size=2),
+        lambda: diff(file, file),
+    ):
+        with pytest.raises(UnreadableClass, match=f"up.weight: step.pt: {__name__}.Scaled"):
+            attempt()
+    flip(file, WEIGHT.numpy().tobytes()[:-1])
+    (problem,) = verify(file, full=True).problems
+    assert "CRC-32" in problem.message

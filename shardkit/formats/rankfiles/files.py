@@ -20,6 +20,7 @@ from shardkit.errors import IntegrityError, SourceError
 from shardkit.files.links import locate_all
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.contract.optimizer import Path, path_name
+from shardkit.formats.torchsave.classes import refuse_objects
 from shardkit.formats.torchsave.file import (
     DistributedRef,
     Part,
@@ -200,6 +201,7 @@ class Gathering:
         self._opened: list[TorchFile] = []
         self._file_ids: list[int] = []  # of the files in the catalog, which may have others between them
         self._unreadable: dict[str, str] = {}
+        self._of_classes = set[str]()
         self._different: dict[str, str] = {}
 
     def add(self, file: TorchFile, tree: object, below: Path = ()) -> None:
@@ -240,7 +242,7 @@ class Gathering:
 
     def _add_value(self, source: SourceFile, value: object, path: Path) -> bool:
         if isinstance(value, UnreadableTensor):
-            self._refuse(source, path, value.name)
+            self._refuse(source, path, value.name, is_of_class=value.value is not None)
         elif isinstance(value, DistributedRef):
             if value.problem:
                 self._refuse(source, path, value.problem)
@@ -252,9 +254,11 @@ class Gathering:
             return False
         return True
 
-    def _refuse(self, source: SourceFile, path: Path, reason: str) -> None:
+    def _refuse(self, source: SourceFile, path: Path, reason: str, *, is_of_class: bool = False) -> None:
         refused = self.left_out if self._may_lack(path) else self._unreadable
         refused.setdefault(path_name(path), f"{source.name}: {reason}")
+        if is_of_class:
+            self._of_classes.add(path_name(path))
 
     def _add_parts(
         self,
@@ -334,13 +338,13 @@ class Gathering:
         )
 
     def _raise_problems(self) -> None:
-        if self._unreadable:
-            raise SourceError(
-                f"{count(len(self._unreadable), 'tensor')}: the stored bytes are not the values",
-                problems=[f"{escape(name)}: {escape(why)}" for name, why in self._unreadable.items()],
-                hint="load each file with torch where their classes can be imported, replace them by plain tensors "
-                "(torch.empty(t.shape, dtype=t.dtype).copy_(t)), and save it again",
-            )
+        if self._unreadable.keys() <= self._of_classes:
+            refuse_objects(self._unreadable, (file.source for file in self._opened))
+        SourceError.raise_for(
+            [f"{escape(name)}: {escape(why)}" for name, why in self._unreadable.items()],
+            f"{count(len(self._unreadable), 'tensor')}: the stored bytes are not the values",
+            hint="save the model with ordinary dense tensors",
+        )
         if self._different:
             raise SourceError(
                 f"{len(self._different)} tensors are different in the files of other ranks",

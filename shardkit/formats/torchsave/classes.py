@@ -13,10 +13,11 @@ torchao/prototype/quantized_training; xtuner 1, xtuner/v1/float8/fsdp_utils.py. 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from shardkit.core.catalog import SourceFile
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
@@ -67,6 +68,8 @@ class UnreadableClass(SourceError):
     """The record's storages; positions count from the start of the file."""
     tensors: frozenset[str] = frozenset()
     """Names of all of them, where several are refused at once."""
+    files: tuple[SourceFile, ...] = ()
+    """Files of `torch.save` that hold them, if they do not lie in a DCP directory."""
 
 
 def is_known_class(module: str, name: str) -> bool:
@@ -139,15 +142,35 @@ def refuse_classes(found: Mapping[str, UnreadableClass], path: str) -> None:
         found: by the tensor's name, as it is in the file.
         path: of the checkpoint, a DCP directory.
     """
+    why = {name: each.why for name, each in found.items()}
+    _refuse(why, _how_to_unwrap({each.class_name for each in found.values()}, path))
+
+
+def refuse_objects(found: Mapping[str, str], files: Iterable[SourceFile]) -> None:
+    """Do the same for tensors in files of `torch.save`.
+
+    Args:
+        found: the file and why, by the tensor's name.
+        files: all that were opened.
+    """
+    _refuse(
+        {name: escape(why) for name, why in found.items()},
+        "load each file with torch where the class can be imported, replace such tensors by plain ones "
+        "(torch.empty(t.shape, dtype=t.dtype).copy_(t)), and save it again",
+        tuple(files),
+    )
+
+
+def _refuse(found: Mapping[str, str], hint: str, files: tuple[SourceFile, ...] = ()) -> None:
     if not found:
         return
     error = UnreadableClass(
         f"{count(len(found), 'tensor is an object', 'tensors are objects')} of a class whose values shardkit cannot "
         "take from a file",
-        problems=[f"{escape(name)}: {each.why}" for name, each in found.items()],
-        hint=_how_to_unwrap({each.class_name for each in found.values()}, path),
+        problems=[f"{escape(name)}: {why}" for name, why in found.items()],
+        hint=hint,
     )
-    error.tensors = frozenset(found)
+    error.tensors, error.files = frozenset(found), files
     raise error
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from shardkit import formats
+from shardkit._folding import fold_lines
 from shardkit.core.catalog import Catalog
 from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
@@ -23,6 +24,7 @@ from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
+from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.moments import Stored, parts_of_ranks
 from shardkit.operations.companions import walk
 from shardkit.operations.leftovers import refuse
@@ -84,6 +86,8 @@ def check_structure(
         files += verify_dcp(here, folder, own, report, opened=opened, stored=stored, objects=objects)
     halved = parts_of_ranks(stored, objects)
     report.warnings += [] if halved is None else [halved]
+    if isinstance(failure, UnreadableClass) and failure.files:
+        files, failure = [*files, *_unread(failure, directory, report)], None
     is_whole = failure is None or _is_whole(path, failure, bool(folders), report)
     if checkpoint is not None:
         report.add_notes(
@@ -180,6 +184,23 @@ def _add_beside(path: str, directory: str, described: list[Described], report: R
     described.append(found)
 
 
+def _unread(failure: UnreadableClass, directory: str, report: Report) -> list[FileBytes]:
+    """Warn that the values of tensors cannot be taken, and return their files, which have a checksum for each entry."""
+    folded = [each.pattern for each in fold_lines(failure.problems, spreads=True)]
+    names = [*folded[:_MAX_WARNED], *(["..."] if folded[_MAX_WARNED:] else [])]
+    report.warnings.append(f"{failure.message}: {'; '.join(names)}")
+    report.files.update(_name(file.path, directory) for file in failure.files)
+    return [
+        FileBytes(
+            name=_name(file.path, directory),
+            path=file.path,
+            size=file.size,
+            archives=[Archive(0, file.size, file.name)],
+        )
+        for file in failure.files
+    ]
+
+
 def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Report) -> bool:
     """Say why a checkpoint could not be opened, unless what is wrong with its folders says it.
 
@@ -253,6 +274,7 @@ def _lacking(
     )
 
 
+_MAX_WARNED = 3
 _SAFETENSORS = ".safetensors"
 _MAX_ENTRIES = 1 << 20
 _STORAGE = "data/"

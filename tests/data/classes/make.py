@@ -91,7 +91,7 @@ def grouped() -> None:
 
 
 def checkpoints() -> None:
-    """float8/: a weight that counts up from 1; adamw8bit/: two weights after a step of AdamW8bit."""
+    """float8/ and verl/: a weight that counts up from 1; adamw8bit/: two weights after a step of AdamW8bit."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -105,6 +105,8 @@ def checkpoints() -> None:
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     fully_shard(convert_to_float8_training(model, config=config))
     dcp.save({"model": model.state_dict()}, checkpoint_id=OUT / "float8")
+    (OUT / "verl").mkdir(exist_ok=True)
+    torch.save(model.state_dict(), OUT / "verl" / f"model_world_size_2_rank_{dist.get_rank()}.pt")
     model = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 4, bias=False))
     for layer in model:
         layer.weight.data.fill_(0.5)
