@@ -23,6 +23,7 @@ from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import stores
 from shardkit.files.remote import contract, ranges
 from tests.files.conftest import S3, Model, Served, client
+from tests.operations.reshard.test_left_out import save_pair, veomni
 from tests.training import models
 from tests.worlds import stores as servers
 
@@ -46,6 +47,24 @@ def test_the_output_has_the_same_bytes(served: Served, tmp_path: Path, verb: str
     WRITES[verb](S3, tmp_path / "remote")
     WRITES[verb](str(served.home), tmp_path / "local")
     assert written(tmp_path / "remote") == written(tmp_path / "local")
+
+
+def test_what_reshard_leaves_behind_is_named_as_on_a_disk(served: Served, tmp_path: Path) -> None:
+    import obstore
+
+    veomni(tmp_path / "run/global_step_2", is_finished=True)
+    for step in (10, 20):
+        save_pair(tmp_path / "steps", f"model_step{step}", f"optim_step{step}")
+    for path in filter(Path.is_file, tmp_path.rglob("*")):
+        obstore.put(client(), f"beside/{path.relative_to(tmp_path)}", path.read_bytes())
+    for number, name in enumerate(["run", "run/global_step_2/model/ckpt", "steps"]):
+        here, there = (
+            shardkit.reshard(f"{home}/{name}", str(tmp_path / f"{number}-{home[0] == '/'}"), world_size=2)
+            for home in (str(tmp_path), "s3://bucket/beside")
+        )
+        assert (there.folders, there.copied) == (here.folders, here.copied)
+        assert there.warnings == here.warnings
+        assert bool(here.warnings) == (name != "run")
 
 
 def test_parts_read_from_a_store(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,16 +124,14 @@ def _levels(path: str, given: str) -> tuple[list[tuple[str, str]], bool]:
     levels = list[tuple[str, str]]()
     here = path
     while len(levels) < (0 if is_ordered(os.path.basename(path)) else _MAX_CLIMBED):
-        if is_remote(given) and here == given:
-            break
         here, name = os.path.split(here)
         levels.append((here, name))
         own = os.path.basename(here)
         if is_a_step(own) and (not own.isdigit() or _is_at(here, given)):  # a bare number may be a job's
             return levels, True
-    if path == given:
-        return ([] if is_remote(given) else [os.path.split(path)]), False
-    return [level for level in levels if _is_at(level[0], given)] or [os.path.split(path)], False
+    levels = [level for level in levels if _is_at(level[0], given)] or [os.path.split(path)]
+    # Outside of what a person gave, a store may have any number of names.
+    return [] if path == given and is_remote(given) else levels, False
 
 
 def _add(found: LeftOut, home: str, path: str) -> None:
