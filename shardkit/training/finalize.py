@@ -52,6 +52,8 @@ from shardkit.training.model.buffers import (
 from shardkit.training.model.factors import Factoring, own_targets, to_json
 from shardkit.training.model.fit import ModelInitializationContext, check_fit, check_ties, check_untied
 from shardkit.training.model.initialise import initialise, new_rows
+from shardkit.training.model.overlap import apart, put_together
+from shardkit.training.model.states import extra_states, hand_over, states_to_read
 from shardkit.training.optimizer import rebind_optimizer
 from shardkit.training.ranks.agree import agree, agreed, current_device, gather_json, world
 from shardkit.training.ranks.listings import share_listings
@@ -72,6 +74,7 @@ from shardkit.transfer.checks import CheckedSource
 _log = logging.getLogger("shardkit")
 
 _OPENING = "opening the source"
+_APART = "make them one parameter, or give each its memory: parameter.data = parameter.data.clone()"
 _SLACK_NBYTES = 4096  # an allocator's rounding
 
 
@@ -126,17 +129,32 @@ def finalize(
             rebind_optimizer(model, each)
         shards = with_ties(local_shards(model), ctx.ties)
     check_new_ties((shard.names for shard in shards), ctx)
-    filled = Filled()
+    filled, own = Filled(), shards
     if ctx.source is not None:
         supply = supply_of(ctx)
-        filled = fill(shards, supply, options, choose_sources(shards, supply, options))
+        own = [*shards, *read_states(model, ctx)]
+        filled = fill(own, supply, options, choose_sources(shards, supply, options))
         ctx.checked = filled.checked
         say_checked(filled.checked, check_source=check_source)
     with agreed("initialising parameters"):
         fill_initialised(shards, ctx, filled)
-    _prove(model, shards, filled, ctx)
+    _prove(model, shards, filled, ctx, own)
     remember(model, ctx.weights)
     return model
+
+
+def read_states(model: nn.Module, ctx: ModelInitializationContext) -> list[LocalShard]:
+    """Return memory for the extra states of modules that a context's source has; every rank calls it."""
+    shards, note = states_to_read(model, ctx.weights)
+    if note is not None and note not in ctx.notes:
+        ctx.notes = (*ctx.notes, note)
+        _say_left_out(note)
+    return shards
+
+
+def _say_left_out(note: str | None) -> None:
+    if note is not None and world()[0] == 0:
+        _log.info("weights: %s", note)
 
 
 @may_follow_links
@@ -189,9 +207,12 @@ def load_into(
         materialise(model, place)
         shards = local_shards(model)
     supply = _open(model, source, keys, dequantize=dequantize)
-    filled = fill(shards, supply, options, choose_sources(shards, supply, options))
+    states = states_to_read(model, supply.weights)
+    _say_left_out(states.note)
+    own = [*apart(shards), *states.shards]
+    filled = fill(own, supply, options, choose_sources(shards, supply, options))
     say_checked(filled.checked, check_source=check_source)
-    _prove(model, shards, filled, None)
+    _prove(model, shards, filled, None, own)
     remember(model, supply.weights)
     return model
 
@@ -223,7 +244,8 @@ def _open(
         rules = None if keys is None else load_rules(keys)
         if own and not has_factors(opened):
             factoring = Factoring(targets=own, svd="exact")
-        weights = find_weights(opened, factoring.read(expected), ties, model=model, rules=rules)
+        wanted = {**factoring.read(expected), **extra_states(model)}
+        weights = find_weights(opened, wanted, ties, model=model, rules=rules)
     except BaseException as caught:  # the others must not wait
         error = caught
     is_absent = isinstance(error, (SourceError, ResourceError))
@@ -490,20 +512,32 @@ def _prove(
     shards: Sequence[LocalShard],
     filled: Filled,
     ctx: ModelInitializationContext | None,
+    own: Sequence[LocalShard],
 ) -> None:
-    """Prove that the filled model is as promised."""
+    """Prove that the filled model is as promised.
+
+    Args:
+        model: all of it.
+        shards: everything that this rank holds of it.
+        filled: how much of them was filled.
+        ctx: of a prepared model.
+        own: what was filled: in place of shards, where several lie on one memory, and extra states of modules.
+    """
     differing = equalise_buffers(model)
     elsewhere = frozenset[str]() if ctx is None else on_other_ranks(shards, ctx.expected)
     with agreed("proving the filled model"):
-        problems = [*prove_filled(shards, filled.elements), *_on_meta(model)]
+        changed = "a wrapper has changed it between prepare and finalize" if ctx is not None else None
+        clashes = put_together(shards, own)
+        problems = [*clashes, *prove_filled(own, filled.elements), *_on_meta(model)]
         if ctx is not None:
             problems += [*_unlike_expected(shards, ctx.expected, elsewhere), *_too_large(model, shards)]
         problems += [f"{escape(fqn)}: the buffer differs between ranks" for fqn in differing]
         IntegrityError.raise_for(
             problems,
             f"the filled model is not as it should be in {count(len(problems), 'place')}",
-            hint="a wrapper has changed it between prepare and finalize" if ctx is not None else None,
+            hint=_APART if clashes else changed,
         )
+        hand_over(model, own)
 
 
 def prove_filled(shards: Sequence[LocalShard], elements: Counter[str]) -> Iterator[str]:

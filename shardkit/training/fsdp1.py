@@ -24,10 +24,18 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
 from shardkit.training.fill.reading import Filled, ReadOptions, Strategy
 from shardkit.training.fill.source import remember
-from shardkit.training.finalize import choose_sources, fill, fill_initialised, prove_filled, supply_of
+from shardkit.training.finalize import (
+    choose_sources,
+    fill,
+    fill_initialised,
+    prove_filled,
+    read_states,
+    supply_of,
+)
 from shardkit.training.model.between import check_hidden, check_new_ties, say_put_back
 from shardkit.training.model.buffers import equalise_buffers, memory_for_buffers, restore_buffers, retie
 from shardkit.training.model.fit import ModelInitializationContext
+from shardkit.training.model.states import hand_over
 from shardkit.training.ranks.agree import agreed, device_for
 from shardkit.training.ranks.local import LocalShard, Replicas, allocate, describe, full_name
 
@@ -218,10 +226,14 @@ class UnitFiller:
             IntegrityError.raise_for(problems, "an FSDP1 unit is not filled as it should be")
 
     def _end(self) -> None:
+        states = read_states(self._ctx.model, self._ctx) if self._ctx.source is not None else []
+        if states:
+            fill(states, self._supply, self._options, self._sources)
         differing = equalise_buffers(self._ctx.model)
         with agreed("proving the filled model"):
             if differing:
                 raise IntegrityError("buffers differ between ranks", problems=map(escape, differing))
+            hand_over(self._ctx.model, states)
         remember(self._ctx.model, self._supply.weights)
 
     def _check_complete(self, module: nn.Module, args: Any) -> None:

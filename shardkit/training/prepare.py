@@ -58,6 +58,7 @@ from shardkit.training.model.fit import (
 )
 from shardkit.training.model.hidden import find_hidden
 from shardkit.training.model.initialise import not_repeated
+from shardkit.training.model.states import extra_states
 from shardkit.training.ranks.agree import agreed, gather_json, world
 from shardkit.training.ranks.listings import share_listings
 from shardkit.training.ranks.local import ExpectedTensor, buffer_places, describe, places
@@ -413,7 +414,8 @@ def _open(plain: _Plain, asked: _Asked) -> _Source:
         return _Source(absent=source.elsewhere())
     try:
         opened = asked.open(source, asked.revision, asked.variant)
-        weights = find_weights(opened, plain.read, plain.ties, model=plain.model, rules=asked.rules)
+        wanted = {**plain.read, **extra_states(plain.model)}
+        weights = find_weights(opened, wanted, plain.ties, model=plain.model, rules=asked.rules)
     except ShardkitError as error:
         if not isinstance(source, RankSource) and (isinstance(error, ResourceError) or _is_absent(source)):
             return _Source(absent=error)

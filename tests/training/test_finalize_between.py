@@ -21,7 +21,7 @@ import shardkit
 from tests.worlds.ranks import Ranks, same_error
 
 Build = Callable[[], nn.Module]
-HIDDEN = "on meta would be read as memory that nobody has written"
+HIDDEN = "a forward would read memory that nobody has written"
 ELSEWHERE: list[Any] = []
 
 
@@ -245,6 +245,104 @@ def test_fsdp1_does_the_same(out: Path) -> None:
     _, table, (note,) = fsdp1(Net, out / "two.safetensors", set_table)
     assert torch.equal(table, torch.arange(4.0))
     assert note.startswith("1 buffer had other values")
+
+
+def by_data(net: Any) -> None:
+    net.b.weight.data = net.a.weight.data
+
+
+def overlapping(net: Any) -> None:
+    memory = torch.zeros(28)
+    net.a.weight = nn.Parameter(memory[:16].view(4, 4))
+    net.b.weight = nn.Parameter(memory[12:].view(4, 4))
+
+
+def side_by_side(net: Any) -> None:
+    memory = torch.zeros(4, 8)
+    net.a.weight, net.b.weight = nn.Parameter(memory[:, :4]), nn.Parameter(memory[:, 4:])
+
+
+@two.test
+def test_live_parameters_on_one_memory(out: Path) -> None:
+    for hold in (by_data, overlapping):
+        error = same_error(lambda: shardkit.load_into(holding(hold)(), out / "two.safetensors"))  # noqa: B023
+        (problem,) = error["problems"]
+        assert "a.weight, b.weight lie on one memory, and the source has other values" in problem
+    net: Any = shardkit.load_into(holding(by_data)(), out / "same.safetensors")
+    assert torch.equal(net.a.weight, WEIGHT)
+    assert net.a.weight.data_ptr() == net.b.weight.data_ptr()
+    net = shardkit.load_into(holding(side_by_side)(), out / "two.safetensors")
+    assert torch.equal(net.a.weight, WEIGHT)
+    assert torch.equal(net.b.weight, WEIGHT + 1)
+
+
+class Scaled(nn.Linear):
+    """Keeps a tensor of one dtype as extra state, as TransformerEngine keeps bytes."""
+
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+        self.scale = torch.ones(2, dtype=self.dtype)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.scale
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        assert self.dtype != torch.uint8, "it might unpickle what is in the file"
+        self.scale = state
+
+
+class Bytes(Scaled):
+    dtype = torch.uint8
+
+
+def save_scaled(out: Path, kind: type[Scaled]) -> Path:
+    path = out / f"{kind.__name__}.safetensors"
+    if dist.get_rank() == 0:
+        scale = torch.arange(3, dtype=kind.dtype)
+        save_file({"a.weight": WEIGHT, "b.weight": WEIGHT + 1, "b._extra_state": scale}, path)
+    dist.barrier()
+    return path
+
+
+def keep_scale(net: Any, kind: type[Scaled] = Scaled) -> None:
+    net.b = kind()
+
+
+@two.test_each(("direct", "broadcast"))
+def test_tensors_of_extra_state_are_read(strategy: Any, out: Path) -> None:
+    source = save_scaled(out, Scaled)
+    given: Any = source if strategy == "direct" or dist.get_rank() == 0 else out / "nowhere"
+    ctx = shardkit.prepare(holding(keep_scale), given)
+    model: Any = shardkit.finalize(shard(ctx.model), ctx, strategy=strategy)
+    assert torch.equal(model.b.scale, torch.arange(3.0))
+    assert ctx.notes == ()
+    net: Any = shardkit.load_into(holding(keep_scale)(), source, strategy=strategy)
+    assert torch.equal(net.b.scale, torch.arange(3.0))
+    # What is saved with it comes back with it.
+    shardkit.save(model, out / f"scaled-{strategy}")
+    ctx = shardkit.prepare(holding(keep_scale), out / f"scaled-{strategy}")
+    model = shardkit.finalize(shard(ctx.model), ctx)
+    assert torch.equal(model.b.scale, torch.arange(3.0))
+
+
+@two.test
+def test_bytes_of_extra_state_are_left_out_with_a_note(out: Path) -> None:
+    source = save_scaled(out, Bytes)
+    ctx = shardkit.prepare(holding(partial(keep_scale, kind=Bytes)), source)
+    model: Any = shardkit.finalize(shard(ctx.model), ctx)
+    assert torch.equal(model.b.scale, torch.ones(2, dtype=torch.uint8))
+    (note,) = ctx.notes
+    assert note.startswith("1 extra state of the source not given to its set_extra_state")
+    assert "b._extra_state" in note
+
+
+@two.test
+def test_fsdp1_reads_extra_state_too(out: Path) -> None:
+    nets: list[Any] = []
+    fsdp1(holding(keep_scale), save_scaled(out, Scaled), nets.append)
+    assert torch.equal(nets[0].b.scale, torch.arange(3.0))
 
 
 NEW = torch.full((4,), 7.0)

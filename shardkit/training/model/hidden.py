@@ -123,8 +123,8 @@ def refuse_hidden(model: nn.Module, hidden: Sequence[Hidden], elsewhere: Collect
     problems += _folded(_described(each, reached) for each in never)
     LayoutError.raise_for(
         problems,
-        f"{count(len(stale) + len(never), 'tensor')} on meta would be read as memory that nobody has written: no "
-        "parameter or buffer of the model leads there",
+        f"{count(len(stale) + len(never), 'tensor')} of the model on meta, in no state dict: nothing fills "
+        f"{'it' if len(stale) + len(never) == 1 else 'them'}, and a forward would read memory that nobody has written",
         hint=_hint(is_stale=not never),
     )
 

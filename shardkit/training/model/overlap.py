@@ -1,0 +1,62 @@
+"""Parameters of a live model on one memory: each must find its own values there in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from shardkit.core.text import escape, listed
+from shardkit.training.model.buffers import same_bits
+from shardkit.training.ranks.local import LocalShard
+
+
+def apart(shards: Sequence[LocalShard]) -> list[LocalShard]:
+    """Return shards with memory of their own where several are filled on the same; the others are as they were."""
+    shared = {at for group in _on_one_memory(shards) for at in group}
+    return [
+        replace(shard, whole=shard.whole.detach().clone()) if at in shared else shard
+        for at, shard in enumerate(shards)
+    ]
+
+
+def put_together(shards: Sequence[LocalShard], filled: Sequence[LocalShard]) -> list[str]:
+    """Copy what was filled apart into the memory of the model; return a problem for each that lost its values there.
+
+    Args:
+        shards: of the model.
+        filled: what `apart` made of them.
+    """
+    groups = _on_one_memory(shards) if filled else []
+    with torch.no_grad():
+        for at in (at for group in groups for at in group):
+            shards[at].tensor.copy_(filled[at].tensor)
+    return [
+        f"{listed([shards[at].fqn for at in group])} lie on one memory, and the source has other values for "
+        f"{escape(shards[lost[0]].fqn)} than for the rest"
+        for group in groups
+        if (lost := [at for at in group if not same_bits(shards[at].tensor, filled[at].tensor)])
+    ]
+
+
+def _on_one_memory(shards: Sequence[LocalShard]) -> list[list[int]]:
+    """Return the places of shards whose bytes lie between each other's, in groups of two and more."""
+    groups: list[list[int]] = []
+    before: tuple[str, int] | None = None
+    for device, start, stop, at in sorted(_extents(shards)):
+        if before is not None and before[0] == device and start < before[1]:
+            groups[-1].append(at)
+            stop = max(stop, before[1])
+        else:
+            groups.append([at])
+        before = device, stop
+    return [sorted(group) for group in groups if len(group) > 1]
+
+
+def _extents(shards: Sequence[LocalShard]) -> Iterator[tuple[str, int, int, int]]:
+    for at, shard in enumerate(shards):
+        local = shard.tensor
+        if shard.persistent and type(local) is torch.Tensor and not local.is_meta and local.numel():
+            last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+            yield str(local.device), local.data_ptr(), local.data_ptr() + (last + 1) * local.itemsize, at

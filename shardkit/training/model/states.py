@@ -1,0 +1,103 @@
+"""Tensors that modules keep as extra state (`get_extra_state`): they are read, and handed to `set_extra_state`.
+
+Bytes are not handed over: who keeps bytes there unpickles them (TransformerEngine), and nothing of a source is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.dtypes import BY_NAME
+from shardkit.core.placements import Part
+from shardkit.core.regions import full_region
+from shardkit.core.text import count, listed
+from shardkit.training.fill.reading import Weights, torch_dtype
+from shardkit.training.ranks.agree import gather_json
+from shardkit.training.ranks.local import ExpectedTensor, LocalShard, Replicas, full_name
+
+_KIND = "extra state"
+# torch.nn.Module.state_dict: "Any extra state is under this suffix".
+_SUFFIX = "_extra_state"
+
+
+class StatesToRead(NamedTuple):
+    """What a source has of the extra state of modules."""
+
+    shards: list[LocalShard]
+    """To be filled, whole on every rank."""
+    note: str | None
+    """What is left out."""
+
+
+def extra_states(model: nn.Module) -> dict[str, ExpectedTensor]:
+    """Return the tensors that modules give as extra state, by the name that a state dict has for each."""
+    return {
+        fqn: ExpectedTensor(fqn=fqn, shape=tuple(state.shape), dtype=state.dtype, kind=_KIND, persistent=True)
+        for fqn, _, state in _states(model)
+    }
+
+
+def _states(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is nn.Module.get_extra_state:
+            continue
+        try:
+            state = module.get_extra_state()
+        except Exception:  # of somebody else's code, which may need weights
+            continue
+        if isinstance(state, torch.Tensor) and not isinstance(state, DTensor):
+            yield full_name(path, _SUFFIX), module, state
+
+
+def states_to_read(model: nn.Module, weights: Weights | None) -> StatesToRead:
+    """Return memory for the extra states that a source has; every rank calls it.
+
+    Args:
+        model: wrapped or not.
+        weights: the source as this rank sees it; None if it does not.
+    """
+    expected = extra_states(model)
+    described: Mapping[str, tuple[str, Sequence[int]]] | None = None
+    if weights is not None:
+        entries = {fqn: weights.entry(weights.names[fqn]) for fqn in expected if fqn in weights.names}
+        described = {fqn: (entry.dtype.name, entry.shape) for fqn, entry in entries.items()}
+    told = gather_json(described, phase="comparing the source with the model")
+    if described is None:
+        described = next((each for each in told if each is not None), {})
+    shards, left = [], []
+    for fqn, (name, shape) in described.items():
+        dtype = torch_dtype(BY_NAME[name])
+        if fqn in expected and dtype == expected[fqn].dtype != torch.uint8:
+            shards.append(_shard(fqn, torch.empty(tuple(shape), dtype=dtype)))
+        else:
+            left.append(fqn)
+    note = (
+        f"{count(len(left), 'extra state')} of the source not given to {'its' if len(left) == 1 else 'their'} "
+        f"set_extra_state, which may unpickle bytes: {listed(left)}; load it yourself if you trust the source"
+    )
+    return StatesToRead(shards, note if left else None)
+
+
+def _shard(fqn: str, memory: torch.Tensor) -> LocalShard:
+    return LocalShard(
+        names=(fqn,),
+        kind=_KIND,
+        persistent=True,
+        parts=(Part(full_region(tuple(memory.shape)), (0,) * memory.ndim),),
+        replicas=Replicas(mesh=None),
+        whole=memory,
+    )
+
+
+def hand_over(model: nn.Module, filled: Sequence[LocalShard]) -> None:
+    """Call `set_extra_state` of each module whose state is among some shards."""
+    states = {shard.fqn: shard.whole for shard in filled if shard.kind == _KIND}
+    for path, module in model.named_modules() if states else ():
+        state = states.get(full_name(path, _SUFFIX))
+        if state is not None:
+            module.set_extra_state(state)
