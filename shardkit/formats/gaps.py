@@ -55,7 +55,7 @@ def gaps_of(checkpoint: Checkpoint) -> Gaps:
         return _gaps(shapes, hub.config, absent_parts(files))
     try:
         config = config_of(checkpoint)
-    except SourceError:  # no JSON: verify finds what is damaged by its checksum, and nothing here depends on it
+    except SourceError:  # no JSON; verify tells by its checksum
         return Gaps()
     return Gaps() if config is None else gaps_among(_shapes_in(checkpoint), config)
 

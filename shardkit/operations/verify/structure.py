@@ -85,7 +85,7 @@ def check_structure(
         opened = checkpoint.opened_at(here) if checkpoint is not None else None
         files += verify_dcp(here, folder, own, report, opened=opened, stored=stored, objects=objects)
     halved = parts_of_ranks(stored, objects)
-    report.warnings += [] if halved is None else [halved]
+    report.doubt([] if halved is None else [halved])
     if isinstance(failure, UnreadableClass) and failure.files:
         files, failure = [*files, *_unread(failure, directory, report)], None
     is_whole = failure is None or _is_whole(path, failure, bool(folders), report)

@@ -545,6 +545,7 @@ def test_moments_of_one_rank_are_a_warning_of_every_verb(tmp_path: Path, folders
     results = [found, reshard(run, tmp_path / "out", world_size=3)]
     results += [inspect(run), inspect(tmp_path / "out")] if len(parts) == 1 else []
     assert found.ok
+    assert len(found.doubts) == 1
     for result in results:
         (warning,) = (each for each in result.warnings if "moments" in each)
         assert warning.startswith("2 of 2 moments of the optimizer have 1/2 of their parameter's rows")
