@@ -28,6 +28,7 @@ from shardkit.keys.rules import (
     parse_rules,
     regex_of,
 )
+from shardkit.keys.ties import text_part
 from shardkit.keys.tokens import paddings
 
 _NEAR = 2  # a set is near if it knows more than one name of so many
@@ -211,6 +212,8 @@ def choose_shipped(
     known = [rules for rules in forms if _knows_all(rules, shapes, side)]
     if not known:
         return Choice((), tuple(_near(forms, shapes, model_type)) if side == "model" else ())
+    config = config_for(known, config)
+    model_type = (config or {}).get("model_type")
     if model_type is None and len(known) > 1:
         titles = " and ".join(rules.title for rules in known)
         return Choice((), (f"{titles} have these names: a config.json tells which it is",))
@@ -223,6 +226,14 @@ def choose_shipped(
         except (LayoutError, SourceError) as error:
             reasons.append(f"{rules.title}: {error.problems[0]}")
     return Choice(tuple(fitting), tuple(reasons))
+
+
+def config_for(sets: Iterable[RuleSet], config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the config that rule sets are for: that of the language model in a larger one's, or the config itself."""
+    part, found = text_part(config), list(sets)
+    types = [each.get("model_type") for each in (config or {}, part or {})]
+    is_whole, is_part = (any(not _foreign(rules, each) for rules in found) for each in types)
+    return part if part and types[1] is not None and is_part and not is_whole else config
 
 
 def _for_type(sets: list[RuleSet], model_type: object) -> list[RuleSet]:

@@ -113,8 +113,7 @@ def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
     Args:
         config: config.json, or None.
     """
-    model_type, said = model_type_of(config), _said(config)
-    part = next((part for key in _PARTS if (part := _part(config, key)) is not None), None)
+    model_type, said, part = model_type_of(config), _said(config), text_part(config)
     if model_type in _ALWAYS_TIED:
         return True
     if model_type in _TIE_OTHER_NAMES:
@@ -124,6 +123,11 @@ def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
     if said is None and model_type in _TIED_BY_DEFAULT:
         return True
     return bool(said or ties_embeddings(part)) if model_type in _TEXT_MAY_TIE else said
+
+
+def text_part(config: Mapping[str, object] | None) -> Mapping[str, object] | None:
+    """Return the config of the language model in the config of a larger one; None if there is none."""
+    return next((part for key in _PARTS if (part := _part(config, key)) is not None), None)
 
 
 def may_be_untied(config: Mapping[str, object] | None) -> bool:

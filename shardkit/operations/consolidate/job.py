@@ -42,7 +42,7 @@ from shardkit.keys.check import compare_with_base, find_gaps, refuse_factors
 from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, made_name, under_names
 from shardkit.keys.names import in_order
 from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
-from shardkit.keys.rule_sets import Padding, bind_in_form, choose_shipped, foreign_type
+from shardkit.keys.rule_sets import Padding, bind_in_form, choose_shipped, config_for, foreign_type
 from shardkit.keys.rules import Binding, RuleSet
 from shardkit.keys.select import Naming, Selection, select_model
 from shardkit.keys.ties import is_output, may_be_untied, ties_embeddings
@@ -512,7 +512,7 @@ def _apply_rules(
             "--keys gives the names, and --strip-prefix, --add-prefix and --rename would have no effect",
             hint="leave them out, and write the names into the rules; --root says where the model begins",
         )
-    config = base.config if base else None
+    config = config_for([rules], base.config if base else None)
     fewer = sieve.without(chosen, selection)
     try:
         binding = bind_in_form(rules, _live_shapes(selection, chosen), config, side="model", padding=padding)

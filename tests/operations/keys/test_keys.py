@@ -105,6 +105,33 @@ def test_globs_are_about_the_names_that_rules_give(named: bool, tmp_path: Path) 
         assert not any("matches no name" in note for note in done.notes)
 
 
+@pytest.mark.parametrize("name", ["torchtitan-llama3", "megatron-mixtral"])
+@pytest.mark.parametrize("keys", ["auto", None])
+def test_a_language_model_is_known_in_the_config_of_a_larger_one(
+    name: str, keys: str | None, tmp_path: Path
+) -> None:
+    """Its numbers are there too, and its names become those of the larger model."""
+    hub, theirs = make(name, tmp_path)
+    whole = {f"language_model.{key}": value for key, value in load_file(hub / "model.safetensors").items()}
+    whole["vision_tower.proj.weight"] = torch.ones(2, 3, dtype=torch.int32)
+    text = json.loads((hub / "config.json").read_text())
+    (base := tmp_path / "base").mkdir()
+    save_file(whole, base / "model.safetensors", {"format": "pt"})
+    (base / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
+    dcp.save({"model": theirs}, checkpoint_id=tmp_path / "trained")
+    done = shardkit.consolidate(
+        tmp_path / "trained",
+        tmp_path / "out",
+        base=base,
+        keys=keys or name,
+        fill_from_base=["vision_tower.*"],
+    )
+    assert (done.warnings, done.from_base) == ((), ("vision_tower.proj.weight",))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[key], value) for key, value in whole.items())
+
+
 def test_a_model_that_a_person_built_is_filled_through_rules(tmp_path: Path) -> None:
     hub, theirs = make("torchtitan-llama3", tmp_path)
     model = Tree(theirs)
