@@ -17,7 +17,7 @@ from shardkit.files import storage
 from shardkit.files.stores import is_remote
 from shardkit.formats.contract import inner, listing
 from shardkit.formats.dcp.directory import is_dcp, open_dcp
-from shardkit.keys.tree import is_optimizer_of, is_optimizers, object_kind
+from shardkit.keys.tree import is_optimizer_of, is_optimizers, object_kind, optimizer_names
 from shardkit.operations.companions import walk
 from shardkit.operations.resolve_order import is_a_step, is_ordered
 
@@ -83,16 +83,37 @@ def around(path: str, given: str, *, no_optimizer: bool = False) -> LeftOut:
                 continue
             if no_optimizer and is_optimizers(name):
                 continue
-            if is_in_step or _is_its_optimizer(name, taken):
+            if is_in_step or _is_its_optimizer(directory, name, taken):
                 _add(found, home, os.path.join(directory, name))
         found.others = found.others if is_inside and is_in_step else []
     return found
 
 
-def _is_its_optimizer(name: str, taken: str) -> bool:
+def _is_its_optimizer(directory: str, name: str, taken: str) -> bool:
+    """True for what holds an optimizer's state alone, and by its name may be that of the checkpoint."""
     stem = os.path.splitext(name)[0] if name.endswith(_RECORDS) else name
-    is_any = not any(map(str.isdigit, stem))  # nothing says that it is of another step
-    return is_optimizers(stem) and (is_any or is_optimizer_of(stem, taken, is_only=True))
+    if not is_optimizers(stem) or not _is_state_alone(os.path.join(directory, name)):
+        return False
+    others = (
+        other for other in listing(directory) if other not in (name, taken) and not is_optimizers(other)
+    )
+    if any(is_optimizer_of(stem, other, is_only=False) for other in others):
+        return is_optimizer_of(stem, taken, is_only=False)
+    numbers, its_numbers = (re.findall(r"[0-9]+", each) for each in (stem, taken))
+    return not numbers or not its_numbers or numbers == its_numbers
+
+
+def _is_state_alone(path: str) -> bool:
+    """False for a DCP directory with a model in it: a run may be called after its optimizer."""
+    if not is_dcp(path):
+        return True
+    try:
+        opened = open_dcp(path)
+    except ShardkitError:
+        return True
+    tensors = opened.catalog.tensors
+    state = optimizer_names(tensors.values(), opened.objects)
+    return all(name in state or object_kind(name.partition(".")[0]) is not None for name in tensors)
 
 
 def unread(path: str, read: Collection[str], said: Collection[str]) -> LeftOut:

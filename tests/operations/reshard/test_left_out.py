@@ -188,6 +188,17 @@ def test_what_stays_behind_is_a_warning(tmp_path: Path, given: str, expected: li
     assert [note for note in result.notes if "not in the output" in note] == told
 
 
+def test_an_optimizer_beside_is_told_from_another_run(tmp_path: Path) -> None:
+    save(tmp_path / "baseline", model={"a.weight": WEIGHT})
+    save(tmp_path / "muon_optimizer", model={"a.weight": WEIGHT}, optimizer=STATE)
+    save_pair(tmp_path, "model_step20", "optim_step20")
+    first = shardkit.reshard(tmp_path / "baseline", str(tmp_path / "1"), world_size=2)
+    assert first.warnings == ()
+    save(tmp_path / "optimizer_0", optimizer=STATE)
+    second = shardkit.reshard(tmp_path / "baseline", str(tmp_path / "2"), world_size=2)
+    assert second.warnings == (BESIDE.format("baseline", "optimizer_0"),)
+
+
 def test_an_optimizer_that_nobody_wants_is_not_warned_of(tmp_path: Path) -> None:
     save_pair(tmp_path / "step_5", "model", "optimizer")
     for path in ("step_5", "step_5/model"):
