@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from shardkit._folding import fold_lines
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, listed
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import config_of
-from shardkit.formats.hub.adapter import is_adapter_file
+from shardkit.formats.hub.adapter import find_settings, is_adapter_file
 from shardkit.formats.hub.files import absent_parts, is_part, is_plain_file
 from shardkit.keys.check import Gap, find_gaps, refuse_factors
-from shardkit.keys.peft import classify_peft
+from shardkit.keys.peft import classify_peft, find_cut
 from shardkit.keys.select import select_model
 
 
@@ -24,6 +25,8 @@ class Gaps(NamedTuple):
     found: tuple[Gap, ...] = ()
     files: tuple[str, ...] = ()
     """Numbered weight files that are neither there nor in the index."""
+    cut: tuple[str, ...] = ()
+    """Modules of an adapter whose shapes are not those that its settings call for."""
     has_own_code: bool = False
     """The model's own code may make something else of the config."""
 
@@ -35,6 +38,9 @@ class Gaps(NamedTuple):
     def lines(self, where: str) -> Iterator[str]:
         """Yield each as a warning; `where` is what lacks it, such as "the model"."""
         yield from (gap.line(where) for gap in self.found)
+        if self.cut:
+            modules, shown = count(len(self.cut), "module"), [each.pattern for each in fold_lines(self.cut)]
+            yield f"{modules} of the adapter have other shapes than its settings call for: {'; '.join(shown[:3])}"
         if self.files:
             files = count(len(self.files), "weight file")
             yield f"{files} of a numbered set, neither here nor in the index: {listed(self.files)}"
@@ -47,17 +53,32 @@ def gaps_of(checkpoint: Checkpoint) -> Gaps:
         checkpoint: opened, of any format.
     """
     hub = checkpoint.hub
-    if hub is not None:
-        files = [file.name for file in hub.identity.files]
-        if not _is_model(checkpoint.path, files):
-            return Gaps()
-        shapes = {name: entry.shape for name, entry in hub.catalog.tensors.items()}
+    if hub is None:
+        try:
+            config = config_of(checkpoint)
+        except SourceError:  # no JSON; verify tells by its checksum
+            config = None
+        is_known = config is not None or any(".lora_" in name for name in checkpoint.catalog.tensors)
+        shapes = _shapes_in(checkpoint) if is_known else {}
+        return _of_adapter(checkpoint, shapes) or gaps_among(shapes, config)
+    shapes = {name: entry.shape for name, entry in hub.catalog.tensors.items()}
+    files = [file.name for file in hub.identity.files]
+    if _is_model(checkpoint.path, files):
         return _gaps(shapes, hub.config, absent_parts(files))
+    return _of_adapter(checkpoint, shapes) or Gaps()
+
+
+def _of_adapter(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> Gaps | None:
+    """Return what an adapter lacks; None where there is none, or its settings are not known."""
     try:
-        config = config_of(checkpoint)
-    except SourceError:  # no JSON; verify tells by its checksum
-        return Gaps()
-    return Gaps() if config is None else gaps_among(_shapes_in(checkpoint), config)
+        peft = classify_peft(shapes)
+        places = (*checkpoint.assets, checkpoint.catalog.directory, checkpoint.path)
+        settings = find_settings(places) if peft.kind != "none" else None
+    except ShardkitError:
+        return None
+    if settings is None or not settings.is_whole:
+        return None
+    return Gaps(cut=tuple(find_cut(peft, shapes, settings.values, {})))
 
 
 def gaps_among(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> Gaps:
@@ -81,7 +102,7 @@ def gaps_among(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) ->
 
 
 def _gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, files: tuple[str, ...] = ()) -> Gaps:
-    return Gaps(tuple(find_gaps(shapes, config)), files, "auto_map" in (config or {}))
+    return Gaps(tuple(find_gaps(shapes, config)), files, has_own_code="auto_map" in (config or {}))
 
 
 def _is_model(path: str, files: list[str]) -> bool:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shardkit.core.text import escape
 from shardkit.errors import UsageError
@@ -35,6 +35,16 @@ _OTHER = re.compile(
 _PARAMETERS = ("weight", "bias")
 _BASE_LAYER = re.compile(rf"\.{_BASE}(?=\.)")
 _WRAPPED = re.compile(rf"\.(?:{_BASE}|{_ORIGINAL}|{_SAVED}\.[^.]+)(?=\.)")
+
+
+_REPEATED = re.compile(r"\)[*+?{]")
+_MAX_PATTERN = 500  # characters
+# Settings of LoraConfig with other arithmetic than W + scale * B A.
+OTHER_ARITHMETIC = (
+    *("use_qalora", "use_bdlora", "kasa_config", "arrow_config", "monteclora_config", "velora_config"),
+    *("alora_invocation_tokens", "layer_replication"),
+)
+_PLAIN_METHODS = frozenset(("lora", "modules_to_save", "trainable_tokens"))
 
 
 class LoraModule(NamedTuple):
@@ -243,3 +253,111 @@ def _modules(parts: list[_Part], plain: list[str]) -> tuple[LoraModule, ...]:
         fields = {field: tensors.get(field) for field in ("a", "b", "magnitude", "b_bias")}
         modules.append(LoraModule(join(path), base, base_bias, is_embedding=path in embeddings, **fields))
     return tuple(modules)
+
+
+def pattern_problems(patterns: object) -> Iterator[str]:
+    """Yield why patterns of module names, such as `rank_pattern`, cannot be used."""
+    if patterns is None:
+        return
+    if not isinstance(patterns, Mapping):
+        yield "not a mapping"
+        return
+    for pattern, value in patterns.items():
+        shown = escape(str(pattern))
+        if type(value) not in (int, float):
+            yield f"{shown}: its value is not a number"
+        # A pattern comes from a file, and a repeated group can take exponentially long to match.
+        if _REPEATED.search(str(pattern)) or len(str(pattern)) > _MAX_PATTERN:
+            yield f"{shown}: too costly to match"
+            continue
+        try:
+            re.compile(str(pattern))
+        except re.error as error:
+            yield f"{shown}: {error}"
+
+
+def pattern_value(patterns: Mapping[str, float] | None, path: str, default: Any) -> Any:
+    """Return the value of the pattern that matches the path's end, as PEFT matches it."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", path):
+            return value
+    return default
+
+
+def find_cut(
+    peft: PeftNames,
+    shapes: Mapping[str, tuple[int, ...]],
+    settings: Mapping[str, Any],
+    base: Mapping[str, tuple[int, ...]],
+) -> list[str]:
+    """Return a line for each module of a plain LoRA whose shapes are not those that its settings and its base call for.
+
+    Other kinds of adapters have other shapes, and nothing is said of them.
+
+    Args:
+        peft: as names tell.
+        shapes: by the names in `peft`.
+        settings: of `adapter_config.json`.
+        base: shapes by the base's names, as far as they are known. A vocabulary may have grown since.
+
+    Source: peft 0.21, tuners/lora/layer.py (update_layer of Linear, Embedding, _ConvNd and ParamWrapper).
+    """
+    is_plain = settings.get("peft_type") == "LORA" and _PLAIN_METHODS.issuperset(peft.methods)
+    others = ("use_dora", "megatron_config", *OTHER_ARITHMETIC)
+    is_plain = is_plain and not any(".lora_" in name for name in peft.unmergeable)
+    if not is_plain or any(map(settings.get, others)) or any(pattern_problems(settings.get("rank_pattern"))):
+        return []
+    found = (_cut_of(module, shapes, settings, base) for module in peft.modules)
+    return [line for line in found if line is not None]
+
+
+def _cut_of(
+    module: LoraModule,
+    shapes: Mapping[str, tuple[int, ...]],
+    settings: Mapping[str, Any],
+    base: Mapping[str, tuple[int, ...]],
+) -> str | None:
+    path = _plain(split(module.path))
+    rank = pattern_value(settings.get("rank_pattern"), path, settings.get("r"))
+    if module.a is None or module.b is None or type(rank) is not int or rank < 1:
+        return None
+    a, b = shapes[module.a], shapes[module.b]
+    if len(a) < 2 or len(a) != len(b):
+        return None
+    if settings.get("target_parameters") and settings.get("rank_pattern"):  # which names parameters
+        return None
+    weight, experts = _adapted(module, path, shapes, settings, base)
+    rows = rank * experts if experts is not None else max(a[0] - a[0] % rank, rank)
+    is_conv = len(a) > 2  # with groups, lora_B has fewer columns
+    need_a, need_b = (rows, *a[1:]), b if is_conv else (b[0], rows)
+    if weight is not None and len(weight) == len(a) and b[0] * a[1] < weight[0] * weight[1]:
+        is_transposed = module.is_embedding or settings.get("fan_in_fan_out")
+        out, into = weight[1::-1] if is_transposed else weight[:2]
+        need_a, need_b = (rows, into, *a[2:]), (out, *need_b[1:])
+    if (a, b) == (need_a, need_b):
+        return None
+    of_base = "" if weight is None else f" and the base's {list(weight)}"
+    return f"{escape(path)}: lora_A {list(a)}, lora_B {list(b)}; r={rank}{of_base} need {list(need_a)}, {list(need_b)}"
+
+
+def _adapted(
+    module: LoraModule,
+    path: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    settings: Mapping[str, Any],
+    base: Mapping[str, tuple[int, ...]],
+) -> tuple[tuple[int, ...] | None, int | None]:
+    """Return the shape of what a module adapts, if it is known, and how many experts share its rows; None if it is not."""
+    targets = settings.get("target_parameters")
+    leaves = [
+        leaf
+        for home, _, leaf in (
+            str(name).rpartition(".") for name in (targets if isinstance(targets, list) else ())
+        )
+        if f".{path}".endswith(f".{home}")
+    ]
+    if not leaves:
+        return shapes.get(module.base or "") or base.get(f"{path}.weight"), 1
+    held = {base[name] for leaf in leaves if (name := f"{path}.{leaf}") in base}
+    numbers = {shape[0] if len(shape) > 2 else 1 for shape in held}
+    return None, numbers.pop() if len(numbers) == 1 else None

@@ -1,9 +1,13 @@
 """Adapters' names. What PEFT 0.21 has in memory and what its own save makes of it."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from shardkit.errors import UsageError
-from shardkit.keys.peft import classify_peft
+from shardkit.keys.peft import classify_peft, find_cut
 from tests.keys.key_sets import MODELS, load
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -83,3 +87,56 @@ def test_what_cannot_be_merged_is_named() -> None:
     delta = f"{P}model.embed_tokens.token_adapter.trainable_tokens_delta.default"
     assert classify_peft([*LORA, delta]).unmergeable == (delta,)
     assert classify_peft([*LORA, delta]).methods == ("lora", "trainable_tokens")
+
+
+ADAPTERS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/peft/lora.json").read_text())
+BASE = {name: tuple(shape) for name, shape in ADAPTERS["base"].items()}
+PLAIN = {"linear", "rank_pattern", "rslora", "embedding", "conv", "experts", "saved", "tokens"}
+OTHERS = {"dora", "vera", "loha", "adalora"}
+
+
+def cut_modules(kind: str, shapes: dict[str, Any], base: dict[str, Any], **settings: Any) -> list[str]:
+    held = {name: tuple(shape) for name, shape in shapes.items()}
+    return find_cut(classify_peft(held), held, {**ADAPTERS[kind]["settings"], **settings}, base)
+
+
+@pytest.mark.parametrize("kind", sorted(PLAIN | OTHERS))
+def test_what_peft_saves_has_all_of_its_rows(kind: str) -> None:
+    assert PLAIN | OTHERS | {"peft", "base"} == ADAPTERS.keys()
+    shapes = ADAPTERS[kind]["shapes"]
+    assert cut_modules(kind, shapes, BASE) == cut_modules(kind, shapes, {}) == []
+    grown = {**BASE, "head.weight": (17, 8), "embed.weight": (17, 8)}  # before the vocabulary grew
+    assert cut_modules(kind, shapes, grown) == []
+
+
+@pytest.mark.parametrize("kind", sorted(PLAIN))
+def test_rows_of_one_rank_alone_are_seen(kind: str) -> None:
+    shapes = ADAPTERS[kind]["shapes"]
+    half = {name: [shape[0] // 2, *shape[1:]] for name, shape in shapes.items()}
+    num_modules = len({name.partition(".lora_")[0] for name in shapes if ".lora_" in name})
+    assert len(cut_modules(kind, half, BASE)) == num_modules
+    # Of experts without their base nothing tells how many share the rows.
+    assert len(cut_modules(kind, half, {})) == num_modules
+    one = {name: half[name] if ".lora_B" in name else shape for name, shape in shapes.items()}
+    assert cut_modules(kind, one, BASE) or kind == "experts"
+
+
+@pytest.mark.parametrize("kind", sorted(OTHERS))
+def test_kinds_of_other_shapes_are_not_checked(kind: str) -> None:
+    half = {name: [shape[0] // 2, *shape[1:]] for name, shape in ADAPTERS[kind]["shapes"].items()}
+    assert cut_modules(kind, half, BASE) == []
+
+
+@pytest.mark.parametrize(
+    "settings", [{"use_qalora": True}, {"r": "4"}, {"rank_pattern": {"(a+)+": 2}}, {"r": 0}]
+)
+def test_settings_that_may_mean_other_shapes_are_not_checked(settings: dict[str, Any]) -> None:
+    half = {name: [shape[0] // 2, *shape[1:]] for name, shape in ADAPTERS["linear"]["shapes"].items()}
+    assert cut_modules("linear", half, BASE, **settings) == []
+
+
+def test_both_shapes_are_named() -> None:
+    shapes = {**ADAPTERS["linear"]["shapes"], "base_model.model.layers.1.q.lora_A.weight": [2, 8]}
+    assert cut_modules("linear", shapes, BASE) == [
+        "layers.1.q: lora_A [2, 8], lora_B [16, 4]; r=4 and the base's [16, 8] need [4, 8], [16, 4]"
+    ]

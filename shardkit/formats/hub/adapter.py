@@ -6,17 +6,21 @@ Source: peft 0.21, CONFIG_NAME and SAFETENSORS_WEIGHTS_NAME.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from shardkit.core.text import in_shell
 from shardkit.errors import ShardkitError
-from shardkit.files.links import read_inside
-from shardkit.files.strict_json import parse_object
+from shardkit.files import storage
+from shardkit.files.links import locate, read_inside
+from shardkit.files.strict_json import parse_object, read_small
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = "PEFT adapter"
 """What people read."""
 _MAX_CONFIG_BYTES = 16 << 20
+_VERL_META = "lora_train_meta.json"  # rank, alpha and task type, no more
 # Names are arguments of the command: what a file says never becomes code.
 _MERGE = (
     "from sys import argv; from peft import PeftModel; from transformers import AutoModelForCausalLM; "
@@ -45,6 +49,39 @@ def adapted_model(directory: str) -> str | None:
         return None
     name = found.get("base_model_name_or_path")
     return name if isinstance(name, str) and name else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """An adapter's settings, as `adapter_config.json` holds them."""
+
+    values: Mapping[str, Any]
+    is_whole: bool
+    """They come from an `adapter_config.json`; otherwise they are a trainer's notes."""
+    origin: str
+    """The file, for people."""
+
+
+def find_settings(directories: Iterable[str]) -> Settings | None:
+    """Return an adapter's settings from the first directory that has some; None if none has.
+
+    Raises:
+        SourceError: they cannot be understood.
+        ResourceError: they may not be read.
+    """
+    places = list(directories)
+    for name in (ADAPTER_CONFIG, _VERL_META):
+        for directory in places:
+            if storage.isfile(os.path.join(directory, name)):
+                values = read_settings(locate(directory, name))
+                return Settings(values=values, is_whole=name == ADAPTER_CONFIG, origin=name)
+    return None
+
+
+def read_settings(path: str) -> Mapping[str, Any]:
+    """Return what a file of settings holds; errors as above."""
+    name = os.path.basename(path)
+    return parse_object(read_small(path, name, _MAX_CONFIG_BYTES), name)
 
 
 def merge_command(adapter: str, model: str | None, output: str) -> str:

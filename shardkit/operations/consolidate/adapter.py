@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,15 +18,28 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardkit.core.catalog import Catalog, OnRead, SourceFile, TensorEntry
 from shardkit.core.regions import Region
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import storage
-from shardkit.files.links import locate
-from shardkit.files.strict_json import parse_object, read_small
 from shardkit.formats.contract import Checkpoint
-from shardkit.formats.hub.adapter import ADAPTER_CONFIG, adapted_model, merge_command
+from shardkit.formats.hub.adapter import (
+    ADAPTER_CONFIG,
+    Settings,
+    adapted_model,
+    find_settings,
+    merge_command,
+    read_settings,
+)
 from shardkit.formats.hub.base import Base
-from shardkit.keys.peft import LoraModule, PeftNames, classify_peft
+from shardkit.keys.peft import (
+    OTHER_ARITHMETIC,
+    LoraModule,
+    PeftNames,
+    classify_peft,
+    find_cut,
+    pattern_problems,
+    pattern_value,
+)
 from shardkit.operations.consolidate.assets import dump_config
 from shardkit.transfer.sources import SourceFiles
 
@@ -35,27 +47,7 @@ if TYPE_CHECKING:
     import torch
 
 STEM = "adapter_model"  # peft 0.21, SAFETENSORS_WEIGHTS_NAME
-_VERL_META = "lora_train_meta.json"  # rank, alpha and task type, no more
-_MAX_BYTES = 16 << 20
-_REPEATED = re.compile(r"\)[*+?{]")
-_MAX_PATTERN = 500  # characters
 _BLOCK_BYTES = 64 << 20  # of float32 values that are computed at a time
-# Settings of LoraConfig with other arithmetic than W + scale * B A.
-_OTHER_ARITHMETIC = (
-    *("use_qalora", "use_bdlora", "kasa_config", "arrow_config", "monteclora_config", "velora_config"),
-    *("alora_invocation_tokens", "layer_replication"),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """An adapter's settings, as `adapter_config.json` holds them."""
-
-    values: Mapping[str, Any]
-    is_whole: bool
-    """They come from an `adapter_config.json`; otherwise they are a trainer's notes."""
-    origin: str
-    """The file, for people."""
 
 
 Select = Callable[[Collection[str]], Catalog]
@@ -112,7 +104,7 @@ def choose_tensors(
     peft = classify_peft(names.values())
     if adapter_config is not None and peft.kind == "none":
         raise UsageError("--adapter-config is about an adapter, and the chosen tensors hold none")
-    settings = _find_settings(checkpoint, base, adapter_config) if merge or peft.kind != "none" else None
+    settings = _settings_of(checkpoint, base, adapter_config) if merge or peft.kind != "none" else None
     if merge:
         if peft.kind == "adapter":
             raise _adapter_alone(checkpoint, base)
@@ -125,6 +117,11 @@ def choose_tensors(
     chosen = {stored[name]: target for name, target in peft.adapter_names.items()}
     catalog = checkpoint.select(list(chosen))
     shapes = {name: catalog.tensors[stored[name]].shape for name in peft.adapter_names}
+    held = checkpoint.catalog.tensors
+    of_base = {
+        name: held[source].shape for name, source in stored.items() if held[source].dtype.is_convertible
+    }
+    _refuse_cut(peft, {**of_base, **shapes}, settings, base)
     content = _config_of(settings, peft, shapes, _repo_of(base))
     return Chosen(
         kind="adapter",
@@ -139,6 +136,20 @@ def choose_tensors(
 _NO_CONFIG = (
     f"there is no {ADAPTER_CONFIG}, without which PEFT cannot load an adapter: name one with --adapter-config"
 )
+
+
+def _refuse_cut(
+    peft: PeftNames, shapes: Mapping[str, tuple[int, ...]], settings: Settings | None, base: Base | None
+) -> None:
+    tensors = {} if base is None or base.tensors is None else base.tensors
+    plain = {name: tensor.shape for name, tensor in tensors.items() if tensor.dtype.is_convertible}
+    problems = find_cut(peft, shapes, settings.values, plain) if settings and settings.is_whole else []
+    SourceError.raise_for(
+        problems,
+        f"{count(len(problems), 'module')} of the adapter have other shapes than its settings and its base call for",
+        hint=f"a rank that saved its own rows alone lacks the others': consolidate a sharded checkpoint of the run, or save it "
+        f"again with all rows gathered; if the shapes are right, --adapter-config names the {ADAPTER_CONFIG} of the run",
+    )
 
 
 def _adapter_notes(peft: PeftNames, settings: Settings | None) -> Iterator[str]:
@@ -173,7 +184,7 @@ def _adapter_alone(checkpoint: Checkpoint, base: Base | None) -> SourceError:
     )
 
 
-def _find_settings(checkpoint: Checkpoint, base: Base | None, given: str | None) -> Settings | None:
+def _settings_of(checkpoint: Checkpoint, base: Base | None, given: str | None) -> Settings | None:
     """Return the settings from the first place that has some."""
     if given is not None:
         path = os.path.join(given, ADAPTER_CONFIG) if storage.isdir(given) else given
@@ -182,20 +193,9 @@ def _find_settings(checkpoint: Checkpoint, base: Base | None, given: str | None)
                 f"--adapter-config {escape(given)}: there is no {escape(path)}",
                 hint=f"give an {ADAPTER_CONFIG}, or the directory that it lies in",
             )
-        return Settings(values=_read(path), is_whole=True, origin=escape(given))
-    directories = [base.directory] if base else []
-    directories += [*checkpoint.assets, checkpoint.catalog.directory, checkpoint.path]
-    for name in (ADAPTER_CONFIG, _VERL_META):
-        for directory in directories:
-            if storage.isfile(os.path.join(directory, name)):
-                values = _read(locate(directory, name))
-                return Settings(values=values, is_whole=name == ADAPTER_CONFIG, origin=name)
-    return None
-
-
-def _read(path: str) -> Mapping[str, Any]:
-    name = os.path.basename(path)
-    return parse_object(read_small(path, name, _MAX_BYTES), name)
+        return Settings(values=read_settings(path), is_whole=True, origin=escape(given))
+    places = (*checkpoint.assets, checkpoint.catalog.directory, checkpoint.path)
+    return find_settings([*([base.directory] if base else []), *places])
 
 
 def _config_of(
@@ -297,7 +297,7 @@ def plan_merge(
 
 def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:
     problems = [f"{escape(name)}: not LoRA's" for name in peft.unmergeable]
-    problems += [f"the adapter's settings have {name}" for name in _OTHER_ARITHMETIC if config.get(name)]
+    problems += [f"the adapter's settings have {name}" for name in OTHER_ARITHMETIC if config.get(name)]
     if config.get("peft_type") not in (None, "LORA"):
         problems.append(f"the adapter is of type {escape(str(config['peft_type']))}, not LORA")
     SourceError.raise_for(
@@ -314,28 +314,8 @@ def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:
         if config.get(name) is not None and type(config[name]) not in (int, float)
     ]
     for name in ("rank_pattern", "alpha_pattern"):
-        problems += [f"{name}: {problem}" for problem in _pattern_problems(config.get(name))]
+        problems += [f"{name}: {problem}" for problem in pattern_problems(config.get(name))]
     SourceError.raise_for(problems, "the adapter's settings cannot be read")
-
-
-def _pattern_problems(patterns: object) -> Iterator[str]:
-    if patterns is None:
-        return
-    if not isinstance(patterns, Mapping):
-        yield "not a mapping"
-        return
-    for pattern, value in patterns.items():
-        shown = escape(str(pattern))
-        if type(value) not in (int, float):
-            yield f"{shown}: its value is not a number"
-        # A pattern comes from a file, and a repeated group can take exponentially long to match.
-        if _REPEATED.search(str(pattern)) or len(str(pattern)) > _MAX_PATTERN:
-            yield f"{shown}: too costly to match"
-            continue
-        try:
-            re.compile(str(pattern))
-        except re.error as error:
-            yield f"{shown}: {error}"
 
 
 def _merges_of(
@@ -358,13 +338,13 @@ def _merges_of(
     if problem is None and module.b_bias and module.base_bias is None:
         problem = "the adapter has a bias and the base has none"
     rank = tensors[a].shape[0] if tensors[a].shape else 0
-    told = _pattern(config.get("rank_pattern"), module.path, config.get("r"))
+    told = pattern_value(config.get("rank_pattern"), module.path, config.get("r"))
     if problem is None and told is not None and told != rank:
         problem = f"its rank is {rank}, and {escape(str(told))} in the adapter's settings"
     if problem is not None:
         problems.append(f"{escape(module.path)}: {problem}")
         return
-    alpha = _pattern(config.get("alpha_pattern"), module.path, config["lora_alpha"])
+    alpha = pattern_value(config.get("alpha_pattern"), module.path, config["lora_alpha"])
     scale = alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank
     kind: Literal["linear", "transposed"] = "transposed" if is_transposed else "linear"
     yield LoraMerge(base=base, a=a, b=b, magnitude=magnitude, scale=scale, kind=kind)
@@ -384,14 +364,6 @@ def _shape_problem(base: TensorEntry, a: TensorEntry, b: TensorEntry, is_transpo
             f"{list(base.shape)} and what is added, {list(b.shape)} x {list(a.shape)}, do not fit each other"
         )
     return None
-
-
-def _pattern(patterns: Mapping[str, float] | None, path: str, default: Any) -> Any:
-    """Return the value of the pattern that matches the path's end, as PEFT matches it."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
-            return value
-    return default
 
 
 def merged_catalog(catalog: Catalog, plan: MergePlan) -> Catalog:

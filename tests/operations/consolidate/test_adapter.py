@@ -78,6 +78,31 @@ def test_the_adapter(with_base: bool, state: dict[str, torch.Tensor], settings: 
     assert any("--merge-lora" in note for note in result.notes) == with_base
 
 
+def test_an_adapter_with_the_rows_of_one_rank_is_refused(
+    state: dict[str, torch.Tensor], settings: Path, tmp_path: Path
+) -> None:
+    half = {name: value[: len(value) // 2] for name, value in state.items() if "lora_" in name}
+    checkpoint = save({"model": half}, tmp_path / "c")
+    for base in (None, hub(tmp_path / "base", weights(), CONFIG)):
+        with pytest.raises(SourceError, match=r"^4 modules of the adapter have other shapes") as caught:
+            shardkit.consolidate(checkpoint, tmp_path / "out", base=base, adapter_config=str(settings))
+    name = "model.layers.0.self_attn.v_proj"
+    said = f"{name}: lora_A [1, 16], lora_B [4, 2]; r=2 and the base's [8, 16] need [2, 16], [8, 2]"
+    assert said in caught.value.problems
+    adapter_directory = tmp_path / "adapter"
+    adapter_directory.mkdir()
+    settings.rename(adapter_directory / settings.name)
+    for held, num_warnings in ((half, 1), (adapter(state), 0)):
+        save_file(
+            {name.replace(".default", ""): value.contiguous() for name, value in held.items()},
+            adapter_directory / "adapter_model.safetensors",
+        )
+        result = shardkit.verify(adapter_directory)
+        assert result.ok
+        assert len(result.doubts) == num_warnings
+        assert shardkit.inspect(adapter_directory).warnings == result.doubts
+
+
 def test_without_settings_it_says_what_is_lacking(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
     result = shardkit.consolidate(save({"model": state}, tmp_path / "c"))
     assert_bit_equal(load(result.output), adapter(state))
