@@ -49,7 +49,7 @@ from shardkit.operations.uploading.factors import (
 )
 from shardkit.operations.uploading.in_store import DividedInStore
 from shardkit.operations.uploading.place import Target, check_target
-from shardkit.operations.uploading.run import Describe, Upload, check_beside
+from shardkit.operations.uploading.run import Describe, StoredFiles, Upload, check_beside
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
@@ -138,6 +138,8 @@ class Writing:
     """The call that other processes repeat; there is one where there is a share."""
     allow_unsafe_store: bool = False
     """Write into a store that cannot tell which of two runs ended first."""
+    recorded: Sequence[str] = ()
+    """What was asked for of the record of the output, and the plan does not tell: "sha256", "manifest"."""
 
     def check(self) -> None:
         """Refuse what a part cannot do.
@@ -418,10 +420,15 @@ class Writer:
         if is_remote(output):
             self.writing.check_in_store(output)
             # Whether what is there was made by parts of this very plan is known once there is a plan.
-            may_be_ours = overwrite or self.writing.share is not None
+            writing = self.writing
+            may_be_ours = overwrite or writing.share is not None or not writing.dry_run
             target = check_target(output, source, self._kind, overwrite=may_be_ours, made=self._made)
             self._target = self._target or target
             self.path = self._target.path
+            if writing.share is None and not overwrite and target.etag is not None:
+                self._exists = UsageError(
+                    f"{escape(output)} exists", hint="choose another name, or replace it: --overwrite"
+                )
             return self.path
         try:
             self.path = check_destination(
@@ -581,6 +588,7 @@ class Writer:
         plan_hash = hash_plan(job)
         existing = Existing(
             path=self.path,
+            recorded=self.writing.recorded,
             plan=job.plan,
             decided=job.decided,
             describe=describe,
@@ -636,7 +644,8 @@ class Writer:
 
         It is taken once: the names of a job's files may have it in them later.
         """
-        self._hash = self._hash or hash_of(_shared_ingredients(job))
+        recorded = {"recorded": sorted(self.writing.recorded)} if self.writing.recorded else {}
+        self._hash = self._hash or hash_of({**_shared_ingredients(job), **recorded})
         return self._hash
 
     def check_beside(self, files: Mapping[str, Callable[[], bytes]], earlier: Made) -> None:
@@ -677,6 +686,14 @@ class Writer:
             is_unsafe=self.writing.allow_unsafe_store,
         )
         part, source, finished = None, CheckedSource(), 0
+        if self._exists is not None:
+            if not StoredFiles(plain).are_committed:
+                raise UsageError(
+                    f"{self._exists.message}, and is not what this command writes", hint=self._exists.hint
+                )
+            self.was_there = self.has_committed = True
+            self._note(job.plan, source, finished=0, free=None, part=None)
+            return
         if factors is not None and self.writing.share is None:
             upload = FactoredUpload(plain, factors, computed_by=_machine_of(job))
             self._check_room_for_records(upload.record_bytes)
@@ -893,7 +910,7 @@ class Writer:
             ):
                 self._move(job, staging, journal, descriptions, finished, check, factors, underway)
             staging.look = self._look
-            remember(path, plan_hash, staging.data)
+            remember(path, plan_hash, self.writing.recorded, staging.data)
             with self._kept(staging) if overwrite else contextlib.nullcontext():
                 if overwrite:
                     self._check_replaceable()

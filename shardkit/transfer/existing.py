@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,6 +54,8 @@ class Existing:
     """
 
     path: str
+    recorded: Sequence[str]
+    """What was asked for of the record: "sha256", "manifest"."""
     plan: TransferPlan
     decided: Mapping[str, object]
     """What decides the job, with the records of its manifests."""
@@ -69,7 +71,7 @@ class Existing:
         """
         kept = records()
         found = None if kept is None else kept.find(_key(self.path))
-        return found is not None and found == _record(plan_hash, self.path)
+        return found is not None and found == _record(plan_hash, self.recorded, self.path)
 
     def is_of_commit(self) -> bool:
         """True if its manifest says that it was made of this commit of a repo on the Hub, with these options.
@@ -133,8 +135,11 @@ class Existing:
         return [*(self.otherwise() if problems else ()), *problems]
 
     def _differences(self, finished: Mapping[str, FileDigest], check: SourceCheck | None) -> Iterator[str]:
-        if self.plan.filled:
-            return  # what was measured of factors is not known any more; the journal vouches for the rest
+        if (
+            self.plan.filled
+        ):  # what was measured of factors is not known any more; the journal vouches for the rest
+            yield from self._other_hashes()
+            return
         staging = Staging.create(self.path)
         with contextlib.ExitStack() as stack:
             stack.callback(staging.discard)
@@ -179,6 +184,13 @@ class Existing:
             if there is not None:
                 yield from _other_options(there, here)
 
+    def _other_hashes(self) -> Iterator[str]:
+        """Yield that files have a sha256 in a manifest that is there and should not, or the other way round."""
+        for there, _ in self._said():
+            files = [each for each in (there or {}).get("files", ()) if isinstance(each, dict)]
+            if any("sha256" in each for each in files) != ("sha256" in self.recorded):
+                yield "sha256: it was asked for either there or here"
+
     def _said(self) -> Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]:
         """Yield each manifest that is there, and what the job would say in its place as far as that is decided."""
         records = self.decided.get("folders")
@@ -191,18 +203,18 @@ class Existing:
                 yield _read(os.path.join(self.path, folder)), here
 
 
-def remember(path: str, plan_hash: str, directory: str) -> None:
+def remember(path: str, plan_hash: str, recorded: Sequence[str], directory: str) -> None:
     """Keep in this user's cache which files a run has made.
 
     Args:
         path: where they are going to be.
-        plan_hash: of the job.
+        plan_hash, recorded: of the job.
         directory: where they are now; a rename leaves them as they are.
     """
     kept = records()
     if kept is not None:
         with contextlib.suppress(OSError):
-            kept.keep(_key(path), _record(plan_hash, directory))
+            kept.keep(_key(path), _record(plan_hash, recorded, directory))
 
 
 def records() -> Cache | None:
@@ -215,11 +227,11 @@ def _key(path: str) -> str:
     return hashlib.sha256(os.fsencode(path)).hexdigest()
 
 
-def _record(plan_hash: str, directory: str) -> bytes:
+def _record(plan_hash: str, recorded: Sequence[str], directory: str) -> bytes:
     """Return the plan and the state of every file, as bytes."""
     places = (os.path.join(here, name) for here, _, names in storage.walk(directory) for name in names)
     files = {os.path.relpath(place, directory): FileStamp.of(storage.lstat(place)) for place in places}
-    return json.dumps({"plan": plan_hash, "files": files}, sort_keys=True).encode()
+    return json.dumps({"plan": [plan_hash, *sorted(recorded)], "files": files}, sort_keys=True).encode()
 
 
 def _read(directory: str) -> dict[str, Any] | None:

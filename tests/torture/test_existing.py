@@ -191,6 +191,8 @@ def test_a_record_of_the_run_spares_the_reading(
     with monkeypatch.context() as patch:
         patch.setattr(ComparingExecution, "run", None)
         assert run().was_there is True
+    with pytest.raises(UsageError, match="is not what this command writes"):
+        run(sha256=True)
     assert stamps(out) == before
     # Another state of a source is no proof, and neither is one of the output.
     os.utime(source / "model.safetensors")

@@ -220,6 +220,7 @@ def consolidate(
         share=share,
         command=command,
         allow_unsafe_store=allow_unsafe_store,
+        recorded=[name for name, asked in (("sha256", sha256), ("manifest", manifest)) if asked],
     )
     request = _Request(
         checkpoint=stores.as_path(checkpoint),

@@ -248,6 +248,7 @@ def preshard(
             share=share,
             command=command,
             allow_unsafe_store=allow_unsafe_store,
+            recorded=["sha256"] if sha256 else [],
         ),
         progress=progress,
         on_warning=on_warning,

@@ -194,6 +194,7 @@ def reshard(
             share=share,
             command=command,
             allow_unsafe_store=allow_unsafe_store,
+            recorded=["sha256"] if sha256 else [],
         ),
         looks_late=True,
         progress=progress,

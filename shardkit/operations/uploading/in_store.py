@@ -65,10 +65,7 @@ class DividedInStore(Divided):
     @property
     def is_committed(self) -> bool:
         """True if the output is made of this plan's files, and all of them are there."""
-        if not self._files.is_named:
-            return False
-        sizes = dict(self._store.objects(self._files.directory))
-        return all(sizes.get(self._files.path(image.name)) == image.size for image in self._images)
+        return self._files.are_committed
 
     def check_absent(self) -> None:
         """Refuse if an output is there that parts of this very plan have not made, and nothing is to be replaced.

@@ -125,6 +125,14 @@ class StoredFiles:
             )
         return self._is_named[there.etag]
 
+    @property
+    def are_committed(self) -> bool:
+        """True if the output is made of these files, and all of them are there."""
+        if not self.is_named:
+            return False
+        sizes = dict(self._store.objects(self.directory))
+        return all(sizes.get(self.path(image.name)) == image.size for image in self._upload.plan.images)
+
     def add(self, digest: FileDigest, stored: Stored) -> None:
         """Take note of a file that was sent. May be called from any thread.
 

@@ -151,9 +151,15 @@ def test_a_dry_run_writes_nothing(served: Served, out: str) -> None:
 
 def test_what_is_there_is_not_replaced(served: Served, out: str) -> None:
     for verb in ("preshard", "consolidate"):
-        WRITES[verb](served.home, f"{out}-{verb}")
+        assert not WRITES[verb](served.home, f"{out}-{verb}").was_there
+        served.proxy.seen.clear()
+        assert WRITES[verb](served.home, f"{out}-{verb}").was_there
+        for other in ({"dtype": "fp16"}, {"sha256": True}):
+            with pytest.raises(UsageError, match="is not what this command writes|with other content"):
+                WRITES[verb](served.home, f"{out}-{verb}", **other)
         with pytest.raises(UsageError, match="exists"):
-            WRITES[verb](served.home, f"{out}-{verb}")
+            WRITES[verb](served.home, f"{out}-{verb}", dry_run=True)
+        assert {seen.method for seen in served.proxy.seen} <= {"GET", "HEAD"}
     with pytest.raises(UsageError, match="holds a Hub model: it is not replaced"):
         WRITES["preshard"](served.home, f"{out}-consolidate", overwrite=True)
     with pytest.raises(UsageError, match=r"holds no weights of a Hub model: it is not replaced") as caught:
