@@ -155,7 +155,7 @@ def test_what_is_there_is_not_replaced(served: Served, out: str) -> None:
         served.proxy.seen.clear()
         assert WRITES[verb](served.home, f"{out}-{verb}").was_there
         for other in ({"dtype": "fp16"}, {"sha256": True}):
-            with pytest.raises(UsageError, match="is not what this command writes|with other content"):
+            with pytest.raises(UsageError, match=r"is not what this command writes|with other content"):
                 WRITES[verb](served.home, f"{out}-{verb}", **other)
         with pytest.raises(UsageError, match="exists"):
             WRITES[verb](served.home, f"{out}-{verb}", dry_run=True)
