@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 HEAVY = {"torch", "numpy", "tqdm", "huggingface_hub", "transformers", "safetensors"}
 
@@ -38,3 +43,42 @@ def test_inspect_of_checkpoints(start, run, tiny):
     assert imported(start, "inspect", "out") == set()
     (tiny.parent / "out" / "shardkit.json").unlink()
     assert imported(start, "inspect", "out", "--tensors", "--json") == set()
+
+
+_WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # importing it raises ModuleNotFoundError
+from pathlib import Path
+from click.testing import CliRunner
+from shardkit.cli import main
+from tests.operations.verify.test_gaps import CONFIG, hub, model
+
+place = Path(sys.argv[1])
+hub(place / "hub", model(), CONFIG)
+
+def run(code, *args):
+    done = CliRunner().invoke(main, [str(place / each[1:]) if each.startswith("@") else each for each in args])
+    assert done.exit_code == code, (args, done.exit_code, done.output)
+    return done.output
+
+run(0, "inspect", "@hub")
+run(0, "preshard", "@hub", "@two", "--world-size", "2", "--layout", "declared")
+run(0, "inspect", "@two")
+run(0, "reshard", "@two", "@three", "--world-size", "3")
+run(0, "consolidate", "@three", "@back", "--ask-class", "off")
+run(0, "consolidate", "@three", "@wide", "--ask-class", "off", "--dtype", "fp32")
+run(0, "verify", "@back", "--full", "--against", "@hub")
+run(0, "verify", "@three", "--full")
+run(0, "diff", "@hub", "@three")
+run(0, "keys", "show", "@hub")
+said = run(5, "consolidate", "@three", "@half", "--ask-class", "off", "--dtype", "fp16")
+assert "this needs torch" in said and "pip install torch" in said, said
+assert not (place / "half").exists()
+"""
+
+
+def test_what_converts_nothing_runs_where_torch_cannot_be_imported(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

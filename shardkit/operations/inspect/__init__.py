@@ -5,6 +5,7 @@ Internal: import from `shardkit`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Shape
 from shardkit.core.result import Result
 from shardkit.core.text import escape, listed
-from shardkit.errors import LayoutError
+from shardkit.errors import LayoutError, SourceError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of, path_in
 from shardkit.files.links import may_follow_links
@@ -227,7 +228,8 @@ def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
         if isinstance(found, manifest.Presharded):  # else it lies beside a Hub model, or what training saved
             result = _inspect_presharded(path, directory, found, unfold=tensors)
             shapes = {fqn: tensor.shape for fqn, tensor in found.tensors.items()}
-            result = _with_gaps(result, gaps_among(shapes, read_config(directory)))
+            with contextlib.suppress(SourceError):  # no JSON: verify tells by its checksum
+                result = _with_gaps(result, gaps_among(shapes, read_config(directory)))
             return replace(result, holdings=_hold_presharded(directory, found)) if holdings else result
     is_legacy = path.endswith(".bin") and storage.isfile(path)  # else it is a state dict, of whatever
     checkpoint = formats.open(path, format="hub" if is_legacy else None)
