@@ -347,8 +347,10 @@ def _rebuild_from_type(args: tuple[Any, ...]) -> object:
         value = unwrap(kind.name, inner, made.items)
         return UnreadableTensor(value, kind.name) if isinstance(value, str) else value
     plain = function.make(inner) if isinstance(function, Opaque) else None
-    is_plain = isinstance(plain, TensorRef) and _is_plain(kind.name)
-    return plain if is_plain else UnreadableTensor(kind.name, kind.name)
+    if isinstance(plain, TensorRef) and _is_plain(kind.name):
+        return plain
+    is_torchs = isinstance(function, Maker) and function.name.rpartition(".")[2].startswith(_REBUILDS)
+    return UnreadableTensor(kind.name, kind.name if is_torchs else None)
 
 
 def _is_plain(name: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shardkit.errors import SourceError
 from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.formats.torchsave.file import TensorRef, UnreadableTensor, open_torch_file
 from shardkit.formats.torchsave.record import TensorRecord
@@ -98,3 +99,13 @@ def test_nothing_is_guessed(records: Path, tmp_path: Path, old: bytes, new: byte
     found = in_rank_file(path)
     assert isinstance(found, UnreadableTensor)
     assert re.search(reason, found.name)
+
+
+def test_another_function_than_torchs_is_no_class(records: Path, tmp_path: Path) -> None:
+    """What would run something as torch loads it is not called whole."""
+    path = tmp_path / FLOAT8
+    path.write_bytes((records / FLOAT8).read_bytes())
+    respell(path, b"torch._utils\n_rebuild_wrapper_subclass", b"posix\nsystem".ljust(38, b"_"))
+    with pytest.raises(SourceError, match="something other than one tensor") as caught:
+        read(path)
+    assert not isinstance(caught.value, UnreadableClass)
