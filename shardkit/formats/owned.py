@@ -14,7 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
+from shardkit.core.catalog import FileStamp
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
@@ -45,7 +47,7 @@ _TEXTS = (
     *("*.md", "*.rst", "*.txt", "*.yaml", "*.yml", "*.toml", "*.ini", "*.cfg", "*.conf", "*.py", "*.sh"),
     *("readme*", "license*", "licence*", "notice*", "use_policy*"),
 )
-_MAX_TEXT = 64 << 20
+_MAX_TEXT, _MAX_KNOWN = 64 << 20, 16
 
 Made = Mapping[str, Sequence[Callable[[], bytes]]]
 """By name, what returns the content that a run puts there, or that an earlier version would have put there. A name that
@@ -79,6 +81,8 @@ class Claim:
     """What the format has is ours too: there is an output, and no manifest lists all of its files."""
     folders: Collection[str]
     """Where our files may lie, below the directory."""
+    made: Collection[str] = ()
+    """Names of what the run puts there too, or what an earlier version would have put there."""
     is_stored: bool
     """It lies in a store, where nothing is replaced but what has the same name."""
 
@@ -129,7 +133,7 @@ def _has_format(name: str, claim: Claim) -> bool:
     if claim.kind is Kind.HUB:
         if claim.is_stored and _WEIGHTS.fullmatch(name):
             return name == HUB_INDEX or MARKED_WEIGHTS.fullmatch(name) is not None
-        return is_models_own(name, claim.folders)
+        return is_models_own(name, claim.folders) or name in claim.made
     return (not folder or is_data_folder(folder)) and (
         base == METADATA or base.endswith((".distcp", ".chunks.json"))
     )
@@ -251,15 +255,14 @@ def _is_unchanged(
         data = read_small(place, name, _MAX_TEXT) if status.st_size <= _MAX_TEXT else b""
         if listed is not None and listed.size == status.st_size:
             crc = listed.crc32 if isinstance(listed, manifest.File) else None
-            if (
-                crc is None
-            ):  # without digests: nothing wrote to it since the manifest, which is written after it
-                if status.st_mtime_ns <= storage.stat(os.path.join(path, manifest.NAME)).st_mtime_ns:
-                    return True
-            elif int(crc32(data)) == crc:
+            if crc is not None and int(crc32(data)) == crc:
+                return True
+            # Without digests: nothing wrote to it since the manifest, which is written after it.
+            written_ns = storage.stat(os.path.join(path, manifest.NAME)).st_mtime_ns
+            if crc is None and status.st_mtime_ns <= written_ns:
                 return True
         return any(make() == data for make in made)
-    except ShardkitError:  # a link that leads nowhere, a pipe: nothing that shardkit wrote
+    except (ShardkitError, OSError):  # a link that leads nowhere, a pipe: nothing that shardkit wrote
         return False
 
 
@@ -287,6 +290,7 @@ def _claim(path: str, kind: Kind, made: Made, *, may_be_begun: bool) -> Claim:
         listed=listed,
         by_format=not lists_all and (is_output or may_be_begun),
         folders={_CACHE, *folders, *parents},
+        made=made.keys(),
         is_stored=is_stored,
     )
 
@@ -299,28 +303,57 @@ def _parents(name: str) -> Iterator[str]:
 def _listed(path: str, kind: Kind) -> tuple[dict[str, manifest.SavedFile | None], bool]:
     """Return what the manifest of a directory lists, that of its folders too; and whether that is all of an output."""
     try:
-        content = manifest.read(path)
+        said = _said(os.path.join(path, manifest.NAME))
     except (ShardkitError, OSError):
-        content = None
-    if content is None or not _is_of(content, kind):
         return {}, False
-    found: dict[str, manifest.SavedFile | None] = {file.name: file for file in manifest.all_files(content)}
-    if isinstance(content, manifest.Presharded):
-        found |= {file.chunks.name: file.chunks for file in content.files}
-    if isinstance(content, (manifest.Presharded, manifest.SavedState)):
-        found[METADATA] = None
-    for folder in (content.folders or ()) if isinstance(content, manifest.FileList) else ():
+    if said.kind is not kind:
+        return {}, False
+    found = dict(said.files)
+    for folder in said.folders:
         inside = _listed(os.path.join(path, folder), kind)[0]
         found |= {f"{folder}/{name}": file for name, file in inside.items()}
         found[f"{folder}/{manifest.NAME}"] = None
-    is_early = isinstance(content, manifest.HubModel) and content.others is None
-    return found, not is_early
+    return found, said.lists_all
 
 
-def _is_of(content: manifest.Manifest, kind: Kind) -> bool:
-    """True for the manifest that an output of a kind was written with. A list of somebody's files claims nothing."""
+class _Said(NamedTuple):
+    """What a manifest says of whose files are."""
+
+    kind: Kind | None
+    """Of the output that it was written with; None for a list of somebody's files, which claims nothing."""
+    files: Mapping[str, manifest.SavedFile | None]
+    folders: Sequence[str]
+    """Those with manifests of their own."""
+    lists_all: bool
+    """False for one of an early version, which listed the weights alone."""
+
+
+_known: dict[FileStamp, _Said] = {}
+"""What manifests say that were read lately: a run asks three times, and that of many tensors takes a second."""
+
+
+def _said(path: str) -> _Said:
+    """Return what a manifest says.
+
+    Raises:
+        ShardkitError, OSError: it is not there, damaged, or may not be read.
+    """
+    stamp = FileStamp.of(storage.stat(path))
+    if stamp not in _known:
+        content = manifest.read(os.path.dirname(path))
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        _known[stamp] = _Said(None, {}, (), False) if content is None else _summed_up(content)
+    return _known[stamp]
+
+
+def _summed_up(content: manifest.Manifest) -> _Said:
+    files: dict[str, manifest.SavedFile | None] = {file.name: file for file in manifest.all_files(content)}
     if isinstance(content, manifest.HubModel):
-        return kind is Kind.HUB
+        return _Said(Kind.HUB, files, (), content.others is not None)
     if isinstance(content, manifest.FileList):
-        return kind is Kind.SHARDED and (content.folders is not None or content.writer == "shardkit")
-    return kind is Kind.SHARDED
+        is_ours = content.folders is not None or content.writer == "shardkit"
+        return _Said(Kind.SHARDED if is_ours else None, files, content.folders or (), True)
+    if isinstance(content, manifest.Presharded):
+        files |= {file.chunks.name: file.chunks for file in content.files}
+    return _Said(Kind.SHARDED, {**files, METADATA: None}, (), True)

@@ -31,6 +31,7 @@ def claim(kind: Kind, *, listed: tuple[str, ...] = (), by_format: bool = False) 
         listed=dict.fromkeys(listed),
         by_format=by_format,
         folders=("2_Dense",),
+        made=("2_Dense/whole.words",),
         is_stored=False,
     )
 
@@ -60,6 +61,7 @@ def claim(kind: Kind, *, listed: tuple[str, ...] = (), by_format: bool = False) 
         ("modeling_x.py", UNCHANGED),
         ("tokenization_x.py", UNCHANGED),
         ("2_Dense/README.md", UNCHANGED),
+        ("2_Dense/whole.words", OURS),
         ("notes.txt", PERSONS),
         ("2_Dense/notes.txt", PERSONS),
         ("optimizer.pt", PERSONS),

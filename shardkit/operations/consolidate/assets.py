@@ -28,7 +28,6 @@ from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.formats.hub.tokenizer import Tokenizer
-from shardkit.formats.owned import is_text
 from shardkit.operations.casts import BASE, KEEP
 from shardkit.transfer.plan import TransferPlan, build_plan
 
@@ -99,7 +98,7 @@ def earlier_assets(base: Base) -> dict[str, list[Callable[[], bytes]]]:
     Whoever finds another content in a card, a licence or code has found a person's file. Earlier versions copied all of
     these as the base has them.
     """
-    return {name: [Asset(name, path, b"").read] for name, path in base.assets.items() if is_text(name)}
+    return {name: [Asset(name, path, b"").read] for name, path in base.assets.items()}
 
 
 def adapter_assets(base: Base | None, config: bytes | None) -> list[Asset]:
