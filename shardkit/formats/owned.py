@@ -288,7 +288,8 @@ def _claim(path: str, kind: Kind, made: Made, *, may_be_begun: bool) -> Claim:
     return Claim(
         kind=kind,
         listed=listed,
-        by_format=not lists_all and (is_output or may_be_begun),
+        # In a store a later run without a manifest leaves the older one there, and weights of older outputs stay.
+        by_format=(not lists_all or is_stored) and (is_output or may_be_begun),
         folders={_CACHE, *folders, *parents},
         made=made.keys(),
         is_stored=is_stored,

@@ -195,6 +195,17 @@ def test_files_of_somebody_else_are_not_replaced(served: Served, out: str) -> No
     assert {seen.method for seen in served.proxy.seen} == {"GET", "HEAD"}
 
 
+def test_an_output_is_replaced_again_and_again(served: Served, out: str) -> None:
+    """Files of older outputs stay, and no manifest lists them."""
+    for dtype in ("keep", "bf16", "keep"):
+        WRITES["consolidate"](served.home, out, overwrite=True, dtype=dtype)
+    shardkit.consolidate(
+        served.home / "dcp", out, base=served.home / "hub", overwrite=True
+    )  # without a manifest
+    WRITES["consolidate"](served.home, out, overwrite=True)
+    assert len({name[:14] for name in objects(out) if name.startswith("model-")}) == 3
+
+
 def test_of_a_hub_model_that_is_there_what_people_wrote_stays(served: Served, out: str) -> None:
     """Its own config and tokenizer are replaced, edited or not; a card that somebody wrote, and notes, never."""
     WRITES["consolidate"](served.home, out)
