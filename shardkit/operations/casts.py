@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.core.catalog import Catalog
@@ -249,7 +250,7 @@ def _choose(
     held: dict[str, DType], names: Mapping[str, str], dtype: str, base: Base | None, directory: str
 ) -> tuple[dict[str, DType], list[str]]:
     if dtype == KEEP:
-        return held, []
+        return held, _half_as_wide(held, base)
     if dtype == BASE:
         return _as_base(held, base)
     target = CASTS[dtype]
@@ -261,6 +262,19 @@ def _choose(
         name: target if found.is_convertible and name not in keep else found for name, found in held.items()
     }
     return chosen, [*notes, *quantised_notes(held)]
+
+
+def _half_as_wide(held: Mapping[str, DType], base: Base | None) -> list[str]:
+    """Return a note where most of a model is twice as wide as in its base: training does so, and few people want it."""
+    theirs = (base.tensors if base is not None else None) or {}
+    sizes = {name: prod(theirs[name].shape) for name in held.keys() & theirs.keys()}
+    ours = most_bytes((held[name], size * held[name].itemsize) for name, size in sizes.items())
+    before = most_bytes(
+        (theirs[name].dtype, size * theirs[name].dtype.itemsize) for name, size in sizes.items()
+    )
+    if ours is None or before is None or ours.itemsize != 2 * before.itemsize:
+        return []
+    return [f"the base is {short_dtype(before.name)}: `--dtype base` halves this"]
 
 
 def _narrowed(held: Mapping[str, DType], chosen: Mapping[str, DType], base: Base | None) -> Iterator[str]:

@@ -155,21 +155,21 @@ def test_what_a_person_put_into_an_output_is_named_and_stays(
     write(verb, tmp_path, out, **options)
 
 
-def test_of_a_model_of_another_base_the_card_is_named(trainers: Path, tmp_path: Path) -> None:
+def test_of_a_model_of_another_base_the_licence_is_named(trainers: Path, tmp_path: Path) -> None:
     """Nothing says that it is not a person's."""
     for name in ("hub", "other"):
         hub(tmp_path / name, weights(), CONFIG, tokenizer__json="{}")
-        (tmp_path / name / "README.md").write_text(name)
+        (tmp_path / name / "LICENSE").write_text(name)
     out = tmp_path / "out"
     write("consolidate", tmp_path, out)
     (tmp_path / "hub").rename(tmp_path / "aside")
     (tmp_path / "other").rename(tmp_path / "hub")
     with pytest.raises(UsageError) as caught:
         write("consolidate", tmp_path, out, overwrite=True)
-    assert caught.value.problems == ("README.md: it is not what shardkit wrote there",)
-    (out / "README.md").unlink()
+    assert caught.value.problems == ("LICENSE: it is not what shardkit wrote there",)
+    (out / "LICENSE").unlink()
     write("consolidate", tmp_path, out, overwrite=True)
-    assert (out / "README.md").read_text() == "other"
+    assert (out / "LICENSE").read_text() == "other"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from shardkit.files.home import is_data_folder
 from shardkit.formats.contract import NAME_A_REPO, Checkpoint, HubModel, absent, has_model_config, meant_path
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG, adapted_model
 from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
-from shardkit.formats.hub.directory import open_model, read_config
+from shardkit.formats.hub.directory import open_model, read_config, repo_id_of
 from shardkit.formats.hub.files import select_weights
 from shardkit.formats.hub.repo import fetch_files, named_repo, open_headers
 from shardkit.keys.expressions import Expression, from_json, leaves
@@ -62,6 +62,8 @@ class Base:
     """(name, what it is) of other files with weights there, which are not copied."""
     is_given: bool
     """A person named it; otherwise it was found in the checkpoint."""
+    repo_id: str | None = None
+    """Its name on the Hub, if that is known for certain."""
     is_trainers: bool = False
     """A trainer wrote it, and may have changed the config for the run."""
     notes: tuple[str, ...] = ()
@@ -353,6 +355,7 @@ def _describe(
         assets=assets,
         left_out=tuple(each for each in beside if each[0] not in assets),
         is_given=is_given,
+        repo_id=repo_id_of(directory),
     )
 
 

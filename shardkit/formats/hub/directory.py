@@ -370,15 +370,18 @@ def _notes(
 
 def _label(directory: str) -> str:
     """Return a directory's own name; the repo's name for a commit in the Hub's cache."""
+    return os.path.basename(repo_id_of(directory) or storage.absolute(directory)) or "model"
+
+
+def repo_id_of(directory: str) -> str | None:
+    """Return the id of the Hub's repo of which a directory is a commit, at hf:// or in the cache; None if it is none."""
     path = storage.absolute(directory)
     repo_id, commit = stores.repo_of(path) or ("", "")
     if repo_id and path.endswith(f"@{commit}"):
-        return os.path.basename(repo_id)
+        return repo_id
     top, snapshots = os.path.split(os.path.dirname(path))
-    repo = os.path.basename(top)
-    if snapshots == "snapshots" and repo.startswith("models--"):
-        return repo.split("--")[-1]
-    return os.path.basename(path) or "model"
+    marked, _, name = os.path.basename(top).partition("--")
+    return name.replace("--", "/", 1) if snapshots == "snapshots" and marked == "models" and name else None
 
 
 def read_config(directory: str) -> dict[str, object] | None:

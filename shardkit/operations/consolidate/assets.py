@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ _DTYPE, _OLD_DTYPE = "dtype", "torch_dtype"
 _NEW_DTYPE_SINCE = (4, 56)  # transformers, PretrainedConfig.to_dict
 _TIE = "tie_word_embeddings"
 _ENDING = ".safetensors"
+_CARD = "README.md"
 # The files of its model that an adapter may change: added tokens, the chat template.
 _ADAPTERS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
@@ -64,8 +65,15 @@ class Asset(NamedTuple):
         return len(self.content) if self.path is None else storage.getsize(self.path)
 
 
-def main_dtype(tensors: Iterable[OutputTensor]) -> DType | None:
-    """Return the dtype that most bytes of ordinary floating tensors have; None if there are no such tensors."""
+def main_dtype(tensors: Sequence[OutputTensor], base: Base | None) -> DType | None:
+    """Return the dtype that most bytes of ordinary floating tensors have; None where the base's config says it already.
+
+    The base's own dtype need not be that of most bytes: a small model's embedding may be most of it.
+    """
+    theirs = (base.tensors if base is not None else None) or {}
+    both = [tensor for tensor in tensors if tensor.fqn in theirs]
+    if both and all(tensor.dtype == theirs[tensor.fqn].dtype for tensor in both):
+        return None
     return most_bytes((tensor.dtype, tensor.nbytes) for tensor in tensors)
 
 
@@ -74,13 +82,15 @@ def model_assets(base: Base | None, dtype: DType | None, *, untie: bool) -> tupl
 
     Args:
         base: the model that the checkpoint was trained from, if it is known.
-        dtype: of the weights.
+        dtype: of the weights; None if the config's is right.
         untie: the config must say that embeddings are not tied.
     """
     if base is None:
         return [], []
-    assets, notes = [], list[str]()
+    assets, notes = _card(base) if base.is_given else ([], [])
     for name, path in base.assets.items():
+        if name == _CARD and base.is_given:
+            continue
         if name == CONFIG and base.config is not None:
             content, said = _model_config(base, dtype, untie=untie)
             assets.append(Asset(name, None, content))
@@ -90,6 +100,21 @@ def model_assets(base: Base | None, dtype: DType | None, *, untie: bool) -> tupl
         else:
             assets.append(Asset(name, path, b""))
     return assets, notes
+
+
+def _card(base: Base) -> tuple[list[Asset], list[str]]:
+    """Return the card of a model that was trained from a base, whose own card is about the base."""
+    if base.repo_id is not None:
+        link = f"https://huggingface.co/{base.repo_id}"
+        content = f"---\nbase_model: {base.repo_id}  # {link}\n---\n"
+        return [Asset(_CARD, None, content.encode())], [
+            f"{_CARD} names the base, {escape(base.repo_id)}, and no more"
+        ]
+    if _CARD in base.assets:
+        return [], [
+            f"no model card: {_CARD} of {escape(base.label)} is about the base, whose Hub name is not known"
+        ]
+    return [], []
 
 
 def earlier_assets(base: Base) -> dict[str, list[Callable[[], bytes]]]:

@@ -927,7 +927,7 @@ def _assets(
     else:
         config = base.config if base else None
         untie = ties.untied and ties_embeddings(config) is not False and may_be_untied(config)
-        assets, changed = model_assets(base, main_dtype(tensors), untie=untie)
+        assets, changed = model_assets(base, main_dtype(tensors, base), untie=untie)
     return (assets if tokenizer is None else with_tokenizer(assets, tokenizer)), changed
 
 

@@ -193,9 +193,10 @@ def test_what_people_wrote_in_the_repo_stays(server, checkpoint, consolidate, tm
     server.repo["main"] = dict.fromkeys(there, b"theirs")
     result = consolidate(base=str(tmp_path / "base"), push_to_hub="me/old")
     (note,) = [note for note in result["notes"] if "keeps its own" in note]
-    assert note.startswith("me/old keeps its own LICENSE, README.md;")
+    assert note.startswith("me/old keeps its own LICENSE;")
     written = {path.name: path.read_bytes() for path in Path(result["output"]).iterdir()}
-    assert written["README.md"] == b"of the base"
+    assert written["LICENSE"] == b"of the base"
+    assert "README.md" not in written
     kept = {name: b"theirs" for name in there if name not in ("tokenizer.json", "config.json")}
     assert server.repo["main"] == {**written, **kept}
 

@@ -231,7 +231,7 @@ class TestDtypes:
         base = hub(tmp_path / "base", mixed)
         result = shardkit.consolidate(trained, base=str(base), dtype="base")
         assert_bit_equal(load(result.output), mixed)
-        assert config_of(result.output)["dtype"] == "bfloat16"
+        assert config_of(result.output) == CONFIG  # the base's own, whatever it says
 
     def test_what_the_base_keeps_in_fp32_stays(self, trained: Path, tmp_path: Path) -> None:
         mixed = {name: value if "norm" in name else value.bfloat16() for name, value in weights().items()}
@@ -434,12 +434,56 @@ class TestBase:
             "model.safetensors",
             "modeling_own.py",
             "normalizer.json",
-            "README.md",
             "spm_char.model",
             "tokenizer.json",
         }
         assert set(result.assets) == found - {"model.safetensors"}
         assert result.model_class == "LlamaForCausalLM"
+        assert "no model card: README.md of" in "".join(result.notes)
+
+    def test_the_card_names_a_base_of_the_hub(self, trained: Path, tmp_path: Path) -> None:
+        """A base's own card says what it was trained on and how well it does, which is not true of the output."""
+        base = tmp_path / "models--org--small--8b" / "snapshots" / "0123abcd"
+        base.parent.mkdir(parents=True)
+        hub(base, weights(), README__md="# small", LICENSE="MIT")
+        result = shardkit.consolidate(trained, base=str(base))
+        card = (Path(result.output) / "README.md").read_text()
+        assert card == "---\nbase_model: org/small--8b  # https://huggingface.co/org/small--8b\n---\n"
+        assert (Path(result.output) / "LICENSE").read_text() == "MIT"
+        assert "README.md names the base, org/small--8b, and no more" in result.notes
+        assert shardkit.consolidate(trained, base=str(base), overwrite=True).notes == result.notes
+
+    def test_a_card_in_the_checkpoint_stays(self, tmp_path: Path) -> None:
+        checkpoint = save({"model": weights()}, tmp_path / "c")
+        hub(checkpoint / "huggingface", None, README__md="mine")
+        result = shardkit.consolidate(checkpoint)
+        assert (Path(result.output) / "README.md").read_text() == "mine"
+
+    def test_dtypes_of_the_base_leave_its_config_alone(self, tmp_path: Path) -> None:
+        """Most bytes of these are fp32, and `from_pretrained` would have made all of it so."""
+        wide = {EMBED: torch.randn(37, 64), HEAD: torch.randn(37, 64)}
+        model = {**{name: w.bfloat16() for name, w in weights().items()}, **wide}
+        assert 2 * sum(w.nbytes for w in wide.values()) > sum(w.nbytes for w in model.values())
+        config = {**CONFIG, "dtype": "bfloat16", "audio_config": {"dtype": "bfloat16"}}
+        base = hub(tmp_path / "base", model, config)
+        checkpoint = save({"model": model}, tmp_path / "c")
+        for options in ({}, {"dtype": "base"}, {"dtype": "bf16"}):  # the last keeps what the base has in fp32
+            result = shardkit.consolidate(checkpoint, base=str(base), overwrite=True, **options)
+            assert config_of(result.output) == config
+            assert not any("halves" in note for note in result.notes)
+        result = shardkit.consolidate(checkpoint, base=str(base), overwrite=True, dtype="fp32")
+        assert config_of(result.output)["dtype"] == "float32"
+
+    @pytest.mark.parametrize("half", ["bf16", "fp16"])
+    def test_a_model_twice_as_wide_as_its_base_has_a_note(
+        self, half: str, trained: Path, tmp_path: Path
+    ) -> None:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[half]
+        base = str(hub(tmp_path / "base", weights(dtype)))
+        said = f"the base is {half}: `--dtype base` halves this"
+        for options, is_said in (({}, True), ({"dtype": "base"}, False), ({"dtype": "fp32"}, False)):
+            result = shardkit.consolidate(trained, base=base, overwrite=True, **options)
+            assert (said in result.notes) == is_said
 
     def test_the_config_is_the_bases_but_for_the_dtype(self, trained: Path, tmp_path: Path) -> None:
         config = {**CONFIG, "dtype": "float16", "text_config": {"torch_dtype": "float16"}, "use_cache": False}
