@@ -2,7 +2,7 @@
 
 With ZeRO, the weights are the optimizer's fp32 masters: flat tensors in `*_optim_states.pt`, one part for
 each rank. DeepSpeed's own zero_to_fp32.py gives the same values; here the catalog points at their bytes and
-loads nothing.
+loads nothing. Experts that DeepSpeed's MoE layers spread over ranks have masters too; see `experts`.
 
 A universal checkpoint has `zero/PARAMETER/fp32.pt`, one file for each parameter. From ZeRO-1 and 2 a file is
 {"param": tensor, ...} with the parameter's shape; from ZeRO-3 it is a bare flat tensor. The optimizer's leaves
@@ -39,7 +39,9 @@ from shardkit.formats.contract.optimizer import (
     Unmapped,
     read_groups,
 )
+from shardkit.formats.deepspeed.experts import open_experts, place_experts, stale_experts
 from shardkit.formats.deepspeed.files import (
+    ExpertStates,
     ModelStates,
     OptimizerStates,
     StateFiles,
@@ -124,22 +126,30 @@ def open_deepspeed(path: str) -> Checkpoint:
 def _open_zero(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
     """Open the files of all ranks; the lowest one that is there says how many there must be."""
     first = _open_first(tag, files, files.optimizers[min(files.optimizers)], read_optimizer_states)
-    num_ranks = first.num_ranks or max(files.optimizers) + 1
+    num_ranks = max(first.counts, default=max(files.optimizers) + 1)
     is_partitioned = first.stage == 3
+    main = None if is_partitioned else _open_main(tag, files, False)
+    if main and main.num_ranks and main.num_experts:  # experts have fewer ranks than the model
+        num_ranks = max(num_ranks, main.num_ranks)
     require_files(tag, files, num_ranks, with_models=is_partitioned)
-    main = _open_main(tag, files, is_partitioned)
+    main = main or _open_main(tag, files, True)
     names = [files.models[rank] for rank in range(1, num_ranks)] if is_partitioned else []
     names += [files.optimizers[rank] for rank in range(num_ranks)]
     opened = open_states(tag, names, partial(_read_states, main))
     states = [main, *(item for item in opened if isinstance(item, ModelStates))]
     optimizers = [item for item in opened if isinstance(item, OptimizerStates)]
     _check_same_save(tag, states, num_ranks)
+    experts = open_experts(tag, files, main)
+    if experts or any(count != num_ranks for count in first.counts):
+        main = states[0] = place_experts(tag, main, optimizers, experts)
     masters = masters_of(main, optimizers, len(states), tag.directory)
-    stale = [name for rank, name in sorted(files.optimizers.items()) if rank >= num_ranks]
+    stale = stale_experts(files, main)
+    stale += [name for rank, name in sorted(files.optimizers.items()) if rank >= num_ranks]
     stale += [name for rank, name in sorted(files.models.items()) if not is_partitioned or rank >= num_ranks]
     stale += [files.whole] if is_partitioned and files.whole else []
-    opened_files = [*(state.file for state in states), *(rank.file for rank in optimizers)]
-    weights, notes = _assemble(opened_files, states, masters), _notes_on_masters(main, optimizers)
+    opened_files = [item.file for found in (states, optimizers, experts) for item in found]
+    weights = _assemble(opened_files, states, masters, experts)
+    notes = _notes_on_masters(main, optimizers)
     checkpoint = _checkpoint(path, tag, main, weights, f"zero{first.stage}", notes)
     reason = "of an earlier save, with other ranks or another stage"
     return replace(
@@ -167,10 +177,13 @@ def _open_without_optimizer(path: str, tag: Tag, files: StateFiles) -> Checkpoin
         notes.append(
             "without ZeRO, DeepSpeed saves the fp32 masters without their names: these are the module's weights"
         )
-    checkpoint = _checkpoint(path, tag, state, _assemble([state.file], [state], {}), "zero0", notes)
+    experts = open_experts(tag, files, state)
+    weights = _assemble([state.file, *(expert.file for expert in experts)], [state], {}, experts)
+    checkpoint = _checkpoint(path, tag, state, weights, "zero0", notes)
     stale = [
         (tag.prefix + name, "of an earlier save, with ZeRO-3") for _, name in sorted(files.models.items())
     ]
+    stale += [(tag.prefix + name, "of an earlier save") for name in stale_experts(files, state)]
     return replace(checkpoint, skipped=(*stale, *checkpoint.skipped))
 
 
@@ -292,7 +305,10 @@ def _checkpoint(
 
 
 def _assemble(
-    files: Sequence[TorchFile], states: Sequence[ModelStates], masters: Mapping[str, Weight]
+    files: Sequence[TorchFile],
+    states: Sequence[ModelStates],
+    masters: Mapping[str, Weight],
+    experts: Sequence[ExpertStates] = (),
 ) -> _Weights:
     """Return the weights of a checkpoint: fp32 masters, frozen parameters, buffers, ties.
 
@@ -300,19 +316,25 @@ def _assemble(
         files: that weights point into.
         states: the module's of each rank (ZeRO-3), or the only one.
         masters: the trained parameters, in the optimizer's precision.
+        experts: what their files hold, for those that have no masters.
     """
     main = states[0]
     weights = _Weights(files=files)
     numbers = {id(file): number for number, file in enumerate(files)}
+    whole = {
+        name: Weight.whole(numbers[id(expert.file)], ref)
+        for expert in experts
+        for name, ref in expert.tensors.items()
+    }
     known: dict[str, Weight | None] = {}
 
     def own(name: str) -> Weight | None:
         """Return the parameter stored under a name; made once, so that ties are one object."""
         if name not in known:
-            known[name] = masters.get(name) or _untrained(name, states, numbers)
+            known[name] = masters.get(name) or whole.get(name) or _untrained(name, states, numbers)
         return known[name]
 
-    for name in dict.fromkeys(chain(main.module, masters, main.frozen, main.shared)):
+    for name in dict.fromkeys(chain(main.module, whole, masters, main.frozen, main.shared)):
         weight = own(name) or own(_target(name, main.shared)) or _as_stored(name, main, numbers)
         if weight is not None:
             weights.by_name[name] = weight

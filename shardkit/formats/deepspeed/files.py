@@ -4,6 +4,7 @@
     RUN/global_step20/
         mp_rank_00_model_states.pt                     ZeRO-0, 1 and 2: the module, whole
         zero_pp_rank_R_mp_rank_00_model_states.pt      ZeRO-3: shapes, buffers, frozen parameters' parts
+        layer_L_expert_E_mp_rank_00_model_states.pt    the experts of MoE layers, see `experts`
         [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt
         zero/PARAMETER/fp32.pt                         only in universal checkpoints
 
@@ -43,13 +44,13 @@ from shardkit.pickles.policies import Opaque
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{2,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{2,6})_optim_states\.pt")
 _PIPELINE = re.compile(r"layer_[0-9]+-model_(.*-model_)?states\.pt")
-_EXPERTS = re.compile(
-    r"(layer_[0-9]+_)?expert_[0-9]+_mp_rank_.*_model_states\.pt|expp_rank_.*_optim_states\.pt"
-)
+_EXPERT = re.compile(r"(?:layer_([0-9]{1,6})_)?expert_([0-9]{1,6})_mp_rank_([0-9]{2,6})_model_states\.pt")
 _TRACKERS = ("latest", "latest_universal")
 _MAX_TRACKER = 4096
 _MAX_RANKS = 1 << 17
+_DATA_FIRST = "use_data_before_expert_parallelism"
 _UNIVERSAL = "convert it with DeepSpeed's ds_to_universal.py, and give the directory that this makes"
+_BY_ITSELF = "load it in the training script and save it whole: ds_to_universal.py does not convert experts"
 _NOT_DEEPSPEED = "it was not written by DeepSpeed, or by an unknown version: please report it"
 
 T = TypeVar("T")
@@ -73,6 +74,8 @@ class StateFiles:
     """By rank, the model files of ZeRO-3."""
     optimizers: dict[int, str]
     """By rank."""
+    experts: dict[tuple[int, int], str]
+    """By MoE layer and expert; layer -1 where a file has the experts of all layers."""
     is_universal: bool
 
 
@@ -95,6 +98,18 @@ class ModelStates:
     num_ranks: int | None
     step: int | None
     is_lightning: bool
+    num_experts: Sequence[int]
+    """Of each MoE layer."""
+    is_data_first: bool
+    """True if ranks with the same experts stand side by side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertStates:
+    """One expert's file."""
+
+    file: TorchFile
+    tensors: Mapping[str, TensorRef]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +119,8 @@ class OptimizerStates:
     file: TorchFile
     stage: int
     """1 to 3."""
-    num_ranks: int | None
+    counts: Sequence[int]
+    """Ranks that share each group; experts have fewer than the rest. Empty if the file does not say."""
     flat: Sequence[TensorRef]
     """The rank's part of each group's flat fp32 tensor."""
     paddings: Sequence[Sequence[int]] | None
@@ -113,6 +129,10 @@ class OptimizerStates:
     """The count of steps of each flat tensor that has one, in a form that can be compared."""
     inner: StateDict
     """The inner optimizer's; its parameters are flat tensors, by number."""
+
+    def ep_size_of(self, group: int, num_ranks: int) -> int:
+        """Return by how many expert-parallel ranks the parameters of a group are divided; 1 if they are not."""
+        return num_ranks // self.counts[group] if group < len(self.counts) else 1
 
 
 def find_tag(path: str) -> Tag | None:
@@ -150,9 +170,13 @@ def survey(tag: Tag) -> StateFiles:
     whole: str | None = None
     models: dict[int, str] = {}
     optimizers: dict[int, list[str]] = {}
+    experts: dict[tuple[int, int], str] = {}
     split: list[str] = []
     for name in names:
         model, optimizer = _MODEL.fullmatch(name), _OPTIMIZER.fullmatch(name)
+        if expert := _EXPERT.fullmatch(name):
+            experts[int(expert[1] or -1), int(expert[2])] = name
+            split += [name] if int(expert[3]) else []
         found = model or optimizer
         if found and int(found[2]):
             split.append(name)
@@ -163,7 +187,7 @@ def survey(tag: Tag) -> StateFiles:
         elif optimizer:
             optimizers.setdefault(int(optimizer[1]), []).append(name)
     if not is_universal:
-        _refuse_splits(tag, names, split)
+        _refuse_splits(tag, names, split, _BY_ITSELF if experts else _UNIVERSAL)
     twice = [tag.prefix + name for found in optimizers.values() if len(found) > 1 for name in found]
     if twice:
         raise SourceError(
@@ -175,21 +199,21 @@ def survey(tag: Tag) -> StateFiles:
         whole=whole,
         models=models,
         optimizers={rank: found[0] for rank, found in optimizers.items()},
+        experts=experts,
         is_universal=is_universal,
     )
 
 
-def _refuse_splits(tag: Tag, names: Sequence[str], split: Sequence[str]) -> None:
+def _refuse_splits(tag: Tag, names: Sequence[str], split: Sequence[str], hint: str) -> None:
     for what, found in (
         ("was trained with tensor parallelism: its matrices are cut, and the files do not say how", split),
         (
             "was trained as a pipeline: its layers are in files of their own",
             filter(_PIPELINE.fullmatch, names),
         ),
-        ("has experts in files of their own", filter(_EXPERTS.fullmatch, names)),
     ):
         problems = [escape(tag.prefix + name) for name in found]
-        SourceError.raise_for(problems, f"{escape(tag.directory)} {what}", hint=_UNIVERSAL)
+        SourceError.raise_for(problems, f"{escape(tag.directory)} {what}", hint=hint)
 
 
 def require_files(tag: Tag, files: StateFiles, num_ranks: int, *, with_models: bool) -> None:
@@ -265,7 +289,21 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
         num_ranks=_count(tree.get("dp_world_size")),
         step=_count(tree.get("global_steps")),
         is_lightning="pytorch-lightning_version" in tree,
+        num_experts=[count for count in map(_count, _list(tree.get("num_experts"))) if count],
+        is_data_first=_strings(tree.get("ds_config")).get(_DATA_FIRST) is True,
     )
+
+
+def read_expert_states(file: TorchFile) -> ExpertStates:
+    """Return what an expert's file says.
+
+    Raises:
+        SourceError: it is not such a file.
+    """
+    tensors = {name: value for name, value in _tree(file).items() if isinstance(value, TensorRef)}
+    if not tensors or len(tensors) != len(_tree(file)):
+        raise _refusal(file, "it does not hold the tensors of an expert")
+    return ExpertStates(file=without_tree(file, tensors.values()), tensors=tensors)
 
 
 def read_optimizer_states(file: TorchFile) -> OptimizerStates:
@@ -290,7 +328,7 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
     counts = [count for count in map(_count, _list(state.get("partition_count"))) if count]
     if counts and max(counts) > _MAX_RANKS:
         raise _refusal(file, f"it is one of {max(counts)} partitions")
-    if len(set(counts)) > 1 or _other_groups(state, counts):
+    if is_partitioned and (len(set(counts)) > 1 or _other_groups(state, counts)):
         raise SourceError(
             f"{escape(file.name)}: its groups are partitioned over different numbers of ranks (experts)",
             hint="convert it with DeepSpeed's ds_to_universal.py",
@@ -300,7 +338,7 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
     return OptimizerStates(
         file=without_tree(file, refs),
         stage=3 if is_partitioned else _stage(state),
-        num_ranks=counts[0] if counts else None,
+        counts=counts,
         flat=refs,
         paddings=None if paddings is None else [_ints(file, group) for group in _list(paddings)],
         steps={number: step for number, step in steps.items() if step is not None},

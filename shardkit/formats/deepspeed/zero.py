@@ -1,8 +1,9 @@
 """The flat partitions of ZeRO's ranks: the fp32 masters, which are the weights, and the optimizer's state.
 
 ZeRO-1 and 2 put the parameters of a group one after another into one flat tensor, and cut it into one
-partition for each rank. ZeRO-3 cuts every parameter by itself, and a rank puts its parts one after another.
-The inner optimizer's states are flat tensors that are cut like the masters.
+partition for each rank; those of experts for the ranks that have these experts. ZeRO-3 cuts every parameter by
+itself, and a rank puts its parts one after another. The inner optimizer's states are flat tensors that are cut
+like the masters.
 
 Source: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py, runtime/zero/partition_parameters.py and
 utils/zero_to_fp32.py.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import prod
 
 from shardkit.core.regions import Shape
@@ -125,7 +126,9 @@ def pieces_of(model: ModelStates, optimizers: Sequence[OptimizerStates], directo
         collect(partitioned_pieces, _shapes(model), lengths)
     elif not problems:
         for number, group in enumerate(groups):
-            collect(joined_pieces, number, group, [held[number] for held in lengths], paddings.get(number))
+            for ranks, part in _shares(model, optimizers, number, group):
+                held = [lengths[rank][number] for rank in ranks]
+                collect(joined_pieces, number, part, held, paddings.get(number), ranks)
     IntegrityError.raise_for(
         problems, f"{escape(directory)}: the fp32 partitions do not hold the parameters", hint=_HINT
     )
@@ -137,6 +140,20 @@ def _shapes(model: ModelStates) -> dict[str, Shape]:
     return {name: shape for group in model.groups or () for name, shape in group.items()}
 
 
+def _shares(
+    model: ModelStates, optimizers: Sequence[OptimizerStates], number: int, group: Mapping[str, Shape]
+) -> Iterator[tuple[Sequence[int], dict[str, Shape]]]:
+    """Yield which ranks together have which parameters of a group: all of them all, but for experts."""
+    ep_size = optimizers[0].ep_size_of(number, len(optimizers))
+    count, size = len(optimizers) // ep_size, len(group) // ep_size
+    for ep_rank in range(ep_size):
+        if model.is_data_first:
+            ranks = range(ep_rank * count, (ep_rank + 1) * count)
+        else:
+            ranks = range(ep_rank, len(optimizers), ep_size)
+        yield ranks, dict(islice(group.items(), ep_rank * size, (ep_rank + 1) * size))
+
+
 def _mismatches(
     groups: Sequence[Mapping[str, Shape]], optimizers: Sequence[OptimizerStates]
 ) -> Iterator[str]:
@@ -145,7 +162,7 @@ def _mismatches(
     if first.stage != 3 and len(first.flat) != len(groups):
         yield f"{escape(first.file.name)}: {len(first.flat)} groups, the model's file has {len(groups)}"
     for optimizer in optimizers[1:]:
-        same = (optimizer.stage == 3) == (first.stage == 3) and optimizer.num_ranks == first.num_ranks
+        same = (optimizer.stage == 3) == (first.stage == 3) and optimizer.counts == first.counts
         dtypes = [ref.dtype for ref in optimizer.flat]
         if not same or dtypes != [ref.dtype for ref in first.flat]:
             yield f"{escape(optimizer.file.name)}: saved by another number of ranks, or with other groups"
@@ -160,6 +177,7 @@ def joined_pieces(
     shapes: Mapping[str, Shape],
     lengths: Sequence[int],
     paddings: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> Pieces:
     """Return where the parameters of a ZeRO-1 or 2 group lie.
 
@@ -168,6 +186,7 @@ def joined_pieces(
         shapes: by name, in the order of the flat tensor.
         lengths: elements of each rank's partition; the padding at the end may be cut off.
         paddings: elements between a parameter and the next, one for each; None if there are none.
+        ranks: whose partitions they are; None for 0, 1, ...
 
     Raises:
         ValueError: the partitions do not hold what the shapes need; says how much is there.
@@ -179,7 +198,8 @@ def joined_pieces(
     start = 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
         stop = start + prod(shape)
-        pieces[name] = list(across(group, bounds, start, min(stop, bounds[-1])))
+        found = across(group, bounds, start, min(stop, bounds[-1]))
+        pieces[name] = [piece._replace(rank=ranks[piece.rank]) if ranks else piece for piece in found]
         start = stop + padding
     # DeepSpeed fills up to a multiple of twice the ranks, for NCCL; how much of that is saved differs.
     align = 2 * len(lengths)

@@ -470,7 +470,7 @@ def test_partitions_of_another_size(
     [
         ("mp_rank_01_model_states.pt", "tensor parallelism"),
         ("layer_01-model_00-model_states.pt", "pipeline"),
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "experts"),
+        ("layer_0_expert_1_mp_rank_01_model_states.pt", "tensor parallelism"),
         ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "two saves"),
     ],
 )

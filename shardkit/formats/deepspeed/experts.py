@@ -1,0 +1,199 @@
+"""The experts of DeepSpeed's MoE layers.
+
+Every expert has a file with its weights, under its number in the whole model:
+
+    layer_L_expert_E_mp_rank_00_model_states.pt     L counts the MoE layers; older versions: expert_E_...
+
+With ZeRO-1 and 2 the fp32 masters lie in the optimizer's files, as those of dense parameters do. There a group of
+experts is one for each expert-parallel rank: `world / ep_size` ranks share it, and it has rank 0's names, which
+count the experts of one rank alone. Which ranks share follows `use_data_before_expert_parallelism`, and a
+checkpoint may not have that setting. So a few values decide: those in the experts' files are the masters, cast.
+
+Source: DeepSpeed 0.19, runtime/engine.py (`_save_moe_checkpoint`), utils/groups.py
+(`_create_expert_and_data_parallel`) and runtime/zero/stage_1_and_2.py (`_configure_moe_settings`).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf, prod
+from typing import NamedTuple
+
+from shardkit.core.regions import Shape
+from shardkit.core.text import escape
+from shardkit.errors import IntegrityError, SourceError
+from shardkit.files.strict_json import open_regular, read_exactly
+from shardkit.formats.deepspeed.files import (
+    ExpertStates,
+    ModelStates,
+    OptimizerStates,
+    StateFiles,
+    Tag,
+    open_states,
+    read_expert_states,
+)
+from shardkit.formats.deepspeed.zero import masters_of
+from shardkit.formats.rankfiles.flat import Weight
+from shardkit.formats.torchsave.file import TensorRef, TorchFile
+
+_EXPERT = re.compile(r"((?:.*\.)?deepspeed_experts\.)([0-9]{1,6})(\..+)", re.DOTALL)
+_FORMATS = {"float32": "f", "float64": "d", "float16": "e", "bfloat16": "f"}
+_MAX_COMPARED = 256  # elements, of one parameter of each expert-parallel rank
+_ROUNDING = 2.0**-7  # of bfloat16, twice
+_SMALLEST = 2.0**-23  # of float16, twice
+_ANOTHER_SAVE = "the files are of different saves: use another copy of the checkpoint"
+
+
+def open_experts(tag: Tag, files: StateFiles, main: ModelStates) -> list[ExpertStates]:
+    """Open the files of all experts; none if the model has no MoE layers.
+
+    Raises:
+        SourceError: lists all that are missing or damaged.
+    """
+    wanted = _wanted(files, main)
+    missing = [_name(*key) for key in wanted if key not in files.experts]
+    if missing:
+        raise SourceError(
+            f"{escape(tag.directory)}: {len(missing)} of {len(wanted)} files of experts are missing",
+            problems=[escape(tag.prefix + name) for name in missing],
+            hint="copy them too; each node may have kept its own",
+        )
+    return open_states(tag, [files.experts[key] for key in wanted], read_expert_states)
+
+
+def stale_experts(files: StateFiles, main: ModelStates) -> list[str]:
+    """Return the files of experts that the model does not have."""
+    wanted = set(_wanted(files, main))
+    return [name for key, name in files.experts.items() if key not in wanted]
+
+
+def _wanted(files: StateFiles, main: ModelStates) -> list[tuple[int, int]]:
+    """Return (layer, expert) of every file; layer -1 where a file has the experts of all layers."""
+    counts = dict(enumerate(main.num_experts))
+    if counts and files.experts and all(layer < 0 for layer, _ in files.experts):
+        counts = {-1: max(counts.values())}
+    elif not counts:
+        for layer, expert in files.experts:
+            counts[layer] = max(counts.get(layer, 0), expert + 1)
+    return [(layer, expert) for layer, number in sorted(counts.items()) for expert in range(number)]
+
+
+def _name(layer: int, expert: int) -> str:
+    return f"{f'layer_{layer}_' if layer >= 0 else ''}expert_{expert}_mp_rank_00_model_states.pt"
+
+
+def place_experts(
+    tag: Tag, main: ModelStates, optimizers: Sequence[OptimizerStates], experts: Sequence[ExpertStates]
+) -> ModelStates:
+    """Return the model's file with the groups of the whole model, every expert under its own number.
+
+    Args:
+        main: with the groups of rank 0.
+        optimizers: of all ranks, in their order.
+        experts: what the experts' files hold.
+
+    Raises:
+        IntegrityError: groups that are not made of experts, or masters that are not those of the experts' files.
+    """
+    main = replace(main, groups=_whole_groups(tag, main, optimizers, experts))
+    orders = [replace(main, is_data_first=first) for first in (main.is_data_first, not main.is_data_first)]
+    compared = [_compare(tag, order, optimizers, experts) for order in orders]
+    best = min(
+        range(len(orders)), key=lambda number: (bool(compared[number].problems), compared[number].distance)
+    )
+    IntegrityError.raise_for(
+        compared[best].problems,
+        f"{escape(tag.directory)}: the optimizer's masters are not the values of the experts' files",
+        hint=_ANOTHER_SAVE,
+    )
+    return orders[best]
+
+
+def _whole_groups(
+    tag: Tag, main: ModelStates, optimizers: Sequence[OptimizerStates], experts: Sequence[ExpertStates]
+) -> list[Mapping[str, Shape]]:
+    """Return the groups with the experts of all ranks, one expert-parallel rank after another."""
+    numbers: dict[str, set[str]] = defaultdict(set)
+    for name in (name for expert in experts for name in expert.tensors):
+        if found := _EXPERT.fullmatch(name):
+            numbers[found[1]].add(found[2])
+    groups, problems = list[Mapping[str, Shape]](), list[str]()
+    for number, group in enumerate(main.groups or ()):
+        ep_size = optimizers[0].ep_size_of(number, len(optimizers))
+        whole: dict[str, Shape] = {}
+        for ep_rank in range(ep_size if ep_size > 1 else 0):
+            for name, shape in group.items():
+                found = _EXPERT.fullmatch(name)
+                total = len(numbers[found[1]]) if found else 0
+                if found is None or not total or total % ep_size:
+                    problems += [f"{escape(name)}: {ep_size} ranks have one each, files have {total} experts"]
+                    continue
+                at = int(found[2]) + ep_rank * (total // ep_size)
+                whole[f"{found[1]}{at}{found[3]}"] = shape
+        groups.append(group if ep_size == 1 else whole)
+    IntegrityError.raise_for(
+        list(dict.fromkeys(problems)),
+        f"{escape(tag.directory)}: its optimizer does not have the experts that lie in files",
+        hint=_ANOTHER_SAVE,
+    )
+    return groups
+
+
+class _Comparison(NamedTuple):
+    problems: list[str]
+    """The experts whose masters are not what their files hold: by shapes, and by some values."""
+    distance: float
+    """Sum over the values that were compared."""
+
+
+def _compare(
+    tag: Tag, main: ModelStates, optimizers: Sequence[OptimizerStates], experts: Sequence[ExpertStates]
+) -> _Comparison:
+    """Compare the largest of the experts' parameters that begin on the same ranks, for all such ranks."""
+    try:
+        masters = masters_of(main, optimizers, 0, tag.directory)
+    except IntegrityError as error:
+        return _Comparison(list(error.problems), inf)
+    files = [rank.file for rank in optimizers]
+    stored = {name: (expert.file, ref) for expert in experts for name, ref in expert.tensors.items()}
+    largest: dict[tuple[int, ...], str] = {}
+    problems, distance = list[str](), 0.0
+    for name in filter(_EXPERT.fullmatch, masters):
+        shape, ranks = masters[name].shape, tuple(piece.file for piece in masters[name].pieces)
+        if name not in stored or stored[name][1].shape != shape:
+            problems.append(f"{escape(name)}: its file does not hold {list(shape)}")
+        elif ranks not in largest or prod(shape) > prod(masters[largest[ranks]].shape):
+            largest[ranks] = name
+    for name in largest.values():
+        file, ref = stored[name]
+        if not ref.is_contiguous or ref.dtype.name not in _FORMATS:
+            continue
+        pairs = _heads(files, masters[name], file, ref)
+        distance += sum(abs(a - b) for a, b in pairs if abs(a - b) < inf)
+        if any(abs(a - b) > _ROUNDING * abs(a) + _SMALLEST for a, b in pairs):
+            problems.append(f"{escape(name)}: {escape(file.name)} holds other values")
+    return _Comparison(problems, distance)
+
+
+def _heads(
+    files: Sequence[TorchFile], master: Weight, file: TorchFile, cast: TensorRef
+) -> list[tuple[float, float]]:
+    """Return the first elements of a parameter, and of its cast."""
+    piece = master.pieces[0]
+    count = min(piece.length, _MAX_COMPARED)
+    masters = _read(files[piece.file], piece.tensor, piece.start, count)
+    return list(zip(masters, _read(file, cast, 0, count), strict=True))
+
+
+def _read(file: TorchFile, ref: TensorRef, first: int, count: int) -> tuple[float, ...]:
+    """Return elements of a contiguous tensor."""
+    size = ref.dtype.itemsize
+    with open_regular(file.path, file.name) as (fd, _):
+        data = read_exactly(fd, ref.start + first * size, count * size, file.name)
+    if ref.dtype.name == "bfloat16":  # the upper half of a float32
+        data = b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2))
+    return struct.unpack(f"<{count}{_FORMATS[ref.dtype.name]}", data)

@@ -1,0 +1,167 @@
+"""Checkpoints of MoE models that DeepSpeed itself wrote (tests/data/deepspeed), against what its engine held."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardkit import consolidate, diff, inspect, verify
+from shardkit.errors import IntegrityError, SourceError
+from shardkit.formats.contract.optimizer import OptimizerState
+from shardkit.formats.deepspeed.checkpoint import open_deepspeed
+from shardkit.operations.reshard import reshard
+from tests.bits import raw
+from tests.formats.dcp.samples import open_catalog
+from tests.formats.deepspeed.test_checkpoint import Tensors, assert_same, read
+from tests.formats.reading import read_tensor
+
+ARCHIVE = Path(__file__).parents[2] / "data" / "deepspeed" / "moe.tar.xz"
+CASES = {
+    "zero0_ep2": "zero0", "zero1_ep1_fp32": "zero1", "zero1_ep4": "zero1", "zero2_ep2": "zero2",
+    "zero2_mixed": "zero2", "zero2_data_first": "zero2",
+}  # fmt: skip
+EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
+SMALL = "zero2_ep2"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The archive's checkpoints; tests that change one take a copy."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved / SMALL, tmp_path / "run"))
+
+
+def truth(root: Path) -> dict[str, Tensors]:
+    found: dict[str, Tensors] = torch.load(root / "truth.pt")
+    for tensors in found.values():
+        if "embed.weight" in tensors:
+            tensors["head.weight"] = tensors["embed.weight"]
+    return found
+
+
+def weights_of(root: Path) -> Tensors:
+    """The masters, and the module's values of what has none: frozen parameters and buffers."""
+    held = truth(root)
+    return {**held["module"], **held["masters"]}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_the_engines(saved: Path, name: str) -> None:
+    root = saved / name
+    checkpoint, held = open_deepspeed(str(root)), truth(root)
+    assert_same(read(checkpoint), weights_of(root))
+    assert checkpoint.format == f"deepspeed-{CASES[name]}"
+    assert [what for what, _ in checkpoint.skipped] == ["optimizer_state_dict"]
+    for key, master in held["masters"].items():
+        assert torch.equal(master.to(held["module"][key].dtype), held["module"][key]), key
+
+
+@pytest.mark.parametrize("name", [name for name, kind in CASES.items() if kind != "zero0"])
+def test_moments_of_experts_are_their_own(saved: Path, name: str) -> None:
+    checkpoint = open_deepspeed(str(saved / name))
+    assert checkpoint.optimizer is not None
+    state = checkpoint.optimizer()
+    assert isinstance(state, OptimizerState)
+    wanted = truth(saved / name)["exp_avg"]
+    wanted.pop("head.weight")
+    for key, value in wanted.items():
+        assert read_tensor(state.catalog, f"state.{key}.exp_avg") == raw(value), key
+
+
+@pytest.mark.parametrize("name", ["zero2_data_first", SMALL])
+@pytest.mark.parametrize("setting", [True, False, None])
+def test_values_say_which_ranks_share_experts(
+    saved: Path, tmp_path: Path, name: str, setting: bool | None
+) -> None:
+    """Whatever the settings say: a checkpoint may not have them."""
+    root = Path(shutil.copytree(saved / name, tmp_path / "run"))
+    path = root / "global_step2" / "mp_rank_00_model_states.pt"
+    state = torch.load(path)
+    assert state["ds_config"].get("use_data_before_expert_parallelism", False) is (name != SMALL)
+    state["ds_config"] = "ds.json" if setting is None else {"use_data_before_expert_parallelism": setting}
+    torch.save(state, path)
+    assert_same(read(open_deepspeed(str(root))), weights_of(root))
+
+
+@pytest.mark.parametrize("gone", [[(0, 1), (1, 3)], [(layer, e) for layer in (0, 1) for e in range(4)]])
+@pytest.mark.parametrize("keep_optimizer", [True, False])
+def test_missing_files_are_named(run: Path, gone: list[tuple[int, int]], keep_optimizer: bool) -> None:
+    for key in gone:
+        (run / "global_step2" / EXPERT.format(*key)).unlink()
+    for path in [] if keep_optimizer else run.glob("*/*_optim_states.pt"):
+        path.unlink()
+    with pytest.raises(SourceError, match=f"{len(gone)} of 8 files of experts are missing") as caught:
+        open_deepspeed(str(run))
+    assert list(caught.value.problems) == [f"global_step2/{EXPERT.format(*key)}" for key in gone]
+    assert "ds_to_universal" not in str(caught.value.hint)
+
+
+def test_without_the_optimizer_all_values_are_the_modules(run: Path) -> None:
+    for path in run.glob("*/*_optim_states.pt"):
+        path.unlink()
+    checkpoint = open_deepspeed(str(run))
+    assert_same(read(checkpoint), truth(run)["module"])
+    assert "the module's weights, not the fp32 masters" in checkpoint.notes[0]
+
+
+def test_files_of_other_experts_are_named(run: Path) -> None:
+    """A save with more experts, or more layers, under the same tag."""
+    tag, more = run / "global_step2", [EXPERT.format(0, 4), EXPERT.format(2, 0)]
+    for name in more:
+        shutil.copy(tag / EXPERT.format(0, 0), tag / name)
+    checkpoint = open_deepspeed(str(run))
+    assert_same(read(checkpoint), weights_of(run))
+    assert {what for what, _ in checkpoint.skipped} == {
+        "optimizer_state_dict", *(f"global_step2/{name}" for name in more)
+    }  # fmt: skip
+
+
+def test_experts_of_another_save_are_refused(saved: Path, run: Path) -> None:
+    """No file of an expert says its step: its values are compared with the masters."""
+    tag = run / "global_step2"
+    for expert in (0, 1):
+        name = EXPERT.format(0, expert)
+        tensors = {key: value + 1 for key, value in torch.load(tag / name).items()}
+        torch.save(tensors, tag / name)
+    with pytest.raises(IntegrityError, match="not the values of the experts' files") as caught:
+        open_deepspeed(str(run))
+    assert any(EXPERT.format(0, 0) in problem for problem in caught.value.problems)
+    shutil.copy(tag / EXPERT.format(1, 0), tag / EXPERT.format(1, 1))
+    with pytest.raises(IntegrityError):
+        open_deepspeed(str(run))
+
+
+def test_a_file_that_is_no_experts(run: Path) -> None:
+    name = EXPERT.format(1, 2)
+    torch.save({"step": 3}, run / "global_step2" / name)
+    with pytest.raises(SourceError, match="does not hold the tensors of an expert") as caught:
+        open_deepspeed(str(run))
+    assert name in str(caught.value)
+
+
+def test_all_verbs(saved: Path, tmp_path: Path) -> None:
+    root, held = saved / "zero2_mixed", weights_of(saved / "zero2_mixed")
+    consolidate(root, tmp_path / "hub")
+    found = load_file(tmp_path / "hub" / "model.safetensors")
+    assert set(held) - set(found) <= {"embed.weight", "head.weight"}  # tied: one of them is written
+    assert_same(found, {key: held[key] for key in found})
+    reshard(root, tmp_path / "out", world_size=3)
+    catalog = open_catalog(str(tmp_path / "out"), records=True)
+    for key, value in truth(root)["exp_avg"].items():
+        if key != "head.weight":
+            assert read_tensor(catalog, f"optim.state.{key}.exp_avg") == raw(value), key
+    assert verify(root).ok
+    assert diff(root, tmp_path / "out").is_equal
+    assert inspect(root).num_tensors == len(held) - 1  # ties count once
