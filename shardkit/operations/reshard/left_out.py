@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ShardkitError
 from shardkit.files import storage
-from shardkit.files.stores import is_remote
 from shardkit.formats.contract import inner, listing
 from shardkit.formats.dcp.directory import is_dcp, open_dcp
 from shardkit.keys.tree import is_optimizer_of, is_optimizers, object_kind, optimizer_names
@@ -65,7 +64,8 @@ class LeftOut:
 def around(path: str, given: str, *, no_optimizer: bool = False) -> LeftOut:
     """Return what lies beside a checkpoint in the directory of its step, or as its optimizer in any other.
 
-    What lies outside the path that a person gave is a warning or nothing: whoever names a part may want it alone.
+    Outside the path that a person gave only the rest of its step is looked at, and is a warning or nothing: whoever names
+    a part may want it alone.
 
     Args:
         path: the checkpoint.
@@ -150,9 +150,9 @@ def _levels(path: str, given: str) -> tuple[list[tuple[str, str]], bool]:
         own = os.path.basename(here)
         if is_a_step(own) and (not own.isdigit() or _is_at(here, given)):  # a bare number may be a job's
             return levels, True
-    levels = [level for level in levels if _is_at(level[0], given)] or [os.path.split(path)]
-    # Outside of what a person gave, a store may have any number of names.
-    return [] if path == given and is_remote(given) else levels, False
+    # Whoever gives a checkpoint that is no part of a step has not asked anybody to look around it.
+    inside = [level for level in levels if _is_at(level[0], given)]
+    return inside or ([] if path == given else [os.path.split(path)]), False
 
 
 def _add(found: LeftOut, home: str, path: str) -> None:
