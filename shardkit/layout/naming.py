@@ -286,6 +286,7 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
             what `from_pretrained` would make of the result is not the same again; `why` says so.
         is_lost: they are the model's own names, and no form is known that would be loaded as they are.
         missing, misfits: as `find_lacking`, of the result.
+        ties: groups of names in the model that are one tensor, first the one that `save_pretrained` keeps.
 
     Raises:
         Exception: anything that building a model may raise.
@@ -301,6 +302,7 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
         "is_lost": False,
         "missing": [],
         "misfits": [],
+        "ties": _tied(model),
     }
     if 2 * len(own) < len(shapes):
         return answer | {"why": "these are not its names in memory"}
@@ -326,6 +328,14 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
         }
     lacking = find_lacking(model, result)
     return answer | {"made": {name: to_json(each) for name, each in made.items()}, **lacking._asdict()}
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    further = getattr(model, "all_tied_weights_keys", {})  # of transformers: left out -> kept
+    groups: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), []).append(name)
+    return [sorted(names, key=further.__contains__) for names in groups.values() if len(names) > 1]
 
 
 def _not_again(model: nn.Module, own: Mapping[str, Shape], made: Mapping[str, Expression]) -> list[str]:

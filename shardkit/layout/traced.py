@@ -234,6 +234,8 @@ class HubForm(NamedTuple):
     """Name on the Hub -> what it is made of; None if that is not known."""
     is_lost: bool = False
     """The names are those in memory, and no form is known that `from_pretrained` would make the same model of."""
+    ties: tuple[tuple[str, ...], ...] = ()
+    """Groups of names in memory that are one tensor, first the one that `save_pretrained` keeps."""
 
 
 def ask_hub_form(
@@ -262,7 +264,8 @@ def ask_hub_form(
 def _read_hub_form(said: Mapping[str, Any]) -> HubForm:
     if said["made"] is None:
         return HubForm(Answer(failure=said["why"]), None, said["is_lost"])
-    return HubForm(_parse(said), {name: from_json(made) for name, made in said["made"].items()})
+    made = {name: from_json(made) for name, made in said["made"].items()}
+    return HubForm(_parse(said), made, ties=tuple(map(tuple, said["ties"])))
 
 
 def _request(directory: str, names: Mapping[str, Shape] | None, trust_remote_code: bool) -> dict[str, Any]:

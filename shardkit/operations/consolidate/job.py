@@ -362,8 +362,8 @@ def _name(
     if vocabulary.changed:  # names that differ from the base's are found by shapes
         base = vocabulary.base
         sieve, selection, chosen = _sifted(checkpoint, base, options, select, ask)
-    chosen, answer, by_class = _name_as_saved(chosen, selection, checkpoint, base, options, on_step)
-    chosen, ties, fit, renamed = _fit(chosen, selection, checkpoint, vocabulary, options, sieve, ask)
+    chosen, answer, by_class, tied = _name_as_saved(chosen, selection, checkpoint, base, options, on_step)
+    chosen, ties, fit, renamed = _fit(chosen, selection, checkpoint, vocabulary, options, sieve, ask, tied)
     selection = sieve.tell(selection, chosen)
     selection = replace(selection, renamed=(*selection.renamed, *by_class, *renamed))
     chosen = replace(chosen, names=_in_order(chosen.names, base_shapes(base)) or chosen.names)
@@ -621,11 +621,12 @@ def _name_as_saved(
     base: Base | None,
     options: JobOptions,
     on_step: OnStep,
-) -> tuple[Chosen, Answer | None, tuple[KeyRule, ...]]:
+) -> tuple[Chosen, Answer | None, tuple[KeyRule, ...], tuple[tuple[str, ...], ...]]:
     """Where no base's weights and no manifest tell the Hub's names, take those that `save_pretrained` would give.
 
     Returns:
-        What is written, what the class says of it if it was asked, and the rules by which it renamed tensors.
+        What is written, what the class says of it if it was asked, the rules by which it renamed tensors, and groups
+        of names in the catalog that it ties, the Hub's first.
     """
     config = base.config if base is not None and base.tensors is None else None
     is_known = (
@@ -641,30 +642,31 @@ def _name_as_saved(
         or not options.ask_class
         or not may_differ_in_memory(config)
     ):
-        return chosen, None, ()
+        return chosen, None, (), ()
     tensors = chosen.catalog.tensors
     sources = {selection.live.get(source, name): source for source, name in chosen.names.items()}
     try:
         shapes = {name: tensors[source].shape for name, source in sources.items()}
         form = ask_hub_form(base.directory, shapes, on_start=lambda: on_step(asking(config)))
     except ShardkitError:  # without the class the names stay as they are
-        return chosen, None, ()
+        return chosen, None, (), ()
     if form.made is None:
-        return replace(chosen, warnings=(*chosen.warnings, *_lost_form(form))), None, ()
+        return replace(chosen, warnings=(*chosen.warnings, *_lost_form(form))), None, (), ()
+    ties = tuple(tuple(sources[name] for name in group if name in sources) for group in form.ties)
     if all(isinstance(made, Stored) and made.name == name for name, made in form.made.items()):
         computed = [name for name in sources if name not in form.made]
         if not computed:
-            return chosen, form.answer, ()
+            return chosen, form.answer, (), ties
         note = f"not written, the model computes them: {listed(computed)}"
         kept = {source: name for source, name in chosen.names.items() if name in form.made}
-        return replace(chosen, names=kept, notes=(*chosen.notes, note)), form.answer, ()
+        return replace(chosen, names=kept, notes=(*chosen.notes, note)), form.answer, (), ties
     warning = (
         f"nothing tells the names that the model has on the Hub: those that {form.answer.model_class}.save_pretrained "
         f"gives were taken; --base MODEL makes sure, because a model of another prefix is possible"
     )
     rules = find_rules({made.name: name for name, made in form.made.items() if isinstance(made, Stored)})
     chosen = _made(chosen, form.made, sources)
-    return replace(chosen, warnings=(*chosen.warnings, warning)), form.answer, rules
+    return replace(chosen, warnings=(*chosen.warnings, warning)), form.answer, rules, ties
 
 
 def _lost_form(form: HubForm) -> Iterator[str]:
@@ -699,8 +701,12 @@ def _fit(
     options: JobOptions,
     sieve: Sieve,
     ask: Callable[[Base], ModelNames | None],
+    tied: tuple[tuple[str, ...], ...],
 ) -> tuple[Chosen, Ties, Fit, tuple[KeyRule, ...]]:
     """Decide on ties, and compare names and shapes with the base's. Where they differ, its class may know why.
+
+    Args:
+        tied: groups of names in the catalog that the class ties, the Hub's first.
 
     Returns:
         What is written, the ties, how it fits, and the rules by which the class renamed tensors. None of it is about
@@ -712,6 +718,7 @@ def _fit(
         return chosen, _NO_TIES, Fit(), ()
     asked, renamed, base = sieve.asked, tuple[KeyRule, ...](), vocabulary.base
     recorded = RecordedNames() if base_shapes(base) is not None else recorded_names(checkpoint)
+    recorded = recorded._replace(ties=(*recorded.ties, *tied))
     if asked is None:
         chosen = sieve.sift(chosen, selection)
         ties, shapes, groups = _ties(chosen, base, None, recorded)
