@@ -44,6 +44,8 @@ class Reason:
     """Regular expression: what is found in the words of the step."""
     cases: Mapping[str, tuple[str, ...]]
     """Step, or several with blanks between -> the models."""
+    goes_on: bool = False
+    """True where the step makes what others take, though it is wrong."""
 
 
 REASONS = {
@@ -57,6 +59,14 @@ REASONS = {
         text="transformers' own model fails in its forward in bf16.",
         said=r"expected m1 and m2 to have the same dtype",
         cases={"reference": ("deberta",)},
+    ),
+    "overwritten": Reason(
+        text="transformers itself overwrites a value of the file each time that it loads the model: the last of"
+        " `balancing_biases` in `zaya`, the embedding of the padding token in `youtu`. shardkit keeps what the file"
+        " has.",
+        said=r"^wrong: (model\.layers\.0\.mlp\.gate\.balancing_biases|lm_head\.weight|\.logits): off by",
+        cases={"direct broadcast presharded stock logits": ("zaya", "youtu+padding")},
+        goes_on=True,
     ),
 }
 
@@ -76,9 +86,13 @@ def expected(name: str) -> dict[str, str]:
             continue
         if step == "bare" and ZOO[name].names != "hub":
             continue
-        if all(found.get(needed) == "" for needed in NEEDS.get(step, ())):
+        if all(_made(found.get(needed)) for needed in NEEDS.get(step, ())):
             found[step] = failing.get(step, "")
     return found
+
+
+def _made(reason: str | None) -> bool:
+    return reason is not None and (not reason or REASONS[reason].goes_on)
 
 
 def named(said: Mapping[str, str], name: str) -> dict[str, str]:

@@ -20,7 +20,8 @@ _HEAD = """\
 # Models
 
 {count} tiny models of {types} architectures of transformers {version} go through everything that shardkit does, in bf16.
-Their weights are random, and no two tensors are alike.
+Their weights are random, and no two tensors are alike. An architecture that the installed transformers lacks is left
+out: `lara_mini` came with 5.24.
 
 - **preshard**: `shardkit preshard` for 4 ranks. All that follows runs on 2 ranks.
 - **three phases**: `prepare`, `wrap`, `finalize`, from the Hub directory (each rank reads, or for a third of the models

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tests.models.architecture import Architecture
 from tests.models.experts import EXPERTS
 from tests.models.multimodal import VISION_LANGUAGE
+from tests.models.newer import NEWER
 from tests.models.recurrent import RECURRENT
 from tests.models.repos import REPOS, write
 from tests.models.senses import SENSES
@@ -39,7 +40,7 @@ _CONVERTED = (
 """Whose tensors are others in the Hub's file than in memory."""
 _LIVE = (replace(each, name=f"{each.name}+live", names="live") for each in _ALL if each.name in _CONVERTED)
 _REPOS = [architecture for architecture, _ in REPOS.values()]
-ZOO: dict[str, Architecture] = {each.name: each for each in (*_ALL, *_LIVE, *_REPOS)}
+ZOO: dict[str, Architecture] = {each.name: each for each in (*_ALL, *_LIVE, *_REPOS, *NEWER)}
 """Name -> architecture."""
 
 IN_MAKE_TEST = frozenset(
@@ -53,6 +54,7 @@ IN_MAKE_TEST = frozenset(
         *("t5", "marian", "m2m_100"),
         *("qwen2_vl", "llava+tied", "paligemma", "mllama", "clip"),
         *("dinov2", "resnet", "wav2vec2", "whisper"),
+        *("deepseek_v4", "diffusion_gemma"),
         *(each.name for each in _REPOS),
     )
 )

@@ -134,6 +134,7 @@ def prepare_model(name: str, out: Path) -> None:
     home.mkdir()
     make_hub(architecture, home / "hub")
     assert not shardkit.verify(home / "hub").warnings
+    assert not shardkit.inspect(home / "hub").warnings
     log.step("reference", partial(reference, architecture, home / "hub", home))
     log.step("preshard", partial(preshard, home))
     (home / "prepared.json").write_text(json.dumps(log.found))
