@@ -134,6 +134,11 @@ _FORETELLING = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_la
 """Layers that follow those that the config counts."""
 _LOOPED = re.compile(r"loops|cycles|ut_steps|recurrent_(?:steps|depth)|repeats")
 """Keys of models that go through a layer several times, and may count it as often."""
+_MOST_OF_A_SEQUENTIAL = 2  # weight and bias; between them are activations, which have none
+_OF_IMAGES = (
+    "ForImageClassification",
+    "ForImageTextRetrieval",
+)  # classes of CLIP and BLIP-2 without a text's embedding
 _MIN_BLOCKS = 4  # fewer blocks have no two inner ones to compare
 _OF_SCALES = re.compile(r"scales?(?:_inv|_2)?$|zeros?$|zero_point$|(?:absmax|quant_map|g_idx|SCB)$")
 _TOKENS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -188,6 +193,9 @@ def find_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> 
     counted = set(_counted(config))
     # BEiT has a vocabulary of images.
     gaps, is_text = list[Gap](), _is_number(text.get("vocab_size")) and "patch_size" not in text
+    is_text = is_text and not any(
+        str(config.get("architectures")).endswith(f"{each}']") for each in _OF_IMAGES
+    )
     if is_text:
         gaps += _embedding(shapes, text["vocab_size"])
         gaps += _length(lists, shapes, text, counted)
@@ -262,7 +270,8 @@ def _holes(path: str, blocks: Mapping[int, set[str]]) -> Iterator[Gap]:
     last = max(blocks)
     lost = [f"{path}.{index}" for index in range(min(last, 1 << 16)) if index not in blocks]
     if lost:
-        yield Gap(f"whole layers: {listed(lost)}", "layers")
+        if max(map(len, blocks.values())) > _MOST_OF_A_SEQUENTIAL:
+            yield Gap(f"whole layers: {listed(lost)}", "layers")
         return
     if len(blocks) < _MIN_BLOCKS:
         return
