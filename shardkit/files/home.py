@@ -44,8 +44,10 @@ def home_of(directory: str) -> str:
     It is the one folder that `.metadata` names, if there is a manifest in it and none in the directory. A link to a
     folder elsewhere is no home. Raises nothing because of what lies there: opening says what is wrong.
     """
+    if storage.lexists(os.path.join(directory, MANIFEST)):
+        return directory
     names = _listed(directory)
-    if METADATA not in names or MANIFEST in names or not any(map(is_data_folder, names)):
+    if METADATA not in names or not any(map(is_data_folder, names)):
         return directory
     folder = _named_folder(directory)
     if folder is None or folder not in names:

@@ -38,6 +38,7 @@ from shardkit.training.fill.reading import (
     match,
     say_checked,
 )
+from shardkit.training.fill.samples import kept_open, take_samples
 from shardkit.training.fill.source import Source, find_weights, has_factors, open_source, remember
 from shardkit.training.model.between import check_hidden, check_new_ties, release, say_put_back
 from shardkit.training.model.buffers import (
@@ -74,6 +75,7 @@ from shardkit.transfer.checks import CheckedSource
 _log = logging.getLogger("shardkit")
 
 _OPENING = "opening the source"
+_COMPARING = "comparing the ranks' sources"
 _APART = "make them one parameter, or give each its memory: parameter.data = parameter.data.clone()"
 _SLACK_NBYTES = 4096  # an allocator's rounding
 
@@ -133,7 +135,7 @@ def finalize(
     if ctx.source is not None:
         supply = supply_of(ctx)
         own = [*shards, *read_states(model, ctx)]
-        filled = fill(own, supply, options, choose_sources(shards, supply, options))
+        filled = _fill_compared(shards, own, supply, options)
         ctx.checked = filled.checked
         say_checked(filled.checked, check_source=check_source)
     with agreed("initialising parameters"):
@@ -210,7 +212,7 @@ def load_into(
     states = states_to_read(model, supply.weights)
     _say_left_out(states.note)
     own = [*apart(shards), *states.shards]
-    filled = fill(own, supply, options, choose_sources(shards, supply, options))
+    filled = _fill_compared(shards, own, supply, options)
     say_checked(filled.checked, check_source=check_source)
     _prove(model, shards, filled, None, own)
     remember(model, supply.weights)
@@ -259,7 +261,7 @@ def _open(
     used, unused = (weights.stored_names(), weights.unused) if weights is not None else ((), ())
     elsewhere, are_stages = unused_here_alone(frozenset(used), frozenset(unused))
     if weights is not None and are_stages:
-        weights = replace(weights, identity=weights.source_identity)
+        weights = replace(weights, identity=weights.source_identity, sampled_files=0)
     with agreed("comparing the source with the model"):
         if weights is not None:
             check_untied(broken_ties(model), weights)
@@ -324,8 +326,21 @@ def _say_unlike_computed(buffers: Sequence[str]) -> None:
         )
 
 
+def _fill_compared(
+    shards: Sequence[LocalShard], own: Sequence[LocalShard], supply: Supply, options: ReadOptions
+) -> Filled:
+    """Compare what the ranks see, and fill what each of them has; every rank calls it."""
+    with kept_open() as opened:
+        sources = choose_sources(shards, supply, options, opened)
+        return fill(own, supply, options, sources, opened)
+
+
 def fill(
-    shards: Sequence[LocalShard], supply: Supply, options: ReadOptions, sources: Sequence[int] | None
+    shards: Sequence[LocalShard],
+    supply: Supply,
+    options: ReadOptions,
+    sources: Sequence[int] | None,
+    opened: dict[str, int] | None = None,
 ) -> Filled:
     """Fill shards from a source, one way or the other; every rank calls it.
 
@@ -334,8 +349,9 @@ def fill(
         supply: what fills them.
         options: how they are filled.
         sources: from `choose_sources`.
+        opened: files that `choose_sources` has opened.
     """
-    filled = _fill_read(shards, supply, options, sources)
+    filled = _fill_read(shards, supply, options, sources, opened)
     if supply.targets:
         computed = fill_factors(shards, supply, sources, check_source=options.check_source)
         filled.add(computed)
@@ -344,7 +360,11 @@ def fill(
 
 
 def _fill_read(
-    shards: Sequence[LocalShard], supply: Supply, options: ReadOptions, sources: Sequence[int] | None
+    shards: Sequence[LocalShard],
+    supply: Supply,
+    options: ReadOptions,
+    sources: Sequence[int] | None,
+    opened: dict[str, int] | None,
 ) -> Filled:
     """Fill what is read as it is."""
     if sources is not None:
@@ -352,7 +372,7 @@ def _fill_read(
     assert supply.weights is not None
     with agreed("comparing the source with the model"):
         wanted = match(shards, supply)
-    return fill_direct(wanted, supply.weights, check_source=options.check_source)
+    return fill_direct(wanted, supply.weights, check_source=options.check_source, opened=opened)
 
 
 class _Told(NamedTuple):
@@ -367,7 +387,9 @@ class _Told(NamedTuple):
     options: str
 
 
-def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions) -> list[int] | None:
+def choose_sources(
+    shards: Sequence[LocalShard], supply: Supply, options: ReadOptions, opened: dict[str, int]
+) -> list[int] | None:
     """Return the source rank of every rank, or None if each reads for itself; every rank calls it.
 
     A source rank is the first of its group that can open the source. What was decided, and why,
@@ -377,6 +399,7 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
         shards: of this rank; they tell the replicas of a mesh from each other.
         supply: whether this rank can open the source.
         options: what the caller wants; the same on all ranks.
+        opened: from `kept_open`; gets the files of which some bytes were compared.
 
     Raises:
         UsageError: on all ranks: they want different things.
@@ -387,10 +410,9 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
     if options.source_rank != "global":
         group = _node() if options.source_rank == "node" else _replica(shards)
     asked = f"{options.strategy}, {options.source_rank}, check_source={options.check_source}"
-    mine = _Told(
-        None if supply.weights is None else supply.weights.identity, supply.unavailable, group, asked
-    )
-    told = [_Told(*each) for each in gather_json(mine, phase="comparing the ranks' sources")]
+    with agreed(_COMPARING):
+        mine = _Told(*_identity(supply, options, opened), group, asked)
+    told = [_Told(*each) for each in gather_json(mine, phase=_COMPARING)]
     if any(each.options != told[0].options for each in told):
         raise UsageError(
             "the ranks do not have the same strategy, source_rank and check_source",
@@ -399,6 +421,19 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
     if options.strategy != "broadcast" and _all_read(told, options.strategy):
         return None
     return _sources(told, options.source_rank)
+
+
+def _identity(supply: Supply, options: ReadOptions, opened: dict[str, int]) -> tuple[str | None, str | None]:
+    """Return what tells this rank's weights from others; or None, and why they cannot be read."""
+    weights = supply.weights
+    if weights is None:
+        return None, supply.unavailable
+    if world()[1] == 1 or (options.strategy, options.source_rank) == ("broadcast", "global"):
+        return weights.identity, None  # nobody's weights are compared
+    try:
+        return f"{weights.identity} {take_samples(weights, opened)}", None
+    except ResourceError as error:
+        return None, str(error)
 
 
 def _all_read(told: Sequence[_Told], strategy: Strategy) -> bool:

@@ -23,6 +23,7 @@ from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
 from shardkit.training.fill.reading import Filled, ReadOptions, Strategy
+from shardkit.training.fill.samples import kept_open
 from shardkit.training.fill.source import remember
 from shardkit.training.finalize import (
     choose_sources,
@@ -165,7 +166,8 @@ class UnitFiller:
     def _locate(self) -> None:
         """Decide once who reads."""
         if self._ctx.source is not None:
-            self._sources = choose_sources([], self._supply, self._options)
+            with kept_open() as opened:
+                self._sources = choose_sources([], self._supply, self._options, opened)
         with agreed("opening the source"):
             if self._supply.weights is not None:
                 self._supply = replace(self._supply, weights=self._supply.weights.located())

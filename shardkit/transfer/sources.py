@@ -96,6 +96,7 @@ class SourceFiles:
         check: told of everything that is read.
         on_read: told of what is read of each file, as it lies on disk.
         records: those that are opened before they are read.
+        opened: descriptors by path, of which it takes out and closes what it reads.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class SourceFiles:
         check: SourceCheck | None = None,
         on_read: OnRead | None = None,
         records: ForeseenRecords | None = None,
+        opened: dict[str, int] | None = None,
     ) -> None:
         self.check, self.on_read, self.records = check, on_read, records
         self.recent = _RecentBlocks(recent_bytes)
@@ -117,8 +119,10 @@ class SourceFiles:
         self._decoded: dict[int, tuple[memoryview, list[Run]]] = {}
         self._expected: Mapping[int, Sequence[tuple[int, int]]] = {}
         self._num_places = 1
+        self._opened = {} if opened is None else opened
         # Half of what this process may have open: the smallest usual limit is 256.
-        self._max_open = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, _MIN_OPEN), _MAX_OPEN)
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - len(self._opened)
+        self._max_open = min(max(limit, _MIN_OPEN), _MAX_OPEN)
 
     def __enter__(self) -> SourceFiles:
         return self
@@ -190,13 +194,15 @@ class SourceFiles:
     def _open_checked(self, file: int, *, is_soon: bool = False) -> int:
         source = self._files[file]
         try:
-            fd = storage.open_fd(source.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = self._opened.pop(source.path, -1)
+            if fd < 0:
+                fd = storage.open_fd(source.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise ResourceError(f"cannot open {escape(source.name)}: {error.strerror}") from error
         stamp = FileStamp.of(storage.fstat(fd))
         if stamp.size != source.size or self._stamps.setdefault(file, stamp) != stamp:
             storage.close_fd(fd)
-            raise _changed([source.name])
+            raise changed([source.name])
         if file in self._expected:
             storage.will_read(fd, self._expected[file], num_places=self._num_places, is_soon=is_soon)
         return fd
@@ -228,7 +234,7 @@ class SourceFiles:
                 decode, runs = self._files[file].decode, None if self.check is None else self.check.runs()
                 assert decode is not None
                 if file in self._stamps and _stamp_now(self._files[file].path) != self._stamps[file]:
-                    raise _changed([self._files[file].name])
+                    raise changed([self._files[file].name])
 
                 def tell(path: str, start: int, data: memoryview) -> None:
                     if self.on_read is not None:
@@ -285,13 +291,13 @@ class SourceFiles:
         Raises:
             IntegrityError: names every file that changed.
         """
-        changed = [
+        found = [
             self._files[file].name
             for file, stamp in self._stamps.items()
             if _stamp_now(self._files[file].path) != stamp
         ]
-        if changed:
-            raise _changed(changed)
+        if found:
+            raise changed(found)
 
 
 def _stamp_now(path: str) -> FileStamp | None:
@@ -471,7 +477,8 @@ class Reader:
             done += count
 
 
-def _changed(names: Sequence[str]) -> IntegrityError:
+def changed(names: Sequence[str]) -> IntegrityError:
+    """Return the error that files have changed."""
     return IntegrityError(
         f"{len(names)} source file{'s' * (len(names) > 1)} changed while being read",
         problems=[escape(name) for name in names],

@@ -14,6 +14,7 @@ from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError
+from shardkit.files.digest import crc32
 from shardkit.files.links import locate
 from shardkit.files.strict_json import open_regular, read_small
 
@@ -116,10 +117,24 @@ def read(directory: str, file: str) -> ChunkList:
         IntegrityError: the list disagrees with the name or size of its file.
         ResourceError: one of the two may not be read.
     """
-    name = name_for(file)
-    data = read_small(locate(directory, name), name, _MAX_BYTES)
     with open_regular(locate(directory, file), file) as (_, size):
         pass
+    return read_beside(directory, file, size)[0]
+
+
+def read_beside(directory: str, file: str, size: int) -> tuple[ChunkList, int]:
+    """Return the chunk list of a shard file that is not opened for it, and the CRC-32 of the list's bytes.
+
+    Args:
+        directory: where both lie.
+        file: name of the shard file.
+        size: of the shard file, in bytes.
+
+    Raises:
+        SourceError, IntegrityError, ResourceError: as `read`, of the list.
+    """
+    name = name_for(file)
+    data = read_small(locate(directory, name), name, _MAX_BYTES)
     try:
         content = json.loads(data)
         listed = _parse(content)
@@ -129,7 +144,7 @@ def read(directory: str, file: str) -> ChunkList:
         raise IntegrityError(
             f"{escape(name)} describes {escape(listed.file)} of {listed.size} bytes, {escape(file)} has {size}"
         )
-    return listed
+    return listed, crc32(data)
 
 
 def _parse(content: Mapping[str, object]) -> ChunkList:

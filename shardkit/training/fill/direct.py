@@ -25,13 +25,20 @@ _PIECE_NBYTES = 16 * MIB
 _IN_FLIGHT = 3  # pieces
 
 
-def fill_direct(wanted: Sequence[Wanted], weights: Weights, *, check_source: bool = True) -> Filled:
+def fill_direct(
+    wanted: Sequence[Wanted],
+    weights: Weights,
+    *,
+    check_source: bool = True,
+    opened: dict[str, int] | None = None,
+) -> Filled:
     """Fill shards from storage; every rank calls it.
 
     Args:
         wanted: what this rank holds, from `match`.
         weights: opened by this rank.
         check_source: compare what is read with the checksums in the source.
+        opened: files that are open already; they are taken out.
 
     Returns:
         What this rank filled, by FQN.
@@ -49,7 +56,7 @@ def fill_direct(wanted: Sequence[Wanted], weights: Weights, *, check_source: boo
                     regions.setdefault(item.entry.fqn, []).append(item.region)
             catalog = weights.located(regions).catalog
             check = SourceCheck(catalog) if check_source else None
-            sources = stack.enter_context(SourceFiles(catalog.files, check=check))
+            sources = stack.enter_context(SourceFiles(catalog.files, check=check, opened=opened))
             reads = [
                 read
                 for item in mine

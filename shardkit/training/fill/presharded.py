@@ -18,19 +18,16 @@ from shardkit.core.placements import Placements
 from shardkit.core.regions import Region, find_tiling_error, full_region, intersect
 from shardkit.core.text import count, escape
 from shardkit.core.threads import map_at_once
-from shardkit.errors import IntegrityError, LayoutError, ShardkitError, SourceError
+from shardkit.errors import IntegrityError, LayoutError, ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage, stores
-from shardkit.files.digest import crc32
 from shardkit.files.home import home_of, path_in
-from shardkit.files.strict_json import read_small
+from shardkit.files.links import locate
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.dcp.chunk_list import ChunkList, ListedChunk
 from shardkit.formats.hub.base import read_derived, read_key_rules, source_key_rules
 from shardkit.keys.expressions import Expression
 from shardkit.keys.renaming import KeyRule
 from shardkit.layout.recorded import recorded_layout
-
-_MAX_LIST_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +98,15 @@ class Presharded:
                         found.add(number)
         return sorted(found)
 
-    def _with_chunks(self, lists: Mapping[int, ChunkList]) -> Catalog:
+    def _with_chunks(self, lists: Mapping[int, tuple[ChunkList, FileStamp]]) -> Catalog:
         whole = self.catalog
         catalog = Catalog(format=whole.format, directory=whole.directory, files=list(whole.files))
         rows: dict[str, list[tuple[int, ListedChunk]]] = {}
-        for number, listed in lists.items():
+        for number, (listed, stamp) in lists.items():
             stored = ((chunk.data_start, chunk.data_nbytes, chunk.crc32) for chunk in listed.chunks)
             catalog.files[number] = replace(
                 whole.files[number],
-                stamp=FileStamp.of(storage.stat(whole.files[number].path)),
+                stamp=stamp,
                 checksums=Checksums.of(stored),
             )
             for chunk in listed.chunks:
@@ -256,8 +253,10 @@ def _ties(groups: Sequence[Sequence[str]], placements: Mapping[str, object]) -> 
     return found
 
 
-def _read_lists(directory: str, files: Mapping[int, manifest.ShardFile]) -> dict[int, ChunkList]:
-    found: dict[int, ChunkList] = {}
+def _read_lists(
+    directory: str, files: Mapping[int, manifest.ShardFile]
+) -> dict[int, tuple[ChunkList, FileStamp]]:
+    found: dict[int, tuple[ChunkList, FileStamp]] = {}
     errors: list[ShardkitError] = []
 
     def read(number: int) -> None:
@@ -276,11 +275,15 @@ def _read_lists(directory: str, files: Mapping[int, manifest.ShardFile]) -> dict
     return found
 
 
-def _read_list(directory: str, file: manifest.ShardFile) -> ChunkList:
-    listed = chunk_list.read(directory, file.name)
+def _read_list(directory: str, file: manifest.ShardFile) -> tuple[ChunkList, FileStamp]:
+    """Return a chunk list, and the stamp of its file, which is opened only to be read."""
+    try:
+        stamp = FileStamp.of(storage.stat(locate(directory, file.name)))
+    except OSError as error:
+        raise ResourceError(f"{escape(file.name)}: {error.strerror}") from error
+    listed, crc = chunk_list.read_beside(directory, file.name, stamp.size)
     if listed.size != file.size:
         raise IntegrityError(f"{escape(file.name)} has {listed.size} bytes, not {file.size}")
-    own = chunk_list.name_for(file.name)
-    if crc32(read_small(os.path.join(directory, own), own, _MAX_LIST_BYTES)) != file.chunks.crc32:
-        raise IntegrityError(f"{escape(own)} has been changed")
-    return listed
+    if crc != file.chunks.crc32:
+        raise IntegrityError(f"{escape(chunk_list.name_for(file.name))} has been changed")
+    return listed, stamp

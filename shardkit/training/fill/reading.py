@@ -100,6 +100,8 @@ class Weights:
     identity: str
     """Hex digest that is the same for every copy of these weights, whatever its path and times: of the
     manifest, or of sizes and headers."""
+    sampled_files: int = 0
+    """Of how many files at most `take_samples` compares some bytes."""
     source_identity: str = ""
     """The same digest of the source alone, whatever of it this model has: stages of a pipeline have different parts."""
     unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

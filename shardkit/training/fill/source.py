@@ -15,12 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit import formats
-from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
+from shardkit.core.catalog import Catalog, TensorEntry, subset
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, escape, listed
-from shardkit.core.threads import map_at_once
-from shardkit.errors import LayoutError, ResourceError
-from shardkit.files import manifest, storage, stores
+from shardkit.errors import LayoutError
+from shardkit.files import manifest, storage
 from shardkit.files.home import path_in
 from shardkit.formats.contract import Checkpoint, HubModel
 from shardkit.formats.dcp import METADATA
@@ -56,8 +55,7 @@ from shardkit.training.fill.reading import KeyRules, Weights
 from shardkit.training.ranks.local import ExpectedTensor
 
 _ATTRIBUTE = "_shardkit_key_rules"
-_NUM_SAMPLES = 64
-_SAMPLE_NBYTES = 256
+_MANY, _A_HANDFUL = 127, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +198,9 @@ class _Stored:
     select: Callable[[Collection[str]], Catalog]
     identity: Callable[[Catalog], object]
     """Plain data that tells these weights from others, given the catalog of the wanted ones."""
+    sampled_files: int = _MANY
+    """See `Weights`. All fine-tunes have equal headers. A save that has an id needs few: each file has a part of each
+    tensor, and a rank that opens all of a thousand others' opens nothing else for long."""
     hub_names: Mapping[str, str] | None
     """Stored name -> the Hub's; None if that is not known."""
     derived: Mapping[str, Expression] = field(default_factory=dict)
@@ -271,8 +272,9 @@ def find_weights(
         names={**found.names, **{fqn: made_name(fqn, stored.names) for fqn in found.converted}},
         made_of=made,
         convert=_own_code(model),
-        identity=_digest([stored.identity(catalog), _samples(catalog)]),
-        source_identity=_digest([stored.identity(Catalog(format="", directory=""))]),
+        identity=_digest(stored.identity(catalog)),
+        sampled_files=stored.sampled_files,
+        source_identity=_digest(stored.identity(Catalog(format="", directory=""))),
         unused={name: shapes[name] for name in found.unused},
         made=frozenset(found.made),
         follows_class=found.is_transformers,
@@ -420,6 +422,7 @@ def _of_records(source: Source, wanted: list[str]) -> _Stored:
         further_names=frozenset(presharded.ties if presharded is not None else ()),
         select=partial(subset, catalog),
         identity=lambda _: source.path if presharded is None else presharded.digest,
+        sampled_files=_A_HANDFUL if presharded is not None else 0,
         notes=(*catalog.notes, *notes) if presharded is None else (),
     )
 
@@ -441,14 +444,15 @@ def _of_hub(checkpoint: Checkpoint, model: HubModel) -> _Stored:
 def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) -> _Stored:
     names, notes = _select(source, wanted)
     config = next((read_config(directory) for directory in checkpoint.assets), None)
-    rules = saved_key_rules(checkpoint)
+    rules, digest = saved_key_rules(checkpoint), _file_digest(checkpoint.catalog.directory)
     return _Stored(
         names=names,
         hub_names=None if rules is None else _renamed(names, rules),
         derived=saved_derived(checkpoint),
         further_names=frozenset(name for _, *others in recorded_names(checkpoint).ties for name in others),
         select=partial(_selected, checkpoint),
-        identity=lambda catalog: [_file_digest(checkpoint.catalog.directory), _rows(catalog)],
+        identity=lambda catalog: [digest, _rows(catalog)],
+        sampled_files=_MANY if digest is None else _A_HANDFUL,
         config=config,
         quantised=None if checkpoint.dequantized is not None else why_quantised({}, config),
         notes=(*checkpoint.notes, *notes),
@@ -518,34 +522,6 @@ def _file_digest(directory: str) -> str | None:
         return None
     finally:
         storage.close_fd(fd)
-    return digest.hexdigest()
-
-
-def _samples(catalog: Catalog) -> str:
-    """Return a digest of a few bytes here and there: all fine-tunes of one model have equal headers."""
-    table, digest = catalog.chunks, hashlib.sha256()
-    places = [
-        (file, table.start[row], table.nbytes[row])
-        for row in range(len(table))
-        if table.nbytes[row] and not (file := catalog.files[table.file[row]]).decode
-    ] or [(file, 0, file.size) for file in catalog.files if not file.decode]
-
-    def sample(place: tuple[SourceFile, int, int]) -> bytes:
-        file, first, nbytes = place
-        start = first + nbytes // 2
-        try:
-            fd = storage.open_fd(file.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                return storage.pread(fd, min(_SAMPLE_NBYTES, first + nbytes - start), start)
-            finally:
-                storage.close_fd(fd)
-        except OSError as error:
-            raise ResourceError(f"{escape(file.name)}: {error.strerror}") from error
-
-    chosen = places[:: max(len(places) // _NUM_SAMPLES, 1)]
-    at_once = stores.connections(chosen[0][0].path) if chosen else 1
-    for data in map_at_once(sample, chosen, at_once):
-        digest.update(data)
     return digest.hexdigest()
 
 

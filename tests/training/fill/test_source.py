@@ -23,6 +23,7 @@ from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.formats.dcp import chunk_list
 from shardkit.operations.preshard import preshard
 from shardkit.training.fill.reading import Weights
+from shardkit.training.fill.samples import kept_open, take_samples
 from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.model.build import build_model
@@ -242,13 +243,13 @@ def test_a_rank_reads_no_list_but_those_of_its_files(
     shutil.copytree(hub("qwen3"), tmp_path / "bare")
     (tmp_path / "bare" / "config.json").unlink()
     preshard(str(tmp_path / "bare"), str(tmp_path / "out"), mesh="dp_replicate=2,dp_shard=8", wrap="none")
-    read, lists = chunk_list.read, list[str]()
+    read, lists = chunk_list.read_beside, list[str]()
 
-    def counted(directory: str, file: str) -> chunk_list.ChunkList:
+    def counted(directory: str, file: str, size: int) -> tuple[chunk_list.ChunkList, int]:
         lists.append(file)
-        return read(directory, file)
+        return read(directory, file, size)
 
-    monkeypatch.setattr(chunk_list, "read", counted)
+    monkeypatch.setattr(chunk_list, "read_beside", counted)
     weights = opened(build_model(str(hub("qwen3"))), tmp_path / "out")
     assert not lists
     mesh = parse_mesh("dp_replicate=2,dp_shard=8", None)
@@ -276,7 +277,12 @@ def test_identity_is_that_of_every_copy(hub: Callable[[str], Path], sharded: Pat
         os.utime(copy, (1, 1))
         for file in copy.iterdir():
             os.utime(file, (number + 5, number + 5))
-        assert opened(model, copy).identity == opened(model, source).identity
+        assert identity(opened(model, copy)) == identity(opened(model, source))
+
+
+def identity(weights: Weights) -> str:
+    with kept_open() as files:
+        return f"{weights.identity} {take_samples(weights, files)}"
 
 
 def test_identity_of_other_weights_differs(hub: Callable[[str], Path], tmp_path: Path) -> None:
@@ -288,7 +294,7 @@ def test_identity_of_other_weights_differs(hub: Callable[[str], Path], tmp_path:
     for number in range(2):
         save_dcp(models.reference("qwen3").state_dict(), tmp_path / str(number))
     sources = [hub("qwen3"), tmp_path / "tuned", tmp_path / "0", tmp_path / "1"]
-    assert len({opened(model, source).identity for source in sources}) == 4
+    assert len({identity(opened(model, source)) for source in sources}) == 4
 
 
 @pytest.mark.parametrize("root", ["", "model.", "state_dict.model.", "app.model.module."])

@@ -1,0 +1,93 @@
+"""Some bytes of a source, by which ranks see that they have the same weights: all fine-tunes have equal headers."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from typing import TypeVar
+
+from shardkit.core.catalog import Catalog, FileStamp
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError
+from shardkit.files import storage
+from shardkit.training.fill.reading import Weights
+from shardkit.transfer.sources import changed
+
+_Item = TypeVar("_Item")
+
+_NUM_PLACES = 64  # at least, and fewer than twice as many
+_PLACE_NBYTES = 256
+
+
+@contextlib.contextmanager
+def kept_open() -> Iterator[dict[str, int]]:
+    """Hold the descriptors of files by path, until `SourceFiles` takes them or it is left."""
+    opened = dict[str, int]()
+    try:
+        yield opened
+    finally:
+        for fd in opened.values():
+            storage.close_fd(fd)
+
+
+def take_samples(weights: Weights, opened: dict[str, int]) -> str:
+    """Return a digest of some bytes of weights. Their identity says which: ranks that have the same read the same.
+
+    Args:
+        weights: opened by this rank.
+        opened: from `kept_open`; gets the files.
+
+    Raises:
+        IntegrityError: one is not the file that was looked at.
+        ResourceError: one cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file, start, nbytes in _places(weights.catalog, weights.identity, weights.sampled_files):
+        source = weights.catalog.files[file]
+        try:
+            fd = opened.get(source.path)
+            if fd is None:
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+                fd = opened[source.path] = storage.open_fd(source.path, flags)
+                if source.stamp not in (None, FileStamp.of(storage.fstat(fd))):
+                    raise changed([source.name])
+            digest.update(storage.pread(fd, nbytes, start))
+        except OSError as error:
+            raise ResourceError(f"{escape(source.name)}: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _places(catalog: Catalog, identity: str, most_files: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (file, first byte, bytes): one place, drawn at random, in each of many parts of the data of some files.
+
+    The parts are runs of chunks, or pieces of each where they are few; of each file, where chunks are not known.
+    """
+    table = catalog.chunks
+    parts = [
+        (table.file[row], table.start[row], table.nbytes[row])
+        for row in range(len(table))
+        if table.nbytes[row] and not catalog.files[table.file[row]].decode
+    ] or [(number, 0, file.size) for number, file in enumerate(catalog.files) if not file.decode]
+    files = set(_draw(sorted({file for file, _, _ in parts}), most_files, identity))
+    parts = [part for part in parts if part[0] in files]
+    pieces = -(-_NUM_PLACES // max(len(parts), 1))
+    for at, (file, first, nbytes) in enumerate(_draw(parts, 2 * _NUM_PLACES - 1, identity)):
+        for piece in range(pieces):
+            start, stop = (first + nbytes * each // pieces for each in (piece, piece + 1))
+            place = start + _number(identity, at, piece) % max(stop - start - _PLACE_NBYTES + 1, 1)
+            yield file, place, min(_PLACE_NBYTES, stop - place)
+
+
+def _draw(items: list[_Item], most: int, identity: str) -> Iterator[_Item]:
+    """Yield all of some items; or at most so many, and at least half of that, one out of each run of them."""
+    step = -(-len(items) // max(most, 1))
+    for first in range(0, len(items) if most else 0, max(step, 1)):
+        run = items[first : first + step]
+        yield run[_number(identity, first) % len(run)]
+
+
+def _number(identity: str, *places: int) -> int:
+    """Return a number that the same content has everywhere, whatever the version of Python."""
+    return int.from_bytes(hashlib.sha256(f"{identity} {places}".encode()).digest()[:8], "little")

@@ -1,0 +1,106 @@
+"""What a rank opens of a pre-sharded directory: each file once, and no more of them where there are more ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+import shardkit
+from shardkit.errors import SourceError
+from tests.training.stores_world import VERBS, Model
+from tests.worlds.ranks import Ranks
+
+pytestmark = pytest.mark.dist
+
+_opened: list[str] | None = None
+
+
+def make(out: Path) -> None:
+    (out / "hub").mkdir()
+    torch.manual_seed(0)
+    save_file(Model().state_dict(), out / "hub/model.safetensors")
+    for size in (2, 4, 8):
+        shardkit.preshard(out / "hub", out / f"sharded-{size}", world_size=size, wrap="none")
+    sys.addaudithook(_note)  # in all ranks of all groups: they are forks
+
+
+def _note(event: str, given: tuple[Any, ...]) -> None:
+    if _opened is not None and event in ("open", "os.listdir", "os.scandir"):
+        _opened.append(str(given[0]))
+
+
+@contextmanager
+def opened(directory: Path) -> Iterator[Counter[str]]:
+    """Count how often each file of a directory is opened, and the directory itself as "."."""
+    global _opened
+    _opened, found = [], Counter[str]()
+    try:
+        yield found
+    finally:
+        found.update(os.path.relpath(path, directory) for path in _opened if path.startswith(str(directory)))
+        _opened = None
+
+
+two, four, eight = Ranks(__name__, 2, first=make), Ranks(__name__, 4), Ranks(__name__, 8)
+
+
+def opens_few_files(load: Callable[[str], nn.Module], out: Path) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with opened(out / f"sharded-{size}") as found:
+        load(str(out / f"sharded-{size}"))
+    assert set(found.values()) == {1}, found
+    own = {".", "shardkit.json", f"__{rank}_0.distcp", f"__{rank}_0.chunks.json"}
+    assert own <= found.keys()
+    others = found.keys() - own
+    assert all(name.endswith(".distcp") for name in others)
+    assert len(others) <= 4  # of them a few bytes are compared between ranks
+
+
+@two.test_each(VERBS)
+def test_two_ranks(load: Callable[[str], nn.Module], out: Path) -> None:
+    opens_few_files(load, out)
+
+
+@four.test_each(VERBS)
+def test_four_ranks(load: Callable[[str], nn.Module], out: Path) -> None:
+    opens_few_files(load, out)
+
+
+@eight.test_each(VERBS)
+def test_eight_ranks(load: Callable[[str], nn.Module], out: Path) -> None:
+    opens_few_files(load, out)
+
+
+@two.test
+def test_a_hub_model_is_opened_for_its_header_and_to_be_read(out: Path) -> None:
+    with opened(out / "hub") as found:
+        VERBS["load_into"](str(out / "hub"))
+    assert found["model.safetensors"] == 2
+
+
+@eight.test
+def test_other_bytes_below_the_same_manifest_are_noticed(out: Path) -> None:
+    """Nothing is compared with checksums, and only the bytes of tensors differ."""
+    rank, source = dist.get_rank(), out / "sharded-8"
+    if rank == 5:
+        source = shutil.copytree(source, out / "other")
+        for path in source.glob("*.distcp"):
+            content = path.read_bytes()
+            path.write_bytes(bytes(each ^ 1 for each in content[:-64]) + content[-64:])
+    with torch.device("meta"):
+        model = Model()
+    with pytest.raises(SourceError) as caught:
+        shardkit.load_into(model, source, strategy="direct", check_source=False)
+    assert caught.value.problems == ("rank 5: other weights than rank 0",)
