@@ -38,7 +38,7 @@ from shardkit.training.fill.reading import (
     match,
     say_checked,
 )
-from shardkit.training.fill.samples import kept_open, take_samples
+from shardkit.training.fill.samples import kept_open, take_samples, versions
 from shardkit.training.fill.source import Source, find_weights, has_factors, open_source, remember
 from shardkit.training.model.between import check_hidden, check_new_ties, release, say_put_back
 from shardkit.training.model.buffers import (
@@ -382,6 +382,8 @@ class _Told(NamedTuple):
     """Of the weights that it sees; None if it cannot open them."""
     reason: str | None
     """Why it cannot."""
+    is_version: bool
+    """The identity is of objects in a store, and no bytes were compared."""
     group: str
     """Ranks of the same group are served by one source."""
     options: str
@@ -410,9 +412,13 @@ def choose_sources(
     if options.source_rank != "global":
         group = _node() if options.source_rank == "node" else _replica(shards)
     asked = f"{options.strategy}, {options.source_rank}, check_source={options.check_source}"
-    with agreed(_COMPARING):
-        mine = _Told(*_identity(supply, options, opened), group, asked)
-    told = [_Told(*each) for each in gather_json(mine, phase=_COMPARING)]
+    for compares_bytes in (False, True):
+        with agreed(_COMPARING):
+            found = _identity(supply, options, opened, compares_bytes=compares_bytes)
+        told = [_Told(*each) for each in gather_json([*found, group, asked], phase=_COMPARING)]
+        # In stores the same weights may be of several versions: in two regions.
+        if not any(each.is_version for each in told) or len({each.identity for each in told} - {None}) == 1:
+            break
     if any(each.options != told[0].options for each in told):
         raise UsageError(
             "the ranks do not have the same strategy, source_rank and check_source",
@@ -423,17 +429,20 @@ def choose_sources(
     return _sources(told, options.source_rank)
 
 
-def _identity(supply: Supply, options: ReadOptions, opened: dict[str, int]) -> tuple[str | None, str | None]:
-    """Return what tells this rank's weights from others; or None, and why they cannot be read."""
+def _identity(
+    supply: Supply, options: ReadOptions, opened: dict[str, int], *, compares_bytes: bool
+) -> tuple[str | None, str | None, bool]:
+    """Return what tells this rank's weights from others; or None, and why they cannot be read; see `_Told`."""
     weights = supply.weights
     if weights is None:
-        return None, supply.unavailable
+        return None, supply.unavailable, False
     if world()[1] == 1 or (options.strategy, options.source_rank) == ("broadcast", "global"):
-        return weights.identity, None  # nobody's weights are compared
+        return weights.identity, None, False  # nobody's weights are compared
     try:
-        return f"{weights.identity} {take_samples(weights, opened)}", None
+        version = None if compares_bytes else versions(weights)
+        return f"{weights.identity} {version or take_samples(weights, opened)}", None, version is not None
     except ResourceError as error:
-        return None, str(error)
+        return None, str(error), False
 
 
 def _all_read(told: Sequence[_Told], strategy: Strategy) -> bool:

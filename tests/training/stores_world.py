@@ -2,8 +2,9 @@
 
     python stores_world.py REQUEST
 
-REQUEST is JSON: {"verb", "source", "out", "num_ranks", "fault"}. Each rank writes OUT/<rank>.json: by name, the sum of the
-whole tensor; or what `save` says. It is a script: its processes have not used a store before.
+REQUEST is JSON: {"verb", "source", "out", "num_ranks", "fault"}; `{rank}` in a source is the rank. Each rank writes
+OUT/<rank>.json: by name, the sum of the whole tensor; or what `save` says. It is a script: its processes have not used a
+store before.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def run(request: dict[str, Any], place: dict[str, str], rank: int) -> None:
         if "error" not in answer:
             end_world()
         os._exit(0)  # a rank that was killed would be waited for
-    state = VERBS[request["verb"]](request["source"]).state_dict()
+    state = VERBS[request["verb"]](request["source"].format(rank=rank)).state_dict()
     whole = {name: value.full_tensor() for name, value in state.items() if isinstance(value, DTensor)}
     assert whole.keys() == state.keys()
     sums = {name: value.double().sum().item() for name, value in whole.items()}

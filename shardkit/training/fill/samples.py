@@ -12,6 +12,7 @@ from shardkit.core.catalog import Catalog, FileStamp
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError
 from shardkit.files import storage
+from shardkit.files.stores import is_remote
 from shardkit.training.fill.reading import Weights
 from shardkit.transfer.sources import changed
 
@@ -30,6 +31,22 @@ def kept_open() -> Iterator[dict[str, int]]:
     finally:
         for fd in opened.values():
             storage.close_fd(fd)
+
+
+def versions(weights: Weights) -> str | None:
+    """Return a digest of the versions of a source's objects in a store, of which alone anything is read; None elsewhere.
+
+    Raises:
+        ResourceError: an object is gone.
+    """
+    files = weights.catalog.files
+    if not files or not all(is_remote(file.path) for file in files):
+        return None
+    try:
+        found = [storage.stat(file.path).st_ino for file in files]  # of path and version
+    except OSError as error:
+        raise ResourceError(f"{escape(weights.path)}: {error.strerror}") from error
+    return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def take_samples(weights: Weights, opened: dict[str, int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +41,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         for each in sorted(path for name in ("hub", "nested") for path in (home / name).rglob("*")):
             if each.is_file():
                 obstore.put(client, str(each.relative_to(home)), each.read_bytes())
+        for rank in range(2):
+            obstore.put(
+                client, f"copy-{rank}/model.safetensors", (home / "hub/model.safetensors").read_bytes()
+            )
         yield Served(home, proxy)
 
 
@@ -76,3 +81,20 @@ def test_one_rank_lists(served: Served, tmp_path: Path, verb: str, name: str) ->
     assert four
     metadata = [seen for seen in served.proxy.seen if seen.path.endswith(".metadata")]
     assert len(metadata) == (name == "nested")
+
+
+@pytest.mark.dist
+def test_what_is_read_of_one_version_is_not_compared(served: Served, tmp_path: Path) -> None:
+    """Each request names the version that the first rank has listed."""
+    read(served, tmp_path / "four", "load_into", "nested", 4)
+    shards = Counter(seen.path for seen in served.proxy.seen if ".distcp" in seen.path)
+    assert len(shards) == 4
+    assert set(shards.values()) == {1}
+
+
+@pytest.mark.dist
+def test_copies_of_other_versions_are_compared_and_read_by_each(served: Served, tmp_path: Path) -> None:
+    read(served, tmp_path / "two", "load_into", "copy-{rank}", 2)
+    requests = Counter(seen.path for seen in served.proxy.seen if "model.safetensors" in seen.path)
+    first, second = (requests[f"/{servers.BUCKET}/copy-{rank}/model.safetensors"] for rank in range(2))
+    assert first == second == 3  # the header, the bytes that are compared, the tensors
