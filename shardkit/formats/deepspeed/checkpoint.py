@@ -496,7 +496,11 @@ def _is_cut(tag: Tag) -> bool:
 def _shapes(tag: Tag, state: ModelStates) -> dict[str, Shape | None]:
     """Return the parameters and their shapes; None if only the file has it."""
     if state.groups is not None and not _is_cut(tag):
-        return {name: shape for group in state.groups for name, shape in group.items()}
+        return {
+            name: (state.stacked[name], *shape[1:]) if name in state.stacked else shape
+            for group in state.groups
+            for name, shape in group.items()
+        }
     zero = os.path.join(tag.directory, "zero")
     return {name: None for name in sorted(listing(zero)) if _has_weights(tag, name)}
 

@@ -9,6 +9,9 @@ experts is one for each expert-parallel rank: `world / ep_size` ranks share it, 
 count the experts of one rank alone. Which ranks share follows `use_data_before_expert_parallelism`, and a
 checkpoint may not have that setting. So a few values decide: those in the experts' files are the masters, cast.
 
+AutoEP, which spreads the experts of a transformers model, stacks those of a rank: `PREFIX.experts.w1`, and w2, w3. In
+files, and here, each is a tensor: `PREFIX.experts.w1.E`.
+
 Source: DeepSpeed 0.19, runtime/engine.py (`_save_moe_checkpoint`), utils/groups.py
 (`_create_expert_and_data_parallel`) and runtime/zero/stage_1_and_2.py (`_configure_moe_settings`).
 """
@@ -20,6 +23,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf, prod
 from typing import NamedTuple
 
@@ -40,7 +44,7 @@ from shardkit.formats.deepspeed.zero import masters_of
 from shardkit.formats.rankfiles.flat import Weight
 from shardkit.formats.torchsave.file import TensorRef, TorchFile
 
-_EXPERT = re.compile(r"((?:.*\.)?deepspeed_experts\.)([0-9]{1,6})(\..+)", re.DOTALL)
+_EXPERT = re.compile(r"((?:.*?\.)?(?:deepspeed_experts|experts\.w[123])\.)([0-9]{1,6})((?:\..+)?)", re.DOTALL)
 _FORMATS = {"float32": "f", "float64": "d", "float16": "e", "bfloat16": "f"}
 _MAX_COMPARED = 256  # elements, of one parameter of each expert-parallel rank
 _ROUNDING = 2.0**-7  # of bfloat16, twice
@@ -54,6 +58,11 @@ def open_experts(tag: Tag, files: StateFiles, main: ModelStates) -> list[ExpertS
     Raises:
         SourceError: lists all that are missing or damaged.
     """
+    if main.has_own_places:
+        raise SourceError(
+            f"{escape(main.file.name)}: its experts are placed on ranks by rules of their own (AutoEP)",
+            hint="convert it with DeepSpeed's ds_to_universal.py, and give the directory that this makes",
+        )
     wanted = _wanted(files, main)
     missing = [_name(*key) for key in wanted if key not in files.experts]
     if missing:
@@ -122,7 +131,7 @@ def _whole_groups(
         if found := _EXPERT.fullmatch(name):
             numbers[found[1]].add(found[2])
     groups, problems = list[Mapping[str, Shape]](), list[str]()
-    for number, group in enumerate(main.groups or ()):
+    for number, group in enumerate(map(partial(_one_by_one, main.stacked), main.groups or ())):
         ep_size = optimizers[0].ep_size_of(number, len(optimizers))
         whole: dict[str, Shape] = {}
         for ep_rank in range(ep_size if ep_size > 1 else 0):
@@ -141,6 +150,17 @@ def _whole_groups(
         hint=_ANOTHER_SAVE,
     )
     return groups
+
+
+def _one_by_one(stacked: Mapping[str, int], group: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return a group with AutoEP's stacked experts as their files have them: one after another."""
+    found: dict[str, Shape] = {}
+    for name, shape in group.items():
+        if shape and shape[0] <= stacked.get(name, 0):
+            found |= {f"{name}.{at}": shape[1:] for at in range(shape[0])}
+        else:
+            found[name] = shape
+    return found
 
 
 class _Comparison(NamedTuple):

@@ -48,6 +48,8 @@ _EXPERT = re.compile(r"(?:layer_([0-9]{1,6})_)?expert_([0-9]{1,6})_mp_rank_([0-9
 _TRACKERS = ("latest", "latest_universal")
 _MAX_TRACKER = 4096
 _MAX_RANKS = 1 << 17
+_MAX_EXPERTS = 1 << 20  # of all layers
+_AUTOEP, _PER_EXPERT = ("w1", "w2", "w3"), "per_expert_files"
 _DATA_FIRST = "use_data_before_expert_parallelism"
 _UNIVERSAL = "convert it with DeepSpeed's ds_to_universal.py, and give the directory that this makes"
 _BY_ITSELF = "load it in the training script and save it whole: ds_to_universal.py does not convert experts"
@@ -102,6 +104,10 @@ class ModelStates:
     """Of each MoE layer."""
     is_data_first: bool
     """True if ranks with the same experts stand side by side."""
+    stacked: Mapping[str, int]
+    """Parameters of AutoEP that are made of experts, with the number of experts of the whole model."""
+    has_own_places: bool
+    """True if only AutoEP's own rules place these experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,21 +268,22 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
     tree = _tree(file)
     if "module" not in tree:
         raise _refusal(file, "it has no entry 'module'")
-    if tree.get("ds_autoep_layers") or tree.get("autoep_layers"):
-        raise SourceError(
-            f"{escape(file.name)}: its experts are partitioned over groups of their own (AutoEP)",
-            hint="convert it with DeepSpeed's ds_to_universal.py",
-        )
     module = _strings(tree["module"]) if first is None else {}
     shapes = tree.get("param_shapes")
     groups = None if shapes is None else [_shapes(file, group) for group in _list(shapes)]
+    layers = _list(tree.get("ds_autoep_layers") or tree.get("autoep_layers") or [])
+    stacked = _stacked(layers)
+    num_experts = [count for count in map(_count, _list(tree.get("num_experts"))) if count]
+    if max(sum(num_experts), sum(stacked.values())) > _MAX_EXPERTS:
+        raise _refusal(file, "it has more experts than any model")
     frozen = _shapes(file, tree.get("frozen_param_shapes") or {})
+    frozen = {name: shape for name, shape in frozen.items() if name not in stacked}
     fragments = {
         name: value
         for name, value in _strings(tree.get("frozen_param_fragments")).items()
         if isinstance(value, TensorRef)
     }
-    shared = _strings(tree.get("shared_params"))
+    shared = {**_aliases(layers, module), **_strings(tree.get("shared_params"))}
     buffers = tree.get("buffer_names")
     return ModelStates(
         file=without_tree(file, (*module.values(), *fragments.values())),
@@ -289,9 +296,42 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
         num_ranks=_count(tree.get("dp_world_size")),
         step=_count(tree.get("global_steps")),
         is_lightning="pytorch-lightning_version" in tree,
-        num_experts=[count for count in map(_count, _list(tree.get("num_experts"))) if count],
+        num_experts=num_experts,
         is_data_first=_strings(tree.get("ds_config")).get(_DATA_FIRST) is True,
+        stacked=stacked,
+        has_own_places=not all(map(_is_in_order, layers)),
     )
+
+
+def _stacked(layers: Sequence[object]) -> dict[str, int]:
+    """Return the parameters that AutoEP makes of the experts of a layer, with the number of these."""
+    found: dict[str, int] = {}
+    for layer in map(_strings, layers):
+        prefix, number = layer.get("expert_key_prefix"), _count(layer.get("num_experts"))
+        if isinstance(prefix, str) and number:
+            found |= {f"{prefix}.{name}": number for name in _AUTOEP}
+    return found
+
+
+def _aliases(layers: Sequence[object], module: Mapping[str, object]) -> dict[str, str]:
+    """Return the second names of AutoEP's routers (`gate.gate.weight`), with the first (`router.gate.weight`)."""
+    found: dict[str, str] = {}
+    for path in (_strings(layer).get("module_path") for layer in layers):
+        for name in module:
+            child, _, rest = name.removeprefix(f"{path}.").partition(".")
+            first = f"{path}.router.{rest}"
+            if name.startswith(f"{path}.") and child not in ("router", "shared_experts") and first in module:
+                found[name] = first
+    return found
+
+
+def _is_in_order(layer: object) -> bool:
+    """True if AutoEP has written a file for each expert of a layer, and ranks have them in their order."""
+    entries = _strings(layer)
+    ranks = _list(_strings(entries.get("expert_placement")).get("ranks", []))
+    experts = [expert for rank in ranks for expert in _list(_strings(rank).get("experts"))]
+    in_order = not ranks or (experts, len(experts)) == (list(range(len(experts))), entries.get("num_experts"))
+    return in_order and entries.get("checkpoint_format", _PER_EXPERT) == _PER_EXPERT
 
 
 def read_expert_states(file: TorchFile) -> ExpertStates:

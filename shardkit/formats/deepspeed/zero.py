@@ -121,7 +121,7 @@ def pieces_of(model: ModelStates, optimizers: Sequence[OptimizerStates], directo
             problems.append(str(error))
 
     lengths = [[ref.shape[0] for ref in optimizer.flat] for optimizer in optimizers]
-    paddings = dict(enumerate(optimizers[0].paddings or ()))
+    paddings = {number: found for number, found in enumerate(optimizers[0].paddings or ()) if any(found)}
     if not problems and optimizers[0].stage == 3:
         collect(partitioned_pieces, _shapes(model), lengths)
     elif not problems:

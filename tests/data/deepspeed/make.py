@@ -1,6 +1,8 @@
-"""Small checkpoints of MoE models, written by DeepSpeed itself, with what its engine held beside them.
+r"""Small checkpoints of MoE models, written by DeepSpeed itself, with what its engine held beside them.
 
-    python make.py OUT        # DeepSpeed 0.19.8, torch 2.13, CPU: four gloo processes
+    python make.py OUT        # DeepSpeed 0.19.8, torch 2.13, transformers 5.24, CPU: four gloo processes
+    python -m deepspeed.checkpoint.ds_to_universal --input_folder OUT/zero2_autoep/global_step2 \
+        --output_folder OUT/zero2_autoep_universal/global_step2    # of its zero/ only fp32.pt is kept
     rm OUT/*/*.py && tar -C OUT -cJf moe.tar.xz .
 
 Each directory of OUT is a checkpoint. Its `truth.pt` was put together from every rank's engine, under the numbers
@@ -29,6 +31,7 @@ CASES = {
     "zero1_ep1_fp32": (1, ((4, 1),), False, "fp32", False),
     "zero0_ep2": (0, ((4, 2), (4, 2)), False, "fp32", False),
     "zero2_data_first": (2, ((4, 2),), False, "bf16", True),
+    "zero2_autoep": (2, None, False, "bf16", False),  # a Mixtral whose experts DeepSpeed spreads itself
 }
 
 
@@ -67,8 +70,23 @@ class Net(nn.Module):
         return self.head(x).float().pow(2).mean()
 
 
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.utils import output_capturing
+
+    registry = (
+        output_capturing._CanRecordRegistry
+    )  # DeepSpeed 0.19.8 gives a default, transformers 5.24 takes none
+    get = registry.get
+    registry.get = lambda self, key, default=None: get(self, key)
+    config = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    config |= {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 2}
+    return MixtralForCausalLM(MixtralConfig(**config, num_local_experts=4, num_experts_per_tok=2))
+
+
 def whole_names(engine, tensors):
     """Return a rank's tensors under the numbers of the whole model's experts."""
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
 
@@ -82,7 +100,12 @@ def whole_names(engine, tensors):
                     lambda found, first=first: str(int(found[0]) + first),
                     name,
                 )
-        named[name] = value.detach().clone()
+            if isinstance(module, AutoEPMoELayer) and name.startswith(f"{prefix}.experts.w"):
+                first = groups._get_expert_parallel_rank(module.ep_group_name) * len(value)
+                named |= {f"{name}.{first + at}": part.detach().clone() for at, part in enumerate(value)}
+                break
+        else:
+            named[name] = value.detach().clone()
     return named
 
 
@@ -114,7 +137,10 @@ def train(rank, out, name, stage, layers, freeze, dtype, data_first):
     from deepspeed.utils import safe_get_full_fp32_param
 
     torch.manual_seed(0)
-    net = Net(layers, freeze)
+    net = Net(layers, freeze) if layers else mixtral()
+    if not layers and rank == 0:
+        net.to(torch.bfloat16).save_pretrained(os.path.join(out, "base"))
+        net.float()
     torch.manual_seed(rank + 1)
     for key, value in net.named_parameters():  # experts of different ranks differ
         if "deepspeed_experts" in key:
@@ -128,13 +154,18 @@ def train(rank, out, name, stage, layers, freeze, dtype, data_first):
         **({"use_data_before_expert_parallelism": True} if data_first else {}),
     }
     params = [param for param in net.parameters() if param.requires_grad]
-    params = split_params_into_different_moe_groups_for_optimizer({"params": params, "name": "all"})
+    if layers:
+        params = split_params_into_different_moe_groups_for_optimizer({"params": params, "name": "all"})
+    else:
+        experts = {"autoep_size": 2, "preset_model": "mixtral", "use_grouped_mm": False}
+        config["expert_parallel"] = {"enabled": True, **experts}
     if data_first:  # a checkpoint has the path alone then
         config = write_config(rank, config)
     engine = deepspeed.initialize(model=net, model_parameters=params, config=config)[0]
     generator = torch.Generator().manual_seed(rank)
     for _ in range(2):
-        engine.backward(engine(torch.randint(0, 10, (2, 4), generator=generator)))
+        tokens = torch.randint(0, 10, (2, 4), generator=generator)
+        engine.backward(engine(tokens) if layers else engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
     path = os.path.join(out, name)
     engine.save_checkpoint(path, tag="global_step2")

@@ -23,7 +23,7 @@ from tests.formats.reading import read_tensor
 ARCHIVE = Path(__file__).parents[2] / "data" / "deepspeed" / "moe.tar.xz"
 CASES = {
     "zero0_ep2": "zero0", "zero1_ep1_fp32": "zero1", "zero1_ep4": "zero1", "zero2_ep2": "zero2",
-    "zero2_mixed": "zero2", "zero2_data_first": "zero2",
+    "zero2_mixed": "zero2", "zero2_data_first": "zero2", "zero2_autoep": "zero2",
 }  # fmt: skip
 EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
 SMALL = "zero2_ep2"
@@ -48,6 +48,8 @@ def truth(root: Path) -> dict[str, Tensors]:
     for tensors in found.values():
         if "embed.weight" in tensors:
             tensors["head.weight"] = tensors["embed.weight"]
+        for name in [name for name in tensors if ".mlp.router." in name]:
+            tensors[name.replace(".mlp.router.", ".mlp.gate.")] = tensors[name]
     return found
 
 
@@ -75,7 +77,7 @@ def test_moments_of_experts_are_their_own(saved: Path, name: str) -> None:
     state = checkpoint.optimizer()
     assert isinstance(state, OptimizerState)
     wanted = truth(saved / name)["exp_avg"]
-    wanted.pop("head.weight")
+    wanted = {key: value for key, value in wanted.items() if key != "head.weight" and ".mlp.gate." not in key}
     for key, value in wanted.items():
         assert read_tensor(state.catalog, f"state.{key}.exp_avg") == raw(value), key
 
@@ -143,12 +145,62 @@ def test_experts_of_another_save_are_refused(saved: Path, run: Path) -> None:
         open_deepspeed(str(run))
 
 
+@pytest.mark.parametrize("number", [1 << 40, [1 << 14] * 100])
+def test_numbers_of_experts_are_bounded(run: Path, number: object) -> None:
+    path = run / "global_step2" / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(path), "num_experts": number}, path)
+    with pytest.raises(SourceError, match="more experts than any model"):
+        open_deepspeed(str(run))
+
+
 def test_a_file_that_is_no_experts(run: Path) -> None:
     name = EXPERT.format(1, 2)
     torch.save({"step": 3}, run / "global_step2" / name)
     with pytest.raises(SourceError, match="does not hold the tensors of an expert") as caught:
         open_deepspeed(str(run))
     assert name in str(caught.value)
+
+
+def test_experts_of_a_transformers_model_get_its_names(saved: Path, tmp_path: Path) -> None:
+    root, base = saved / "zero2_autoep", saved / "base"
+    rename = [
+        r"mlp\.experts\.(w[123])\.(\d+)$=block_sparse_moe.experts.\2.\1.weight",
+        r"mlp\.router\.gate=block_sparse_moe.gate",
+    ]
+    result = consolidate(root, tmp_path / "hub", base=base, rename=rename, ask_class="off")
+    found, held = load_file(tmp_path / "hub" / "model.safetensors"), weights_of(root)
+    assert set(found) == set(load_file(base / "model.safetensors"))
+    for layer, expert, part in [(0, 0, "w1"), (0, 3, "w2"), (1, 2, "w3")]:
+        name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight"
+        assert torch.equal(found[name], held[f"model.layers.{layer}.mlp.experts.{part}.{expert}"])
+    assert not result.warnings
+
+
+def test_universal_experts_of_a_transformers_model(saved: Path) -> None:
+    """What ds_to_universal.py makes has the experts stacked; it was refused, and the hint was to convert it."""
+    found = read(open_deepspeed(str(saved / "zero2_autoep_universal")))
+    held = weights_of(saved / "zero2_autoep")
+    for layer in (0, 1):
+        for part in ("w1", "w2", "w3"):
+            name = f"model.layers.{layer}.mlp.experts.{part}"
+            held[name] = torch.stack([held.pop(f"{name}.{expert}") for expert in range(4)])
+    assert_same(found, held)
+
+
+@pytest.mark.parametrize("change", ["order", "format"])
+def test_experts_in_places_of_their_own_are_refused(saved: Path, tmp_path: Path, change: str) -> None:
+    root = Path(shutil.copytree(saved / "zero2_autoep", tmp_path / "run"))
+    path = root / "global_step2" / "mp_rank_00_model_states.pt"
+    state = torch.load(path)
+    layer = state["ds_autoep_layers"][1]
+    if change == "order":
+        layer["expert_placement"]["ranks"] = layer["expert_placement"]["ranks"][::-1]
+    else:
+        layer["checkpoint_format"] = "partitioned"
+    torch.save(state, path)
+    with pytest.raises(SourceError, match="AutoEP") as caught:
+        open_deepspeed(str(root))
+    assert "ds_to_universal" in str(caught.value.hint)
 
 
 def test_all_verbs(saved: Path, tmp_path: Path) -> None:
