@@ -6,6 +6,12 @@ TESTED_TORCH = ("2.6", "2.15")
 """The oldest and the newest torch that the tests ran with; docs/versions.md has all."""
 
 
+def major(version: str) -> int:
+    """Return the first number of a version; 0 if it has none."""
+    first = version.partition(".")[0]
+    return int(first) if first.isdecimal() else 0
+
+
 def torch_note(version: str | None) -> str | None:
     """Return a note if a version of torch is outside those that were tried; None otherwise, or for None."""
     if version is None:

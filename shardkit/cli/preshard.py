@@ -295,7 +295,10 @@ def _how_to_load(result: PreshardResult) -> list[str]:
 
     usage = PROFILES[result.profile].usage
     if usage:
-        return ["start from it:", *(f"  {line.format(output=result.output)}" for line in usage)]
+        return [
+            "start from it:",
+            *(f"  {line.format(output=result.output, loader=result.loader)}" for line in usage),
+        ]
     if result.osft is not None:
         return [
             "start from it, on every rank:",

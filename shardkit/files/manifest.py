@@ -168,6 +168,14 @@ class MeshView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracedWith:
+    """The versions of the packages whose code decided a layout."""
+
+    torch: str
+    transformers: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOrigin:
     """How the layout came to be."""
 
@@ -175,6 +183,8 @@ class LayoutOrigin:
     """"traced" from the real model or "declared" from names and shapes."""
     policy: str
     """The wrap policy, as it was asked for."""
+    traced_with: TracedWith | None = None
+    """None if it was not traced, or by an early version, which did not note it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from shardkit.keys.expressions import Expression, to_json
 from shardkit.keys.renaming import KeyRule
 from shardkit.layout.layout import Layout
 from shardkit.operations.casts import DtypeRule
+from shardkit.operations.environment import traced_with
 from shardkit.transfer.execute import SYNC_THREADS, FileDigest
 from shardkit.transfer.factors.fill import Measured
 from shardkit.transfer.stream import read_back
@@ -112,7 +113,9 @@ class DcpOutput:
                 num_shards=len(mesh.file_ranks),
             ),
             meshes=tuple(map(_view, views)) or None,
-            layout=manifest.LayoutOrigin(origin=layout.origin, policy=layout.policy),
+            layout=manifest.LayoutOrigin(
+                origin=layout.origin, policy=layout.policy, traced_with=traced_with(layout.origin)
+            ),
             root=self.root or None,
             units=tuple(manifest.Unit(path=unit.path, class_name=unit.class_name) for unit in layout.units),
             ties=tuple((name, *others) for name, others in self.aliases.items()),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardkit._version import __version__, torch_note
 from shardkit.core.result import Result
-from shardkit.files import storage
+from shardkit.files import manifest, storage
 
 _PACKAGES = (
     "torch",
@@ -58,6 +58,14 @@ def environment() -> Environment:
         huggingface={name: _shown(name) for name in sorted(os.environ) if name.startswith("HF_")},
         notes=tuple(filter(None, [torch_note(package_version("torch"))])),
     )
+
+
+def traced_with(origin: str) -> manifest.TracedWith | None:
+    """Return the versions that a layout is traced with here; None if it is declared."""
+    if origin != "traced":
+        return None
+    torch, transformers = package_version("torch"), package_version("transformers")
+    return manifest.TracedWith(torch=str(torch), transformers=str(transformers))
 
 
 def package_version(name: str) -> str | None:

@@ -29,6 +29,7 @@ RESULT = PreshardResult(
     dry_run=False,
     world_size=4,
     mesh="dp_shard=4",
+    loader="LlamaForCausalLM",
     profile="plain",
     layout="traced",
     num_units=3,

@@ -389,6 +389,25 @@ def read_config(directory: str) -> dict[str, object] | None:
     return read_json(directory, "config.json")
 
 
+def model_class_of(config: Mapping[str, object] | None) -> str | None:
+    """Return the class of transformers, or of the model's own code, that a config.json names."""
+    named = (config or {}).get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    return name if isinstance(name, str) and name.isidentifier() else None
+
+
+def loader_of(config: Mapping[str, object] | None) -> str:
+    """Return the class of transformers that has the `from_pretrained` of a model: for code of its own an `AutoModel...`."""
+    named = (config or {}).get("auto_map")
+    autos = (
+        [name for name in named if isinstance(name, str) and name.startswith("AutoModel")]
+        if isinstance(named, dict)
+        else []
+    )
+    own = [name for name in autos if name.isidentifier()]
+    return own[0] if own else model_class_of(config) or "AutoModel"
+
+
 def read_json(directory: str, name: str) -> dict[str, object] | None:
     """Return a file of settings; None if there is none. Infinity is allowed, as transformers writes it too.
 

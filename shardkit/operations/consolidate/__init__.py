@@ -24,6 +24,7 @@ from shardkit.formats.dequantize import plain_base, take_plain
 from shardkit.formats.fold import folded_base, take_folded
 from shardkit.formats.hub.assets import is_weights
 from shardkit.formats.hub.base import Base, find_base, open_base
+from shardkit.formats.hub.directory import model_class_of
 from shardkit.formats.hub.safetensors import SafetensorsImage
 from shardkit.formats.hub.tokenizer import open_tokenizer
 from shardkit.formats.owned import HUB_INDEX, Kind, is_text
@@ -629,7 +630,7 @@ def _result(
         skipped=_skipped(job),
         candidates=selection.candidates,
         base=job.base.label if job.base else None,
-        model_class=_model_class(job),
+        model_class=model_class_of(job.base.config if job.base else None),
         assets=tuple(sorted([each.name for each in job.assets] + [each.file for each in job.modules])),
         ties=tuple((kept, dropped) for dropped, kept in job.ties.dropped.items()),
         untied=job.ties.diverged,
@@ -647,9 +648,3 @@ def _result(
         misfits=answer.misfits if answer is not None else (),
         notes=notes,
     )
-
-
-def _model_class(job: ConsolidateJob) -> str | None:
-    named = job.base.config.get("architectures") if job.base and job.base.config else None
-    name = named[0] if isinstance(named, list) and named else None
-    return name if isinstance(name, str) and name.isidentifier() else None

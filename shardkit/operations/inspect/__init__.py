@@ -30,7 +30,7 @@ from shardkit.formats.contract import Checkpoint, HubModel, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dequantize import why_scaled
 from shardkit.formats.gaps import Gaps, gaps_among, gaps_of
-from shardkit.formats.hub.directory import read_config
+from shardkit.formats.hub.directory import model_class_of, read_config
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.moments import Stored, parts_of_ranks
 from shardkit.keys.quantised import why_quantised
@@ -279,7 +279,7 @@ def _inspect_hub(path: str, checkpoint: Checkpoint, model: HubModel, *, unfold: 
         resolved=path,
         kind="hub",
         format=catalog.format,
-        model_class=_model_class(config),
+        model_class=model_class_of(config),
         **_tensor_fields(found, unfold=unfold),
         files=tuple(_hub_files(model.identity, held)),
         objects=catalog.objects,
@@ -504,12 +504,6 @@ def _target_fields(found: Sequence[_Tensor], objects: Iterable[str] = ()) -> dic
         for each in kinds
     ]
     return {"osft": tuple(inspected), "warnings": warnings}
-
-
-def _model_class(config: Mapping[str, object]) -> str | None:
-    """Return the class that a config.json names."""
-    classes = config.get("architectures")
-    return classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else None
 
 
 def _imbalance(sizes: Sequence[int]) -> float:

@@ -28,6 +28,7 @@ from shardkit.files.links import may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
 from shardkit.files.stores import is_remote
 from shardkit.formats.dequantize import take_plain
+from shardkit.formats.hub.directory import loader_of
 from shardkit.formats.registry import recognise
 from shardkit.layout.choice.parallel_rules import parse_parallel_rules
 from shardkit.layout.layout import Layout, TensorLayout
@@ -62,6 +63,8 @@ class PreshardResult(WriteResult):
     world_size: int
     mesh: str
     """Axis names and sizes, e.g. "dp_replicate=2,dp_shard=16". Rank c of `dp_shard` reads file c."""
+    loader: str
+    """The class of transformers that loads the model, as its config.json says; "AutoModel" if it says nothing."""
     profile: str
     """The trainer whose form the directory has; "plain" if it is none in particular."""
     layout: str
@@ -419,6 +422,7 @@ def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_exte
         source_format=job.model.catalog.format,
         world_size=layout.mesh.size,
         mesh=str(layout.mesh),
+        loader=loader_of(job.model.config),
         profile=job.profile.name,
         layout=layout.origin,
         num_units=len(layout.units),

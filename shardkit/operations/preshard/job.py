@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shardkit._version import major
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh
@@ -39,6 +40,7 @@ from shardkit.operations.casts import (
 )
 from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.describe_files import FilesOutput
+from shardkit.operations.environment import traced_with
 from shardkit.operations.keys import NONE, load_rules
 from shardkit.operations.preshard.factors import check_osft, computed_by, describe_osft
 from shardkit.operations.preshard.profiles import (
@@ -60,6 +62,9 @@ from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactoredWeight, add_
 from shardkit.transfer.plan import TransferPlan, build_plan
 from shardkit.transfer.rank_files import RankImages
 from shardkit.transfer.sources import same_bytes
+
+_MODULES_SINCE = 5
+"""Of transformers: fused experts, and converters from the Hub's names to those in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +256,7 @@ def _job_of(
         notes=(
             *model.catalog.notes,
             *layout.notes,
+            *_old_transformers(layout),
             *untried,
             *notes,
             *_skipped(model),
@@ -264,6 +270,16 @@ def _job_of(
             *rounded_wide(held, dtypes),
         ),
     )
+
+
+def _old_transformers(layout: Layout) -> Iterator[str]:
+    """Say so where a layout was traced with a version whose models have other modules than those of today."""
+    traced = traced_with(layout.origin)
+    if traced is not None and major(traced.transformers) < _MODULES_SINCE:
+        yield (
+            f"traced with transformers {escape(traced.transformers)}: models of {_MODULES_SINCE}.0 and newer have other "
+            "modules, so a job with one of these may not find its weights"
+        )
 
 
 def _is_placed_alike(expected: PreshardJob, content: _Content) -> bool:

@@ -54,7 +54,7 @@ class Profile:
     needs_config: bool = False
     """The trainer reads config.json there."""
     usage: tuple[str, ...] = ()
-    """Lines that start it; `{output}` is the directory."""
+    """Lines that start it; `{output}` is the directory, `{loader}` the class of transformers that loads the model."""
 
     def head(self, attribute: str | None) -> str:
         """Return what stands before the model's own names.
@@ -156,7 +156,7 @@ PROFILES = {
             form="safetensors",
             needs_config=True,
             usage=(
-                "transformers: AutoModelForCausalLM.from_pretrained(",
+                "transformers: {loader}.from_pretrained(",
                 "    {output!r}, distributed_config=DistributedConfig(...))",
             ),
         ),

@@ -53,6 +53,8 @@ class Presharded:
     """What names are made of in the Hub's files, where that is another form."""
     has_hub_names: bool = False
     """Names that no rule changes are the Hub's."""
+    traced_with: manifest.TracedWith | None = None
+    """The versions that its layout was traced with, if the manifest says so."""
 
     def open_chunks(self, wanted: Mapping[str, Sequence[Region]] | None = None) -> Catalog:
         """Return the catalog with the chunks in which some regions lie.
@@ -235,6 +237,7 @@ def _opened(directory: str, said: manifest.Presharded) -> Presharded:
         ties=ties,
         lists=said.files,
         has_hub_names=said.hub_names is None,
+        traced_with=said.layout.traced_with,
     )
 
 

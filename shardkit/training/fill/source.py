@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit import formats
+from shardkit._version import major
 from shardkit.core.catalog import Catalog, TensorEntry, subset
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, escape, listed
@@ -48,6 +49,7 @@ from shardkit.keys.select import select_model
 from shardkit.layout.classes import is_transformers
 from shardkit.layout.naming import NameMatch, match_names, transformers_root
 from shardkit.layout.own_code import OwnCode
+from shardkit.operations.environment import package_version
 from shardkit.osft.plan import Target, factor_of, stored_targets
 from shardkit.training.fill.from_rank import RankSource
 from shardkit.training.fill.presharded import Presharded, open_presharded
@@ -423,8 +425,17 @@ def _of_records(source: Source, wanted: list[str]) -> _Stored:
         select=partial(subset, catalog),
         identity=lambda _: source.path if presharded is None else presharded.digest,
         sampled_files=_A_HANDFUL if presharded is not None else 0,
-        notes=(*catalog.notes, *notes) if presharded is None else (),
+        notes=(*catalog.notes, *notes) if presharded is None else tuple(_other_versions(presharded)),
     )
+
+
+def _other_versions(presharded: Presharded) -> Iterator[str]:
+    """Say so where the layout was traced with another major version of a package than this job has."""
+    traced = presharded.traced_with
+    for name, there in (("torch", traced.torch), ("transformers", traced.transformers)) if traced else ():
+        here = package_version(name)
+        if here is not None and major(here) != major(there):
+            yield f"pre-sharded with {name} {escape(there)}, and this job has {escape(here)}: modules may differ"
 
 
 def _of_hub(checkpoint: Checkpoint, model: HubModel) -> _Stored:

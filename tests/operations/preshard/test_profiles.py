@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardkit
+from shardkit.cli.preshard import render
 from shardkit.core.threads import NoProgress
 from shardkit.errors import Interrupted, SourceError, UsageError
+from shardkit.operations import environment
 from tests.bits import raw
 from tests.models.zoo import ZOO, from_pretrained, make_hub
 
@@ -257,3 +260,45 @@ def test_what_a_profile_cannot_have_is_refused(make_hub: MakeHub, tmp_path: Path
     assert [each.split(":")[0] for each in refused(old, profile="torchtitan").problems] == [
         "torchtitan-llama4-0.2"
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "loader"),
+    [
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
+        ({"architectures": ["KimiK25ForConditionalGeneration"]}, "KimiK25ForConditionalGeneration"),
+        ({"architectures": ["Own"], "auto_map": {"AutoConfig": "a.b", "AutoModelForCausalLM": "a.Own"}}, "AutoModelForCausalLM"),
+        ({"architectures": ["os; import x"], "auto_map": ["AutoModel"]}, "AutoModel"),
+        ({}, "AutoModel"),
+    ],
+)  # fmt: skip
+def test_who_loads_it_is_the_class_of_the_config(
+    config: dict[str, object], loader: str, make_hub: MakeHub, tmp_path: Path
+) -> None:
+    hub = make_hub({"a": torch.ones(4)}, config=config)
+    result = shardkit.preshard(hub, tmp_path / "out", world_size=2, profile="transformers", wrap="none")
+    assert result.loader == loader
+    assert f"  transformers: {loader}.from_pretrained(" in render(result)
+
+
+def test_versions_of_a_traced_layout_are_recorded(
+    hub: Path, tmp_path: Path, fast_trace: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = {name: environment.package_version(name) for name in ("torch", "transformers")}
+    for name, version, there in (("old", "4.57.6", True), ("new", installed["transformers"], False)):
+        versions = installed | {"transformers": version}
+        with monkeypatch.context() as patch:
+            patch.setattr(environment, "package_version", versions.get)
+            result = shardkit.preshard(hub, tmp_path / name, world_size=2)
+        assert any("traced with transformers 4.57.6" in note for note in result.notes) == there
+        assert manifest_of(tmp_path / name)["layout"]["traced_with"] == versions
+    declared = shardkit.preshard(hub, tmp_path / "declared", world_size=2, layout="declared", names="hub")
+    assert "traced_with" not in manifest_of(tmp_path / "declared")["layout"]
+    assert not any("traced" in note for note in declared.notes)
+    said = "pre-sharded with transformers 4.57.6, and this job has"
+    assert any(said in note for note in shardkit.prepare(hub, tmp_path / "old").notes)
+    assert not any(said in note for note in shardkit.prepare(hub, tmp_path / "new").notes)
+
+
+def manifest_of(directory: Path) -> Any:
+    return json.loads((directory / "shardkit.json").read_text())
