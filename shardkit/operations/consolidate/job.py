@@ -652,7 +652,8 @@ def _name_as_saved(
         return chosen, None, (), ()
     if form.made is None:
         return replace(chosen, warnings=(*chosen.warnings, *_lost_form(form))), None, (), ()
-    ties = tuple(tuple(sources[name] for name in group if name in sources) for group in form.ties)
+    here = (tuple(sources[name] for name in group if name in sources) for group in form.ties)
+    ties = tuple(group for group in here if len(group) > 1)
     if all(isinstance(made, Stored) and made.name == name for name, made in form.made.items()):
         computed = [name for name in sources if name not in form.made]
         if not computed:
