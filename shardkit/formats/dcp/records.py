@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
@@ -30,6 +31,7 @@ from shardkit.core.catalog import (
     UNSEEN,
     Catalog,
     Checksums,
+    FileStamp,
     OnRead,
     SourceFile,
     TensorEntry,
@@ -43,7 +45,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import storage
 from shardkit.files.stores import is_remote
-from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
+from shardkit.files.strict_json import open_regular, read_exactly, stamp_of, status_of
 from shardkit.formats.contract import Place
 from shardkit.formats.torchsave.archive import crc_of_range
 from shardkit.formats.torchsave.classes import UnreadableClass, padding, refuse_classes
@@ -158,12 +160,23 @@ def foresee_raw(
     for number, held in found.items():
         file = seen.files[number]
         if file.stamp is None:
-            with open_regular(file.path, file.name, follow=False) as (fd, _):
-                file = replace(file, stamp=stamp_of(fd))
+            file = replace(file, stamp=_stamp(file))
         chosen.files[number] = replace(file, checksums=_checksums(held))
     chosen.encoding, chosen.is_foreseen = "raw", True
     chosen.records = _ForeseenRecords(catalog, chosen)
     return chosen
+
+
+def _stamp(file: SourceFile) -> FileStamp:
+    """Return the stamp of a file that is not opened before it is read: each of many parts would open all of them."""
+    try:
+        status = status_of(file.path)
+    except OSError:
+        status = None
+    if status is not None and stat.S_ISREG(status.st_mode):
+        return FileStamp.of(status)
+    with open_regular(file.path, file.name, follow=False) as (fd, _):  # says what is wrong
+        return stamp_of(fd)
 
 
 def _sample(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, array[int]]:

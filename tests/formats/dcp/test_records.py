@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardkit.core.catalog import UNSEEN, Catalog, Unforeseen
 from shardkit.errors import IntegrityError, SourceError
+from shardkit.files import storage
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner
@@ -164,6 +165,20 @@ def test_places_are_foreseen_and_records_opened_before_they_are_read(
     assert len(known) > num_kinds
     foreseen.records.open(tuple(CUT))
     assert stretches(foreseen) == stretches(exact)
+
+
+def test_files_without_records_to_look_at_are_not_opened(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of hundreds of parts would open the files of all ranks."""
+    opened, names, inner = open_dcp(cut), list[str](), storage.open_fd
+
+    def counted(path: str, flags: int) -> int:
+        names.append(os.path.basename(path))
+        return inner(path, flags)
+
+    monkeypatch.setattr(storage, "open_fd", counted)
+    catalog = opened.foresee(("b",))
+    assert names == ["__0_0.distcp"]
+    assert len([file for file in catalog.files if file.stamp is not None]) == 4
 
 
 def test_a_record_that_is_not_as_foreseen(tmp_path: Path) -> None:
