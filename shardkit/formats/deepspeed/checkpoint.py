@@ -496,11 +496,12 @@ def _is_cut(tag: Tag) -> bool:
 def _shapes(tag: Tag, state: ModelStates) -> dict[str, Shape | None]:
     """Return the parameters and their shapes; None if only the file has it."""
     if state.groups is not None and not _is_cut(tag):
-        return {
-            name: (state.stacked[name], *shape[1:]) if name in state.stacked else shape
-            for group in state.groups
-            for name, shape in group.items()
+        trained = {name: shape for group in state.groups for name, shape in group.items()}
+        stacked = {
+            name: (number, *trained[name][1:]) if name in trained else None
+            for name, number in state.stacked.items()
         }
+        return {**trained, **stacked}
     zero = os.path.join(tag.directory, "zero")
     return {name: None for name in sorted(listing(zero)) if _has_weights(tag, name)}
 

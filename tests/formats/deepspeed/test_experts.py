@@ -187,6 +187,20 @@ def test_universal_experts_of_a_transformers_model(saved: Path) -> None:
     assert_same(found, held)
 
 
+def test_missing_universal_experts_are_named(saved: Path, tmp_path: Path) -> None:
+    """Frozen ones too: only AutoEP's own entry says that there are experts of this layer."""
+    root = Path(shutil.copytree(saved / "zero2_autoep_universal", tmp_path / "run"))
+    path = root / "global_step2" / "mp_rank_00_model_states.pt"
+    state, name = torch.load(path), "model.layers.0.mlp.experts.w1"
+    for group in state["param_shapes"]:
+        group.pop(name, None)
+    torch.save(state, path)
+    shutil.rmtree(path.parent / "zero" / name)
+    with pytest.raises(SourceError, match="parameters have no fp32") as caught:
+        open_deepspeed(str(root))
+    assert list(caught.value.problems) == [f"global_step2/zero/{name}/fp32.pt"]
+
+
 @pytest.mark.parametrize("change", ["order", "format"])
 def test_experts_in_places_of_their_own_are_refused(saved: Path, tmp_path: Path, change: str) -> None:
     root = Path(shutil.copytree(saved / "zero2_autoep", tmp_path / "run"))
