@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from shardkit.keys.names import natural
 from shardkit.keys.quantised import can_dequantize, method_of, why_quantised
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import select_model
-from shardkit.layout.traced import ask_names, may_differ_in_memory
+from shardkit.layout.traced import ModelNames, ask_names, may_differ_in_memory
 from shardkit.operations.apart import take_apart
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
@@ -289,12 +290,19 @@ def _forms(side: Side, other: Side) -> Iterator[tuple[Mapping[str, str], Mapping
     Each is (name in memory -> name on the Hub, name in memory -> what it is made of).
     """
     yield {}, saved_derived(side.checkpoint)
-    hub = other.checkpoint.hub
+    asked = _ask_class(other)
+    if asked is not None:
+        yield asked.names, asked.converted
+
+
+def _ask_class(side: Side) -> ModelNames | None:
+    """Return what the class of a Hub model says of its names; None if it cannot be asked, or need not."""
+    hub = side.checkpoint.hub
     if hub is not None and may_differ_in_memory(hub.config or {}):
         shapes = {name: entry.shape for name, entry in hub.catalog.tensors.items()}
         with contextlib.suppress(ShardkitError):  # no transformers, or no such class
-            asked = ask_names(hub.directory, shapes)
-            yield asked.names, asked.converted
+            return ask_names(hub.directory, shapes)
+    return None
 
 
 def pairs(a: Side, b: Side) -> list[Pair]:
@@ -325,11 +333,14 @@ def find_ties(side: Side, other: Side) -> dict[str, str]:
         return {}
     found = _same_places(side, other, lone)
     wanted = {name for name in lone if name not in found}
-    for one, two in _may_be_tied(side):
-        for name, partner in ((one, two), (two, one)):
-            is_open = name in wanted and name not in found and partner in other.names
-            if is_open and same_bytes(side.catalog, side.names[name], side.names[partner]):
-                found[name] = partner
+    for tied in (_may_be_tied, _tied_by_class):
+        if wanted <= found.keys():
+            break
+        for one, two in tied(side, other):
+            for name, partner in ((one, two), (two, one)):
+                is_open = name in wanted and name not in found and partner in other.names
+                if is_open and same_bytes(side.catalog, side.names[name], side.names[partner]):
+                    found[name] = partner
     return found
 
 
@@ -346,10 +357,17 @@ def _same_places(side: Side, other: Side, lone: Collection[str]) -> dict[str, st
     }
 
 
-def _may_be_tied(side: Side) -> Iterator[tuple[str, str]]:
-    for name, partners, _ in tie_candidates(side.catalog, side.names):
+def _may_be_tied(side: Side, _: Side) -> Iterator[tuple[str, str]]:
+    for name, partners, _is_head in tie_candidates(side.catalog, side.names):
         for partner in partners:
             yield name, partner
+
+
+def _tied_by_class(side: Side, other: Side) -> Iterator[tuple[str, str]]:
+    """Yield what the class of the other side's config ties in a model as it is in memory."""
+    asked = _ask_class(other) if side.checkpoint.hub is None else None
+    for group in asked.ties if asked is not None else ():
+        yield from itertools.combinations([name for name in group if name in side.names], 2)
 
 
 def _name_all(

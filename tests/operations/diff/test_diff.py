@@ -28,7 +28,7 @@ from shardkit.operations.diff import DiffResult, TensorDiff, diff
 from shardkit.operations.diff.values import Measure, Tolerance
 from shardkit.operations.preshard import preshard
 from shardkit.operations.verify import verify
-from tests.models.zoo import ZOO, make_hub
+from tests.models.zoo import ZOO, from_pretrained, make_hub
 from tests.operations.consolidate.checkpoints import (
     CONFIG,
     EMBED,
@@ -600,3 +600,21 @@ def test_experts_that_lie_turned_in_the_files_are_compared(tmp_path: Path, fast_
         assert diff(tmp_path / profile, source).is_equal
         assert diff(source, tmp_path / profile).is_equal
         assert verify(tmp_path / profile, against=source).ok
+
+
+@pytest.mark.parametrize("name", ["diffusion_gemma", "t5gemma2"])
+def test_what_the_class_alone_ties_is_no_difference(name: str, tmp_path: Path) -> None:
+    """Stock `dcp.save` wrote every copy, the Hub has one of each: verify said that the others are problems."""
+    make_hub(ZOO[name], tmp_path / "hub")
+    state = from_pretrained(ZOO[name], tmp_path / "hub").state_dict()
+    save({"model": state}, tmp_path / "run")
+    assert diff(tmp_path / "run", tmp_path / "hub").is_equal
+    assert diff(tmp_path / "hub", tmp_path / "run").is_equal
+    assert verify(tmp_path / "run", against=tmp_path / "hub").ok
+    copies = [each.name for each in diff(tmp_path / "run", tmp_path / "hub").tensors if each.status == "tied"]
+    state = {fqn: tensor.clone() for fqn, tensor in state.items()}
+    with torch.no_grad():
+        state[copies[-1]].view(-1)[-1] += 1
+    save({"model": state}, tmp_path / "changed")
+    found = diff(tmp_path / "changed", tmp_path / "hub")
+    assert [(each.name, each.status) for each in found.differences] == [(copies[-1], "only_a")]
