@@ -119,6 +119,8 @@ class FSDPShard(NamedTuple):
 
     param: nn.Parameter
     """The DTensor that the module has."""
+    gathered: nn.Parameter | None
+    """What the module has in its place while the unit is gathered; None before the first time."""
     padded_sizes: tuple[int, ...]
     """Of the memory: equal on all ranks, so that it can be all-gathered as it lies."""
     dim: int
@@ -152,6 +154,7 @@ def fsdp_shards(model: nn.Module) -> Iterator[FSDPShard]:
 
                 yield FSDPShard(
                     param=managed.sharded_param,
+                    gathered=getattr(managed, "_unsharded_param", None),
                     padded_sizes=tuple(managed.padded_sharded_param_size),
                     dim=managed.fsdp_placement.dim,
                     on_cpu=managed.offload_to_cpu,

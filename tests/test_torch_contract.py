@@ -150,6 +150,13 @@ state = single._get_fsdp_state()
 group = state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
 assert group.fsdp_params[0]._sharded_param_data.data_ptr() == memory.data_ptr(), "what all_gather_inputs returns"
 
+gathering = fully_shard(nn.Linear(3, 5), mesh=mesh)
+assert [each.gathered for each in fsdp_shards(gathering)] == [None, None]
+gathering.unshard()
+assert [id(each.gathered) for each in fsdp_shards(gathering)] == [id(each) for each in gathering.parameters()]
+gathering.reshard()
+assert not {id(each.gathered) for each in fsdp_shards(gathering)} & {id(each) for each in gathering.parameters()}
+
 grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 both = parallelize_module(nn.Linear(8, 8), grid["tp"], ColwiseParallel())
 fully_shard(both, mesh=grid["dp"])

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from shardkit._torch import fsdp_shards
 from shardkit.core.text import count, escape, suggestions
 from shardkit.errors import UsageError
 from shardkit.keys.names import clean_name
@@ -71,11 +72,13 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
             the model, belong to another shape, or mean one parameter twice.
     """
     reshard(model)  # nobody steps gathered copies
-    optimizer = _inner(optimizer)
+    optimizer = unwrapped(optimizer)
     current = dict(model.named_parameters(remove_duplicate=False))
     by_name = {clean_name(name): parameter for name, parameter in current.items()}
     if _is_bound(optimizer, names, by_name):
         return
+    if optimizer.state or (names is None and not _has_names(optimizer)):
+        refuse_copies(model, optimizer)
     _check_unused(optimizer)
     known = names if names is not None else _recorded(optimizer, model)
     shape = [len(group["params"]) for group in optimizer.param_groups]
@@ -94,15 +97,37 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
         group["params"] = [by_name[clean_name(name)] for name in group_names]
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that does the work: accelerate's holds it as `optimizer`."""
-    held = getattr(optimizer, "optimizer", None)
-    return _inner(held) if isinstance(held, torch.optim.Optimizer) else optimizer
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that takes the steps: accelerate's has one inside, and no hooks of its own."""
+    inside = getattr(optimizer, "optimizer", None)
+    return unwrapped(inside) if isinstance(inside, torch.optim.Optimizer) else optimizer
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return an optimizer's parameters, group after group."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def refuse_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise for an optimizer that steps what FSDP2 has gathered: backward frees it, and the steps are lost.
+
+    Raises:
+        UsageError: counts them, and names the way that works.
+    """
+    copies = {id(shard.gathered) for shard in fsdp_shards(model)}
+    stepped = stepped_by(optimizer)
+    found = sum(id(parameter) in copies for parameter in stepped)
+    if found:
+        raise UsageError(
+            f"{found} of the {count(len(stepped), 'parameter')} that the optimizer steps are gathered copies, so the "
+            "model's own would stay as they are",
+            hint="after a forward without backward, call model.reshard() first, then make the optimizer",
+        )
+
+
+def _has_names(optimizer: torch.optim.Optimizer) -> bool:
+    """True if torch recorded names of all parameters."""
+    return all("param_names" in group for group in optimizer.param_groups)
 
 
 def _is_bound(
@@ -139,7 +164,7 @@ def _check_unused(optimizer: torch.optim.Optimizer) -> None:
 
 def _recorded(optimizer: torch.optim.Optimizer, model: nn.Module) -> Names:
     """Return the names that torch recorded, or all of the model's if one group holds all its parameters."""
-    if all("param_names" in group for group in optimizer.param_groups):
+    if _has_names(optimizer):
         return [group["param_names"] for group in optimizer.param_groups]
     stepped, own = stepped_by(optimizer), [clean_name(name) for name, _ in model.named_parameters()]
     present = {id(parameter) for parameter in model.parameters()}

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.osft.modules import OsftLinear, osft_modules
+from shardkit.training.optimizer import refuse_copies, stepped_by, unwrapped
 from shardkit.training.ranks.local import local_tensor, refuse_fsdp1, reshard
 
 _BUCKET_NUMEL = 16 << 20  # 64 MiB of fp32 are summed over the ranks at a time
@@ -124,7 +125,8 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     """Let each step of an optimizer leave the frozen subspace alone; every rank calls it.
 
     Gradients are projected before the step and parameters after it, by hooks of the optimizer, so schedulers, gradient
-    scalers and checkpoints of its state work as ever. Clip gradients before the step, as usual. Doing it twice does it once.
+    scalers and checkpoints of its state work as ever. A step with a learning rate of 0 moves nothing. Clip gradients
+    before the step, as usual. Doing it twice does it once.
 
     Args:
         model: with OSFT layers, wrapped already.
@@ -136,10 +138,13 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
 
     Raises:
         LayoutError: the model has no OSFT layers.
-        UsageError: the optimizer steps frozen factors, or none of those that are trained.
+        UsageError: the optimizer steps frozen factors, none of those that are trained, or copies that a forward has
+            gathered.
     """
-    given, optimizer = optimizer, _unwrapped(optimizer)
+    given, optimizer = optimizer, unwrapped(optimizer)
     layers = _layers(model)
+    reshard(model)  # what is gathered now is a copy
+    refuse_copies(model, optimizer)
     _check_parameters(layers.values(), optimizer)
     hooked = _HOOKED.setdefault(optimizer, [])
     if any(each() is model for each in hooked):
@@ -158,17 +163,28 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
         return (args[0], _projecting(given[0], model)), {}
 
     def after(*_: object) -> None:
-        project_parameters_(model)
+        _project(_pairs(model, _moved_by(optimizer)))
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
     return given
 
 
-def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that takes the steps: accelerate's has one inside, and no hooks of its own."""
-    inside = getattr(optimizer, "optimizer", None)
-    return _unwrapped(inside) if isinstance(inside, torch.optim.Optimizer) else optimizer
+def _moved_by(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], nn.Parameter | None]:
+    """Return what gives a parameter back if a step moved it, and None if its learning rate is 0.
+
+    torch makes an optimizer's state by a step with rates of 0, when that is saved or loaded. Projecting afterwards would
+    move weights by a rounding. A rate on a GPU is not looked at: that would wait for it.
+    """
+    rates = [(group["params"], group.get("lr")) for group in optimizer.param_groups]
+    still = [
+        params
+        for params, rate in rates
+        if rate is not None and (not isinstance(rate, torch.Tensor) or rate.device.type == "cpu") and not rate
+    ]
+    resting = {id(parameter) for params in still for parameter in params}
+    is_all = len(still) == len(rates)
+    return lambda parameter: None if is_all or id(parameter) in resting else parameter
 
 
 def _projecting(closure: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:
@@ -182,7 +198,7 @@ def _projecting(closure: Callable[[], Any], model: nn.Module) -> Callable[[], An
 
 
 def _check_parameters(layers: Iterable[OsftLinear], optimizer: torch.optim.Optimizer) -> None:
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped = {id(parameter) for parameter in stepped_by(optimizer)}
     factors = [parameter for layer in layers for parameter in layer.factors().values()]
     if not any(id(parameter) in stepped for parameter in factors if parameter.requires_grad):
         raise UsageError(

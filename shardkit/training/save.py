@@ -49,8 +49,9 @@ from shardkit.layout.naming import transformers_root
 from shardkit.training.checkpointable import checkpointable
 from shardkit.training.diagnostics.diagnose import diagnose
 from shardkit.training.fill.source import HubForm, recall
-from shardkit.training.optimizer import stepped_by
+from shardkit.training.optimizer import refuse_copies, stepped_by
 from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
+from shardkit.training.ranks.local import reshard
 from shardkit.training.save_target import Lead, begin, expect, read_metadata, write_small, writing_to
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
@@ -98,7 +99,8 @@ def save(
 
     Raises:
         UsageError: the destination exists, or holds what shardkit did not write. If that appeared during the save, the
-            new save is whole beside it, and the message says where. Like every error, it is raised on all ranks.
+            new save is whole beside it, and the message says where. Or an optimizer steps copies that a forward had
+            gathered when it was made. Like every error, it is raised on all ranks.
         LayoutError: the model has parameters on meta, or an optimizer steps parameters of another model.
         ResourceError: no space, no permission, a rank that does not see the directory, a rank that died.
         ShardkitError: any other failure of a rank while it saved; problems name the ranks.
@@ -143,6 +145,9 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
         f"{count(len(empty), 'parameter')} of the model on meta: there are no values to save",
         hint="finalize or load_into gives it weights",
     )
+    reshard(model)  # what is gathered now is a copy
+    for each in optimizers:
+        refuse_copies(model, each)
     own = {id(parameter) for parameter in model.parameters()}
     stepped = [parameter for each in optimizers for parameter in stepped_by(each)]
     foreign = sum(id(parameter) not in own for parameter in stepped)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from math import isnan
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +22,7 @@ from shardkit.osft.modules import osft_modules
 from shardkit.osft.plan import OsftPlan
 from tests.osft.models import factored, shard
 from tests.training.models import inputs, reference
+from tests.training.wrapping import same, whole
 from tests.worlds.ranks import Ranks, same_error
 
 STEPS = 5
@@ -236,6 +239,20 @@ def test_replicas(plan: OsftPlan) -> None:
     check_same(model, plain)
 
 
+def test_a_rate_of_zero_moves_nothing() -> None:
+    model = model_of(RANKS["ratio"])
+    one = [p for name, p in model.named_parameters() if "layers.0.mlp" in name and p.requires_grad]
+    own = set(map(id, one))
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
+    optimizer = torch.optim.AdamW([{"params": one, "lr": 0.0}, {"params": others}], lr=torch.tensor(1e-2))
+    shardkit.osft_optimizer(model, optimizer)
+    before = whole(model)
+    step(model, optimizer, 0)
+    still = {name for name, value in whole(model).items() if torch.equal(value, before[name])}
+    assert {name for name in before if "layers.0.mlp" in name} <= still
+    assert not any("self_attn" in name and "_low" in name for name in still)
+
+
 @two.test
 def test_a_rank_without_gradients_takes_part() -> None:
     """A gradient that one rank lacks counts as zero there, and nobody waits for it."""
@@ -250,6 +267,41 @@ def test_a_rank_without_gradients_takes_part() -> None:
     shardkit.project_gradients_(model)
     shardkit.project_parameters_(model)
     assert shardkit.osft_leak(model) <= 1e-6
+
+
+@two.test
+def test_an_optimizer_made_after_an_evaluation_is_refused(out: Path) -> None:
+    """FSDP2 leaves the root gathered, so that `parameters()` gives copies, which backward frees."""
+    model = model_of(RANKS["ratio"])
+    shard(model, init_device_mesh("cpu", (2,)))
+    with torch.no_grad():
+        model(**inputs("llama"))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    of_copies = torch.optim.AdamW(trained, lr=1e-2)
+    for use in (
+        lambda: shardkit.osft_optimizer(model, of_copies),
+        lambda: shardkit.rebind_optimizer(model, of_copies),
+        lambda: shardkit.save(model, out / "of-copies", optimizer=of_copies),
+    ):
+        told = same_error(use)
+        assert f"3 of the {len(trained)} parameters that the optimizer steps are gathered" in told["message"]
+        assert "call model.reshard() first" in told["hint"]
+    model.reshard()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with torch.no_grad():
+        model(**inputs("llama"))
+    shardkit.osft_optimizer(model, optimizer)
+    with torch.no_grad():
+        model(**inputs("llama"))
+    before = whole(model)
+    shardkit.save(
+        model, out / "own", optimizer=optimizer
+    )  # torch makes the state by a step whose rates are 0
+    get_optimizer_state_dict(model, optimizer)
+    same(whole(model), before, "a step with rates of 0")
+    step(model, optimizer, 0)
+    still = [name for name, value in whole(model).items() if torch.equal(value, before[name])]
+    assert {name.rpartition("_")[2] for name in still} == {"high"}, still
 
 
 @two.test
