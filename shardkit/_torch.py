@@ -114,6 +114,29 @@ def describe_as_before(metadata: Metadata) -> None:
             properties.__getstate__ = lambda five=five: five
 
 
+@_known
+def flattened(
+    mesh: DeviceMesh, names: tuple[str, ...], into: str, before: tuple[str, ...] = ()
+) -> DeviceMesh:
+    """Return a mesh of some axes of another, the last of which has the ranks of several; both have one parent.
+
+    Args:
+        mesh: with names.
+        names: of neighbouring axes that become one.
+        into: the name of that one.
+        before: of axes that stay as they are.
+
+    Source: torch 2.13, torch/distributed/device_mesh.py, _flatten and _concatenate; up to 2.9 the parent is sliced.
+    """
+    one = mesh[names]._flatten(into)
+    if not before:
+        return one
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate([mesh[before], one])
+    all_names = (*before, into)
+    return mesh[all_names]
+
+
 class FSDPShard(NamedTuple):
     """A parameter that `fully_shard` manages, and the memory that it wants for this rank's part."""
 

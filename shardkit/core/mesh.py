@@ -29,11 +29,16 @@ from shardkit.errors import MeshError
 Role = Literal["replicate", "shard", "tensor"]
 
 # Names from torchtitan's and transformers' meshes.
-ROLES: dict[str, Role] = {"dp_replicate": "replicate", "dp_shard": "shard", "tp": "tensor", "ep": "tensor"}
-_STAGES = "pp"
+ROLES: dict[str, Role] = {
+    "dp_replicate": "replicate",
+    "dp_shard": "shard",
+    "cp": "shard",
+    "tp": "tensor",
+    "ep": "tensor",
+}
+_STAGES, _CONTEXT = "pp", "cp"
 MAIN_AXES = (_STAGES, *ROLES)
 """What a main mesh may be made of."""
-LATER_AXES = ("cp",)  # known, so that they can be refused by name
 
 _MAX_RANKS = 1 << 17  # every rank is a file, and a typing error should not cost hours of planning
 
@@ -247,8 +252,9 @@ def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
         _check_size(world_size)
         return Mesh((Axis("dp_shard", world_size, "shard"),))
     axes = [_parse_axis(part.strip()) for part in text.split(",")]
-    mesh = Mesh(tuple(axis for axis in axes if axis.name not in ("ep", _STAGES)))
-    _check_axes(mesh, [axis.name for axis in axes])
+    names = [axis.name for axis in axes]
+    mesh = Mesh(tuple(_with_context([axis for axis in axes if axis.name not in ("ep", _STAGES)])))
+    _check_axes(mesh, names)
     mesh = _with_experts(mesh, next((axis.size for axis in axes if axis.name == "ep"), 1))
     mesh = replace(mesh, pp=next((axis.size for axis in axes if axis.name == _STAGES), 1))
     _check_size(mesh.size)
@@ -258,6 +264,29 @@ def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
             hint="give one of the two, or make them agree",
         )
     return mesh
+
+
+def _with_context(axes: list[Axis]) -> list[Axis]:
+    """Return axes of which the one that shards has the ranks of context parallelism too, as `fully_shard` is given them.
+
+    Source: torchtitan, parallel_dims.py, and accelerate 1.15, parallelism_config.py: dp_shard and cp are flattened,
+    dp_shard outermost.
+    """
+    at = next((at for at, axis in enumerate(axes) if axis.name == _CONTEXT), None)
+    others = [axis for axis in axes if axis.name != _CONTEXT]
+    shards = [axis for axis in others if axis.role == "shard"]
+    if at is None or len(axes) > len(others) + 1 or len(shards) > 1:
+        return axes
+    cp = axes[at]
+    if not shards:
+        return [*axes[:at], replace(cp, name="dp_shard"), *axes[at + 1 :]]
+    if axes[at - 1] != shards[0] or at == 0:
+        raise MeshError(
+            f"mesh axis {_CONTEXT!r} comes right after {shards[0].name}: the ranks that share a sequence are neighbours",
+            hint=f"write it there, as in {shards[0].name}={shards[0].size},{_CONTEXT}={cp.size}",
+        )
+    longer = replace(shards[0], size=shards[0].size * cp.size)
+    return [*axes[: at - 1], longer, *axes[at + 1 :]]
 
 
 def _with_experts(mesh: Mesh, ep: int) -> Mesh:
@@ -288,11 +317,6 @@ def _parse_axis(part: str) -> Axis:
             "NAME:shard=8, NAME:tensor=2",
         )
     name, role, size = match.group(1), match.group(2), int(match.group(3))
-    if name in LATER_AXES:
-        raise MeshError(
-            f"mesh axis {name!r} is not supported yet",
-            hint="pre-shard for the axes pp, dp_replicate, dp_shard, tp and ep alone",
-        )
     if name == "efsdp":
         raise MeshError(
             "mesh axis 'efsdp' follows from the others", hint="leave it out: it is dp_shard x tp / ep"

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit._torch import checkpointed, is_checkpointed
+from shardkit._torch import checkpointed, flattened, is_checkpointed
 from shardkit.core.text import count, escape
 from shardkit.errors import MeshError, PolicyError, UsageError
 from shardkit.keys.names import clean_name
@@ -69,7 +69,8 @@ CHECKPOINTING = Wording(
 _REPLICATE_AXES = ("dp_replicate", "replicate", "ddp")
 _SHARD_AXES = ("dp_shard", "fsdp", "shard", "dp", "data_parallel", "dp_shard_cp")
 _TENSOR_AXES = ("tp", "tensor_parallel")
-_OTHER_AXES = ("pp", "cp", "ep", "efsdp", "sp")
+_OTHER_AXES = ("pp", "ep", "efsdp", "sp")
+_CONTEXT, _WITH_CONTEXT = "cp", "dp_shard_cp"
 
 # Parameters outside of FSDP whose gradients are averaged.
 _AVERAGED = WeakIdKeyDictionary()
@@ -143,7 +144,8 @@ def wrap(
     Args:
         model: parameters on meta, as `prepare` leaves them, or with weights; DTensors of
             `parallelize_module` are fine.
-        mesh: with one axis, it shards; with two, the first replicates (HSDP). Over a tensor-parallel axis (`tp`)
+        mesh: with one axis, it shards; with two, the first replicates (HSDP). An axis `cp` after the one that shards
+            shards too, as if the two were one; attention over `cp` is the job's own. Over a tensor-parallel axis (`tp`)
             the `tp_plan` of the model's class is applied first; the axis is left out if the model has none, or is
             parallelised already. With `tp` alone there is nothing for `fully_shard` to do: everything is computed
             in the dtype of the parameters.
@@ -295,9 +297,7 @@ def _meshes(model: nn.Module, mesh: DeviceMesh, experts: DeviceMesh | None) -> M
     if tensor is not None and mesh.ndim == 1:
         return Meshes.of(mesh, (), tensor, experts)
     data = _data_mesh(mesh)
-    if not names:
-        return Meshes(data=data)
-    return Meshes.of(mesh, data.mesh_dim_names or (), tensor, experts)
+    return replace(Meshes.of(mesh, (), tensor, experts), data=data) if names else Meshes(data=data)
 
 
 def _check_experts(mesh: DeviceMesh, experts: DeviceMesh) -> None:
@@ -342,7 +342,10 @@ def _check_plain(model: nn.Module) -> None:
 
 
 def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of a mesh over which data is spread: (shard,) or (replicate, shard)."""
+    """Return the axes of a mesh over which data is spread: (shard,) or (replicate, shard).
+
+    Those of context parallelism shard too: dp_shard and cp are one axis, as in torchtitan and accelerate.
+    """
     names, sizes = mesh.mesh_dim_names, tuple(mesh.shape)
     if names is None:
         if mesh.ndim != 1:
@@ -356,8 +359,11 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     data = [
         n for n, size in zip(names, sizes, strict=True) if n not in _TENSOR_AXES and (size > 1 or n in known)
     ]
-    foreign = [name for name in data if name in _OTHER_AXES]
-    if foreign or len(data) > 2:
+    has_both = data[1:][-1:] == [_CONTEXT] and data[-2] not in _REPLICATE_AXES
+    foreign = [name for name in data if name in _OTHER_AXES] + [
+        name for name in data[:-1] if name == _CONTEXT
+    ]
+    if foreign or len(data) - has_both > 2:
         raise MeshError(
             f"cannot tell which axes of the mesh ({shown}) data is spread over",
             hint='give the part that shards, such as mesh["dp_shard"] or mesh["dp_replicate", "dp_shard"]',
@@ -369,6 +375,8 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
             f"the mesh ({shown}) has no axis to shard over, or that axis is not the last",
             hint="name one dp_shard, after dp_replicate; without sharding, use DistributedDataParallel",
         )
+    if has_both:
+        return flattened(mesh, tuple(data[-2:]), _WITH_CONTEXT, tuple(data[:-2]))
     return mesh if tuple(data) == tuple(names) else mesh[data[0] if len(data) == 1 else tuple(data)]
 
 

@@ -344,6 +344,7 @@ class Mesh(NamedTuple):
         "only_replicas": Mesh((2, 2), ("dp_replicate", "tp"), "has no axis to shard over"),
         "reversed": Mesh((2, 2), ("dp_shard", "dp_replicate"), "has no axis to shard over"),
         "pipeline": Mesh((2, 2), ("pp", "dp_shard"), "cannot tell which axes"),
+        "context_first": Mesh((2, 2), ("cp", "dp_shard"), "cannot tell which axes"),
     }
 )
 def test_meshes_that_do_not_say_where_data_is(mesh: Mesh) -> None:
@@ -356,11 +357,31 @@ def test_meshes_that_do_not_say_where_data_is(mesh: Mesh) -> None:
     {
         "lightning": Mesh((2, 2), ("data_parallel", "tensor_parallel"), "data_parallel=2"),
         "three": Mesh((2, 2, 1), ("dp_replicate", "dp_shard", "tp"), "dp_replicate=2, dp_shard=2"),
+        "context": Mesh((2, 2), ("dp_shard", "cp"), "dp_shard_cp=4"),
+        "context_alone": Mesh((2, 2), ("dp_replicate", "cp"), "dp_replicate=2, cp=2"),
+        "context_replicas": Mesh(
+            (2, 1, 2), ("dp_replicate", "dp_shard", "cp"), "dp_replicate=2, dp_shard_cp=2"
+        ),
     }
 )
 def test_meshes_with_other_axes(mesh: Mesh) -> None:
     found, *_ = on_all([unit.mesh for unit in diagnose(mesh.wrapped()).units])
     assert found == [mesh.said]
+
+
+@four.test
+def test_context_parallel_ranks_hold_parts_as_others_do() -> None:
+    """Of a job of four ranks on one axis, and beside tensor parallelism as torch has it."""
+    one = wrap(llama(), init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
+    for name, parameter in wrap(llama(), mesh).named_parameters():
+        assert torch.equal(parameter.to_local(), one.get_parameter(name).to_local()), name
+    by_three = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_shard", "cp", "tp"))
+    by_two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    model, wanted = (wrap(reference("llama", **TP_WIDTHS), each) for each in (by_three, by_two))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.to_local(), wanted.get_parameter(name).to_local()), name
+        assert parameter.placements == wanted.get_parameter(name).placements
 
 
 @two.test
