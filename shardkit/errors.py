@@ -50,6 +50,8 @@ ARGUMENTS = {
     "--push-to-hub": "push_to_hub",
 }
 """Those whose argument has another name than the option."""
+_OF_A_PLAN = {"--osft-targets": "targets", "--osft-rank": "ranks"}
+"""Options that are fields of the OsftPlan that `osft=` takes."""
 _SWITCHES = {"on": "True", "off": "False"}
 # A value: quoted, or a word that cannot be one of the sentence's own.
 _OPTION = re.compile(
@@ -76,6 +78,8 @@ def as_arguments(text: str) -> str:
 
     def spell(match: re.Match[str]) -> str:
         option, value = match.groups()
+        if option in _OF_A_PLAN:
+            return _of_a_plan(option, value)
         if option == "--no-resume":
             return "resume=False"
         if option in FLAGS:
@@ -89,6 +93,15 @@ def as_arguments(text: str) -> str:
         return f"{name}={_SWITCHES.get(value, value if is_literal else repr(value))}"
 
     return _OPTION.sub(spell, text)
+
+
+def _of_a_plan(option: str, value: str | None) -> str:
+    """Return what stands for an option in an OsftPlan: `--osft-rank '*.q_proj=8'` is `ranks={'*.q_proj': 8}`."""
+    name = _OF_A_PLAN[option]
+    if value is None:
+        return f"OsftPlan.{name}"
+    glob, _, rank = value.strip("'").rpartition("=")
+    return f"{name}={{'{glob}': {rank}}}" if name == "ranks" else f"{name}='{rank}'"
 
 
 def _spoken(text: str) -> str:
