@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import Fsdp1Unit, foreach_norms, foreach_scale_, fsdp1_unit, is_fsdp1_part
+from shardkit._torch import Fsdp1Unit, foreach_norms, foreach_scale_, is_fsdp1_part
 from shardkit.errors import ShardkitError, UsageError
-from shardkit.training.ranks.local import local_tensor, reshard
+from shardkit.training.ranks.local import fsdp1_units, local_tensor, reshard
 
 Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
@@ -44,8 +43,8 @@ def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> torch.Tensor:
     even if only some ranks lack them. Gradients in half precision are accumulated in fp32.
 
     Args:
-        parameters: a model, which may hold roots of FSDP2, FSDP1 and DDP at any depth; or parameters:
-            DTensors on any meshes, and plain ones, whose gradients all ranks have.
+        parameters: a model, which may hold roots of FSDP2, FSDP1 and DDP at any depth, or be a LightningModule that
+            its strategy has wrapped; or parameters: DTensors on any meshes, and plain ones, whose gradients all ranks have.
         norm_type: 2.0, any other positive order, or `inf`.
 
     Returns:
@@ -99,9 +98,7 @@ def _parameters(parameters: Parameters) -> tuple[list[torch.Tensor], Mapping[int
     units: dict[int, Fsdp1Unit] = {}
     if isinstance(parameters, nn.Module):
         reshard(parameters)  # gathered copies have no gradients
-        for module in parameters.modules():
-            unit = fsdp1_unit(module) if isinstance(module, FullyShardedDataParallel) else None
-            units |= {id(part): unit for part in unit.registered} if unit else {}
+        units = fsdp1_units(parameters)
         parameters = parameters.parameters()
     if isinstance(parameters, torch.Tensor):
         parameters = (parameters,)
@@ -115,7 +112,7 @@ def _refuse_fsdp1(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit]
     if any(is_fsdp1_part(parameter) and id(parameter) not in units for parameter in parameters):
         raise UsageError(
             "parameters of FSDP1 do not say which ranks hold their other parts",
-            hint="give the model instead of its parameters",
+            hint="give the whole model that FSDP1 has wrapped, not its parameters or a part of it",
         )
     if any(unit.has_dtensors for unit in units.values()):
         raise UsageError(

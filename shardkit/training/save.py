@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from shardkit._torch import describe_as_before, fsdp1_unit, non_persistent_buffers
+from shardkit._torch import describe_as_before, fsdp1_unit, is_fsdp1_part, non_persistent_buffers
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError
 from shardkit.files import manifest, storage
@@ -51,7 +51,7 @@ from shardkit.training.diagnostics.diagnose import diagnose
 from shardkit.training.fill.source import HubForm, recall
 from shardkit.training.optimizer import refuse_copies, stepped_by
 from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
-from shardkit.training.ranks.local import reshard
+from shardkit.training.ranks.local import fsdp1_units, reshard, with_root
 from shardkit.training.save_target import Lead, begin, expect, read_metadata, write_small, writing_to
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
@@ -108,6 +108,7 @@ def save(
     group = process_group
     leads = not dist.is_initialized() or dist.get_rank(group) == 0
     optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer or ())
+    model = with_root(model)
     with agreed(_PHASE, group):
         _check_values(model, optimizers)
     lead, place = _start(os.fspath(path), overwrite, group, leads=leads)
@@ -144,6 +145,17 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
         empty,
         f"{count(len(empty), 'parameter')} of the model on meta: there are no values to save",
         hint="finalize or load_into gives it weights",
+    )
+    units = fsdp1_units(model)
+    pieces = [
+        escape(clean_name(name))
+        for name, each in model.named_parameters()
+        if is_fsdp1_part(each) and id(each) not in units
+    ]
+    LayoutError.raise_for(
+        pieces,
+        f"{count(len(pieces), 'parameter')} of the model lies in an FSDP1 unit around it: each rank has a piece of no shape",
+        hint="save the whole model that FSDP1 has wrapped",
     )
     reshard(model)  # what is gathered now is a copy
     for each in optimizers:

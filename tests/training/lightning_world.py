@@ -18,12 +18,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardkit.errors import ShardkitError
+from shardkit.training.diagnostics.diagnose import diagnose
 from shardkit.training.diagnostics.lightning import FSDPDiagnosticsCallback
+from shardkit.training.gradients import clip_grad_norm_, grad_norm
+from shardkit.training.save import save
 from shardkit.training.wrap import bf16_mixed_precision, wrap
 from tests.distributed.trainers.lightning_cases import OnCpu, let_fsdp_use_cpu
 from tests.worlds.processes import agent_store, fork, wait
@@ -71,10 +77,39 @@ class Lines(logging.Handler):
 
 
 class Plain(Module):
-    """What FSDPStrategy wraps itself."""
+    """What FSDPStrategy wraps itself: the root is around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 2)
+        self.seen: dict[str, Any] = {}
 
     def configure_model(self) -> None:
         pass
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.head(self.net(batch)).pow(2).mean()
+        return loss
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        root = self.trainer.strategy.model
+        norms = [float(grad_norm(each)) for each in (self, root)]
+        units = [len(diagnose(each).units) for each in (self, root)]
+        clipped = [float(clip_grad_norm_(self, norms[0] / 2)), float(grad_norm(self))]
+        self.seen = {"norms": norms, "units": units, "clipped": clipped}
+
+    def on_train_end(self) -> None:
+        place = Path(self.trainer.default_root_dir, "saved")
+        root = self.trainer.strategy.model
+        try:
+            save(self.head, place)
+        except ShardkitError as error:
+            self.seen["part"] = error.message
+        save(self, place, overwrite=True)
+        wanted = get_model_state_dict(root, options=StateDictOptions(full_state_dict=True))
+        found = {name: torch.zeros(value.shape) for name, value in wanted.items()}
+        dcp.load({"model": found}, checkpoint_id=place)
+        self.seen["saved"] = [name for name, value in wanted.items() if torch.equal(found[name], value)]
 
 
 def fsdp1(out: Path, lines: Lines) -> dict[str, Any]:
@@ -104,8 +139,9 @@ def fsdp1(out: Path, lines: Lines) -> dict[str, Any]:
             enable_model_summary=False,
             default_root_dir=out,
         )
-        trainer.fit(Plain(), torch.utils.data.DataLoader(torch.ones(16, 8), batch_size=2))
-        found[name] = {"settings": callback.settings, "lines": list(lines.lines)}
+        module = Plain()
+        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(16, 8), batch_size=2))
+        found[name] = {"settings": callback.settings, "lines": list(lines.lines), "seen": module.seen}
     return found
 
 

@@ -29,7 +29,7 @@ from shardkit._torch import (
 from shardkit.core.text import MIB, count, escape, listed
 from shardkit.keys.names import clean_name
 from shardkit.training.ranks.agree import world
-from shardkit.training.ranks.local import full_name, local_tensor
+from shardkit.training.ranks.local import full_name, local_tensor, with_root
 
 _TOLERANCE = 0.2  # of the expected share; a rank that differs by more gets a problem
 _KINDS = {
@@ -135,9 +135,11 @@ def diagnose(model: nn.Module) -> Diagnosis:
     """Look at a model that anybody wrapped: by FSDP2, FSDP1, DDP, tensor parallelism, or not at all.
 
     Args:
-        model: with weights or on meta; not inside a forward.
+        model: with weights or on meta; not inside a forward. Of a LightningModule, the unit that its strategy has put
+            around it is seen too.
     """
     rank, world_size = world()
+    model = with_root(model)
     kind = _kind(model)
     stored, units = _read_fsdp1(model) if kind == "fsdp1" else _read_units(model)
     total = sum(p.numel * p.itemsize for p in stored)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import FSDPShard, fsdp_shards, non_persistent_buffers
+from shardkit._torch import Fsdp1Unit, FSDPShard, fsdp1_unit, fsdp_shards, non_persistent_buffers
 from shardkit.core.placements import Part, cuts, held
 from shardkit.core.regions import Region, full_region, intersect, relative_to
 from shardkit.core.text import escape
@@ -248,13 +248,37 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def with_root(model: nn.Module) -> nn.Module:
+    """Return a LightningModule with the FSDP1 unit that its strategy has put around it; any other module as it is.
+
+    Source: Lightning 2.6, Strategy.model; FSDPStrategy wraps the LightningModule itself.
+    """
+    if not any(base.__name__ == "LightningModule" for base in type(model).__mro__):
+        return model
+    try:
+        root = model.trainer.strategy.model  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # it has no trainer, or Fabric's
+        return model
+    is_root = isinstance(root, FullyShardedDataParallel) and any(each is model for each in root.modules())
+    return root if is_root else model  # type: ignore[return-value]
+
+
+def fsdp1_units(model: nn.Module) -> dict[int, Fsdp1Unit]:
+    """Return the FSDP1 units of a model by the ids of what modules may have as parameters for them."""
+    found: dict[int, Fsdp1Unit] = {}
+    for module in with_root(model).modules():
+        unit = fsdp1_unit(module) if isinstance(module, FullyShardedDataParallel) else None
+        found |= dict.fromkeys(map(id, unit.registered), unit) if unit is not None else {}
+    return found
+
+
 def refuse_fsdp1(model: nn.Module) -> None:
     """Raise for a model whose parameters FSDP1 has made flat.
 
     Raises:
         UsageError: names the way that works.
     """
-    wrapped = sum(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    wrapped = sum(isinstance(module, FullyShardedDataParallel) for module in with_root(model).modules())
     if wrapped:
         raise UsageError(
             f"the model is wrapped by FullyShardedDataParallel (FSDP1, {wrapped} units), whose flat parameters need "

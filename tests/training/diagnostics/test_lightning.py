@@ -44,6 +44,8 @@ def test_a_trainer_logs_on_every_rank(tmp_path: Path) -> None:
         assert found["settings"]["mesh"].startswith("DeviceMesh((data_parallel=2")
         assert ("state_dict_type: sharded" in found["lines"]) == (rank == 0)
         check_fsdp1(found["fsdp1"], rank)
+        for each in found["fsdp1"].values():
+            check_module(each["seen"])
     check_logger(tmp_path)
 
 
@@ -66,13 +68,22 @@ def check_fsdp1(found: dict[str, Any], rank: int) -> None:
     assert not any(line.startswith("module ") for line in found["both"]["lines"])  # 0 of them
 
 
+def check_module(seen: dict[str, Any]) -> None:
+    """What the module gives of itself is what the strategy's root around it gives."""
+    assert seen["norms"][0] == seen["norms"][1] > 0
+    assert seen["units"] == [4, 4]
+    assert seen["clipped"] == [seen["norms"][0], pytest.approx(seen["norms"][0] / 2, rel=1e-4)]
+    assert len(seen["saved"]) == 8
+    assert "2 parameters of the model lies in" in seen["part"]
+
+
 def check_logger(out: Path) -> None:
     """Lightning's own CSVLogger got the numbers and the settings; where nobody asked it got nothing."""
     with (out / "both/0/metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     sent = {name: row[name] for row in rows for name in row if row[name] and name.startswith("shardkit/")}
     assert float(sent["shardkit/units"]) == 4
-    assert float(sent["shardkit/local_bytes"]) == float(sent["shardkit/expected_bytes"]) == 432
+    assert float(sent["shardkit/local_bytes"]) == float(sent["shardkit/expected_bytes"]) == 468
     for point in POINTS:
         assert float(sent[f"shardkit/{point.replace(' ', '_')}/cpu_peak_bytes"]) > 0
     assert "shardkit/wrap policy: Sequential" in (out / "both/0/hparams.yaml").read_text()
