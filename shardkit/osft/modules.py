@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import functional
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError
 from shardkit.keys.names import clean_name
-from shardkit.osft.plan import FACTORS, Candidate, Target, shard_dim
+from shardkit.osft.plan import FACTORS, Candidate, Target, factor_of, shard_dim
 
 
 class OsftParams(nn.Module):
@@ -61,10 +61,6 @@ class OsftLinear(nn.Module):
         holder, _, attribute = name.rpartition(".")
         return (self.osft_params if holder else self), attribute
 
-    def factors(self) -> dict[str, nn.Parameter]:
-        """Return the factors by the names of `plan.FACTORS`."""
-        return {name: self.get_parameter(name) for name in FACTORS}
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., N) for (..., M)."""
         low = self.osft_params
@@ -78,7 +74,7 @@ class OsftLinear(nn.Module):
         if name == "weight":
             raise AttributeError(
                 f"{escape(self.path)} has OSFT factors and no weight, which the model's own code reads; leave it dense: "
-                f"add '!{escape(self.path)}' to the targets of the plan (--osft-targets)"
+                f"add '!{escape(self.path)}' to the targets of the plan (OsftPlan.targets, --osft-targets)"
             )
         return super().__getattr__(name)
 
@@ -148,11 +144,27 @@ def factor_modules(
     return found
 
 
-def osft_modules(model: nn.Module) -> Mapping[str, OsftLinear]:
-    """Return the factored layers of a model by clean path, in its order, whatever wraps them."""
+def osft_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the factored layers of a model by clean path, in its order, whoever made them and whatever wraps them.
+
+    Their parameters' names tell: a layer of mini_trainer is an `nn.Linear` with factors in the place of `weight`.
+    """
+    names = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    paths = {path for path in map(factor_of, names) if path and names.issuperset(_factor_names(path))}
     return {
-        clean_name(path): module for path, module in model.named_modules() if isinstance(module, OsftLinear)
+        path: module
+        for path, module in ((clean_name(path), module) for path, module in model.named_modules())
+        if path in paths
     }
+
+
+def _factor_names(path: str) -> Iterator[str]:
+    return (f"{path}.{name}" for name in FACTORS)
+
+
+def factors_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a factored layer by the names of `plan.FACTORS`."""
+    return {name: module.get_parameter(name) for name in FACTORS}
 
 
 def placement_fn(model: nn.Module, num_shards: int) -> Any:
@@ -163,7 +175,7 @@ def placement_fn(model: nn.Module, num_shards: int) -> Any:
         id(parameter)
         for module in model.modules()
         if isinstance(module, OsftLinear)
-        for name, parameter in module.factors().items()
+        for name, parameter in factors_of(module).items()
         if shard_dim(f".{name}", parameter.shape, num_shards)
     }
     return lambda parameter: Shard(1) if id(parameter) in cut else None

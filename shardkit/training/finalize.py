@@ -42,6 +42,7 @@ from shardkit.training.fill.samples import kept_open, take_samples, versions
 from shardkit.training.fill.source import Source, find_weights, has_factors, open_source, remember
 from shardkit.training.model.between import check_hidden, check_new_ties, release, say_put_back
 from shardkit.training.model.buffers import (
+    class_buffers,
     compute_buffers,
     equalise_buffers,
     memory_for_buffers,
@@ -76,6 +77,7 @@ _log = logging.getLogger("shardkit")
 
 _OPENING = "opening the source"
 _COMPARING = "comparing the ranks' sources"
+_FITTING = "comparing the source with the model"
 _APART = "make them one parameter, or give each its memory: parameter.data = parameter.data.clone()"
 _SLACK_NBYTES = 4096  # an allocator's rounding
 
@@ -175,11 +177,11 @@ def load_into(
     """Fill a model that anybody has wrapped, or nobody, from any source; every rank calls it.
 
     Args:
-        model: on meta, or with values, which are overwritten in place. Its OSFT factors are computed if the source
-            has dense weights. Buffers that are in no
-            checkpoint are computed if they are on meta. Otherwise they must have their values already:
-            `to_empty()` takes those away. A warning names those of a transformers model that differ
-            from what its class computes.
+        model: on meta, or with values, which are overwritten in place. Its OSFT factors, whoever made its layers, are
+            computed if the source has dense weights. Buffers that are in no checkpoint are computed if they are on meta.
+            Otherwise they must have their values already: `to_empty()` takes those away. A warning names those of a
+            transformers model that differ from what its class computes. If such a buffer is in the model's state dict
+            and not in the source, it gets what the class computes.
         source: Hub directory or id, pre-sharded directory, or any sharded checkpoint; or `from_rank(...)`.
         strategy: as for `finalize`.
         source_rank: as for `finalize`.
@@ -201,19 +203,24 @@ def load_into(
         options = ReadOptions(strategy=strategy, source_rank=source_rank, check_source=check_source)
         reshard(model)
         place = _device(model, device)
-        _say_unlike_computed(unlike_computed(model))
         if any(buffer.tensor.is_meta for buffer in buffer_places(model)):
             compute_buffers(model, None)
         restore_buffers(model, memory_for_buffers(model, place), place)
         release(model)
         materialise(model, place)
         shards = local_shards(model)
-    supply = _open(model, source, keys, dequantize=dequantize)
+        computed = class_buffers(model)
+        unlike = unlike_computed(model, computed)
+        hidden = {name for shard in shards if not shard.persistent for name in shard.names}
+        _say_unlike_computed([fqn for fqn in unlike if fqn in hidden])
+    supply = _open(model, source, keys, dequantize=dequantize, computed=computed)
     states = states_to_read(model, supply.weights)
     _say_left_out(states.note)
     own = [*apart(shards), *states.shards]
     filled = _fill_compared(shards, own, supply, options)
     say_checked(filled.checked, check_source=check_source)
+    made = {fqn: value for fqn, value in computed.items() if fqn in supply.initialised}
+    _fill_computed(own, made, unlike, filled)
     _prove(model, shards, filled, None, own)
     remember(model, supply.weights)
     return model
@@ -225,8 +232,17 @@ def _open(
     keys: str | os.PathLike[str] | None,
     *,
     dequantize: bool,
+    computed: Collection[str],
 ) -> Supply:
-    """Open a source for a live model and compare the two; a rank that cannot, while others can, says why."""
+    """Open a source for a live model and compare the two; a rank that cannot, while others can, says why.
+
+    Args:
+        model: on this rank.
+        source: as it was given.
+        keys: as they were given.
+        dequantize: as for `load_into`.
+        computed: FQNs of buffers that the source need not have.
+    """
     expected, ties = describe(model)
     weights: Weights | None = None
     error: BaseException | None = None
@@ -262,14 +278,22 @@ def _open(
     elsewhere, are_stages = unused_here_alone(frozenset(used), frozenset(unused))
     if weights is not None and are_stages:
         weights = replace(weights, identity=weights.source_identity, sampled_files=0)
-    with agreed("comparing the source with the model"):
+    made = frozenset[str]()
+    with agreed(_FITTING):
         if weights is not None:
             check_untied(broken_ties(model), weights)
-            check_fit(factoring.read(expected), ties, weights, initialises=False, elsewhere=elsewhere)
+            needed = factoring.read(expected)
+            made = check_fit(
+                needed, ties, weights, initialises=False, elsewhere=elsewhere, computed=computed
+            ).initialised
             if world()[0] == able.index(True):  # it reads names of one parameter that are stored apart
                 check_ties(ties, weights)
+    told = gather_json(sorted(made), phase=_FITTING)
+    if weights is None:
+        made = frozenset(name for each in told for name in each)
     return _with_factors(
-        Supply(weights=weights, unavailable=None if error is None else str(error)), factoring
+        Supply(weights=weights, unavailable=None if error is None else str(error), initialised=made),
+        factoring,
     )
 
 
@@ -284,7 +308,7 @@ def _same_factoring(mine: Factoring, own: tuple[Target, ...]) -> Factoring:
     if svd is not None and any(targets != told[0][1] for _, targets in told):
         raise LayoutError(
             "the ranks' models have other OSFT targets than each other, and the source has dense weights",
-            hint="OSFT has no stages of a pipeline (pp): preshard --osft, or a checkpoint with factors, is read by any rank",
+            hint="OSFT has no stages of a pipeline (pp): give what `shardkit preshard --osft` wrote, or a checkpoint with factors",
         )
     return Factoring() if svd is None else Factoring(targets=own, svd=svd)
 
@@ -370,7 +394,7 @@ def _fill_read(
     if sources is not None:
         return fill_broadcast(shards, supply, sources, check_source=options.check_source)
     assert supply.weights is not None
-    with agreed("comparing the source with the model"):
+    with agreed(_FITTING):
         wanted = match(shards, supply)
     return fill_direct(wanted, supply.weights, check_source=options.check_source, opened=opened)
 
@@ -536,6 +560,33 @@ def fill_initialised(shards: Sequence[LocalShard], ctx: ModelInitializationConte
     for fqn in reversed(grown.values()):
         if fqn not in ctx.initialised:
             _put(by_name[fqn], new_rows(ctx, fqn), ctx.grown[fqn], filled)
+
+
+def _fill_computed(
+    shards: Sequence[LocalShard], made: Mapping[str, torch.Tensor], unlike: Collection[str], filled: Filled
+) -> None:
+    """Let buffers that the source lacks have what the model's class computes.
+
+    Args:
+        shards: of the model.
+        made: name of each -> the computed value.
+        unlike: names of those that hold something else.
+        filled: counts them.
+    """
+    for shard in shards:
+        name = next((name for name in shard.names if name in made), None)
+        if name in unlike and name is not None:
+            _put(shard, made[name], 0, filled)
+        elif name is not None:
+            filled.elements[shard.fqn] += shard.num_elements
+    changed = [name for name in made if name in unlike]
+    if made:
+        _say(f"not in the source, buffers that the model's class computes: {listed(made)}")
+    if changed:
+        _say(
+            f"these held other values than the class computes, and have those now: {listed(changed)}",
+            logging.WARNING,
+        )
 
 
 def _put(shard: LocalShard, values: torch.Tensor, first_row: int, filled: Filled) -> None:

@@ -28,10 +28,13 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
-from shardkit.osft.modules import OsftLinear, osft_modules
+from shardkit.osft.modules import factors_of, osft_modules
+from shardkit.osft.plan import HIGH, LOW
 from shardkit.training.optimizer import refuse_copies, stepped_by, unwrapped
 from shardkit.training.ranks.local import local_tensor, refuse_fsdp1, reshard
 
+_U_HIGH, _, _V_HIGH = HIGH
+_U_LOW, _, _V_LOW = LOW
 _BUCKET_NUMEL = 16 << 20  # 64 MiB of fp32 are summed over the ranks at a time
 
 _HOOKED: WeakKeyDictionary[torch.optim.Optimizer, list[ref[nn.Module]]] = WeakKeyDictionary()
@@ -197,25 +200,25 @@ def _projecting(closure: Callable[[], Any], model: nn.Module) -> Callable[[], An
     return run
 
 
-def _check_parameters(layers: Iterable[OsftLinear], optimizer: torch.optim.Optimizer) -> None:
+def _check_parameters(layers: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     stepped = {id(parameter) for parameter in stepped_by(optimizer)}
-    factors = [parameter for layer in layers for parameter in layer.factors().values()]
-    if not any(id(parameter) in stepped for parameter in factors if parameter.requires_grad):
+    factors = [factors_of(layer) for layer in layers]
+    every = (parameter for each in factors for parameter in each.values())
+    if not any(id(parameter) in stepped for parameter in every if parameter.requires_grad):
         raise UsageError(
             "the optimizer has none of the model's trained factors",
             hint="make it after wrap and finalize, of model.parameters()",
         )
-    if any(
-        parameter.requires_grad for layer in layers for parameter in (layer.osft_U_high, layer.osft_V_high)
-    ):
+    if any(each[name].requires_grad for each in factors for name in (_U_HIGH, _V_HIGH)):
         raise UsageError(
             "frozen factors (osft_U_high, osft_V_high) have requires_grad=True and would be trained",
             hint="give them requires_grad_(False); after requires_grad_(True) on the whole model too",
         )
 
 
-def _layers(model: nn.Module) -> dict[str, OsftLinear]:
-    found = dict(osft_modules(model))
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    refuse_fsdp1(model)
+    found = osft_modules(model)
     if not found:
         raise LayoutError(
             "the model has no OSFT layers",
@@ -227,16 +230,13 @@ def _layers(model: nn.Module) -> dict[str, OsftLinear]:
 def _pairs(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[_Pair]:
     """Yield the pairs of all layers, in the same order on every rank whatever it holds."""
     layers = _layers(model)
-    refuse_fsdp1(model)
     reshard(model)  # what is gathered now is a copy
-    problems = []
+    pairs, problems = list[tuple[str, nn.Parameter, nn.Parameter, bool]](), list[str]()
     for path, layer in layers.items():
-        low = layer.osft_params
-        for high, trained, is_v in (
-            (layer.osft_U_high, low.U_low, False),
-            (layer.osft_V_high, low.V_low, True),
-        ):
-            if _placements(high) != _placements(trained):
+        factors = factors_of(layer)
+        for high, trained, is_v in ((_U_HIGH, _U_LOW, False), (_V_HIGH, _V_LOW, True)):
+            pairs.append((f"{path}.{trained}", factors[high], factors[trained], is_v))
+            if _placements(factors[high]) != _placements(factors[trained]):
                 problems.append(
                     f"{escape(path)}: {'V' if is_v else 'U'}_high and _low do not lie alike on the ranks"
                 )
@@ -245,10 +245,8 @@ def _pairs(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor | None]) 
         f"{count(len(problems), 'pair')} of factors cannot be projected",
         hint="shard each OSFT layer whole, as shardkit.wrap does",
     )
-    for path, layer in layers.items():
-        low = layer.osft_params
-        yield _pair(f"{path}.osft_params.U_low", layer.osft_U_high, low.U_low, of(low.U_low), is_v=False)
-        yield _pair(f"{path}.osft_params.V_low", layer.osft_V_high, low.V_low, of(low.V_low), is_v=True)
+    for name, kept, low, is_v in pairs:
+        yield _pair(name, kept, low, of(low), is_v=is_v)
 
 
 def _placements(whole: torch.Tensor) -> object:

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from shardkit.errors import LayoutError
-from shardkit.osft.modules import OsftLinear, candidates, factor_modules, osft_modules, placement_fn
+from shardkit.osft.modules import (
+    OsftLinear,
+    candidates,
+    factor_modules,
+    factors_of,
+    osft_modules,
+    placement_fn,
+)
 from shardkit.osft.plan import FACTORS, OsftPlan, Target, choose_targets
 from shardkit.osft.svd import factorise
 
@@ -28,12 +35,12 @@ def factored(model: nn.Sequential) -> tuple[nn.Sequential, tuple[Target, ...]]:
         old = model.get_submodule(path)
         assert isinstance(old, nn.Linear)
         target = next(each for each in targets if each.path == path)
-        assert all(x.is_meta for x in module.factors().values())
+        assert all(x.is_meta for x in factors_of(module).values())
         found = factorise(old.weight.detach(), target)
         module.to_empty(device="cpu", recurse=False)
         module.osft_params.to_empty(device="cpu")
         with torch.no_grad():
-            for name, parameter in module.factors().items():
+            for name, parameter in factors_of(module).items():
                 parameter.copy_(found.tensors[name])
             if module.bias is not None:
                 module.bias.copy_(old.bias)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -24,6 +23,7 @@ from shardkit.training.fill.reading import Worker
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import local_shards
+from tests.training.wrapping import logged
 from tests.worlds.ranks import Ranks, on_all, same_error
 
 LARGE = (9 << 20) // 4  # elements; several bands of a broadcast
@@ -84,21 +84,6 @@ def told(work: Callable[[], object]) -> dict[str, Any]:
     error = same_error(work)
     assert "imed out" not in json.dumps(error)
     return error
-
-
-def logged(work: Callable[[], object]) -> list[list[str]]:
-    """Return what each rank logs meanwhile."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("shardkit")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        work()
-    finally:
-        log.removeHandler(handler)
-    return on_all(lines)
 
 
 def hidden_from(rank: int, out: Path) -> Path:

@@ -116,11 +116,11 @@ def test_gradients_are_projected() -> None:
         assert low.U_low.grad is not None
         assert low.V_low.grad is not None
         assert low.S_low.grad is not None
-        for inside, whole in (
+        for inside, gradient in (
             (module.osft_U_high.T @ low.U_low.grad, low.U_low.grad),
             (low.V_low.grad @ module.osft_V_high.T, low.V_low.grad),
         ):
-            assert float(inside.norm()) <= 1e-6 * float(whole.norm())
+            assert float(inside.norm()) <= 1e-6 * float(gradient.norm())
         assert torch.equal(low.S_low.grad, free[name])
 
 

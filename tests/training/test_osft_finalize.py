@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 import shardkit
 from shardkit.errors import ResourceError
 from shardkit.keys.names import clean_name
-from shardkit.osft.modules import osft_modules
+from shardkit.osft.modules import factors_of, osft_modules
 from shardkit.osft.plan import OsftPlan, factor_of
 from shardkit.osft.svd import Factors
 from shardkit.training.fill import factorise
@@ -36,7 +36,7 @@ from shardkit.training.wrap import wrap
 from shardkit.transfer.factors import fill
 from tests.osft.models import factored
 from tests.training.models import inputs, reference, save
-from tests.training.wrapping import same, whole
+from tests.training.wrapping import logged, same, whole
 from tests.worlds.factors import WorkerHere
 from tests.worlds.ranks import Ranks, on_all, same_error
 
@@ -229,6 +229,53 @@ def test_a_live_model_of_factors_takes_dense_weights(blind: int | None, out: Pat
     model = wrapped(prepared(out)[0])
     source = out / ("nowhere" if dist.get_rank() == blind else "dense")
     same(whole(shardkit.load_into(model, source)), torch.load(out / "expected.pt"), "loaded")
+
+
+def as_mini_trainer_makes(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Put plain linear layers with factors into a model on meta, and all its buffers into its state dict.
+
+    Source: mini_trainer 0.9.0, osft_utils.py, _initialize_osft_parameters, _pre_fsdp2_wrap_synchronize_buffers.
+    """
+    for path, layer in osft_modules(model).items():
+        plain, low = nn.Linear(1, 1, bias=False, device="meta"), nn.Module()
+        del plain.weight
+        plain.add_module("osft_params", low)
+        for name, value in factors_of(layer).items():
+            owner = low if "low" in name else plain
+            owner.register_parameter(name.rpartition(".")[2], nn.Parameter(value.to(dtype), owner is low))
+        model.set_submodule(path, plain)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module.register_buffer(name, buffer.clone(), persistent=True)
+    return model
+
+
+@two.test_each({"fp32": torch.float32, "bf16": torch.bfloat16})
+def test_a_live_model_of_another_trainer_takes_dense_weights(dtype: torch.dtype, out: Path) -> None:
+    model = wrapped(as_mini_trainer_makes(prepared(out)[0], dtype))
+    rotary = model.get_submodule("model.rotary_emb")
+    computed = {f"model.rotary_emb.{name}": value.clone() for name, value in rotary.named_buffers()}
+    if dist.get_rank() == 0:
+        for buffer in rotary.buffers():
+            buffer.fill_(7)  # as after to_empty()
+    source = out / ("nowhere" if dist.get_rank() else "dense")
+    said, others = logged(partial(shardkit.load_into, model, source))
+    expected = {
+        name: value.to(dtype) if factor_of(name) else value
+        for name, value in torch.load(out / "expected.pt").items()
+    }
+    found = whole(model)
+    same({name: found[name] for name in (*expected, *computed)}, expected | computed, "loaded")
+    assert len(found) == len(expected) + 2
+    assert "inv_freq" not in str(others)
+    assert (
+        f"weights: not in the source, buffers that the model's class computes: {', '.join(computed)}" in said
+    )
+    other = "weights: these held other values than the class computes, and have those now: "
+    assert f"{other}{', '.join(computed)}" in said
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    shardkit.osft_optimizer(model, torch.optim.AdamW(trained, lr=1e-2)).step()
+    assert shardkit.osft_leak(model) < (1e-6 if dtype is torch.float32 else 5e-3)
 
 
 @two.test

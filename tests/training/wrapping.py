@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardkit.training.wrap import wrap
 from tests.training.models import inputs
+from tests.worlds.ranks import on_all
 
 TP_WIDTHS = {"intermediate_size": 38}
 """Of a Llama: even over `tp`, not over both axes of `tensor_parallel`."""
@@ -90,3 +93,18 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], what: str) -> N
     assert list(a) == list(b), f"{what}: other names"
     wrong = [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])]
     assert not wrong, f"{what}: {wrong}"
+
+
+def logged(work: Callable[[], object]) -> list[list[str]]:
+    """Return what each rank logs meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("shardkit")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        work()
+    finally:
+        log.removeHandler(handler)
+    return on_all(lines)

@@ -33,6 +33,11 @@ InitBuffers = Callable[[nn.Module], object]
 FILLS = (0xFF, 0x2A)
 """Bytes to fill memory with: the first reads as NaN, -1 or True, the second as something else."""
 
+_GIVE_FUNCTION = (
+    "give prepare a function that builds the model instead of a model on meta, or init_buffers=fn that computes them all; "
+    "or give them values before load_into"
+)
+
 _log = logging.getLogger("shardkit")
 
 
@@ -65,7 +70,11 @@ class _Attribute:
 
 
 def compute_buffers(
-    model: nn.Module, init_buffers: InitBuffers | None, *, seeds: tuple[int, int] = (0, 0)
+    model: nn.Module,
+    init_buffers: InitBuffers | None,
+    *,
+    seeds: tuple[int, int] = (0, 0),
+    hint: str = _GIVE_FUNCTION,
 ) -> None:
     """Compute every buffer that is on meta, by `init_buffers` or transformers' own `_init_weights`.
 
@@ -76,6 +85,7 @@ def compute_buffers(
         init_buffers: called with the model, whose buffers have memory.
         seeds: of random numbers, for the first and the second filling. With two different seeds, a random
             buffer counts as one that nobody computes.
+        hint: what to do about buffers that nobody computes.
 
     Raises:
         LayoutError: buffers or plain tensor attributes that nobody computes; lists all of them.
@@ -95,36 +105,49 @@ def compute_buffers(
     _refuse(
         [place.fqn for place in on_meta if place.fqn in lost_ones and not place.persistent],
         list(meta_attributes(model)),
+        hint,
     )
 
 
-def unlike_computed(model: nn.Module) -> list[str]:
-    """Return the names of buffers that are in no checkpoint and far from what the model's class computes.
+def class_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a model's class computes and puts into no checkpoint, by the model's names, on the CPU.
 
-    `to_empty()` leaves such buffers: memory that nobody has written. Some differences do not count: rounding,
-    random buffers, and buffers that a forward changes as it goes (rotary tables that grow with the length).
-    Only models of transformers are compared: nobody can tell the values of others.
+    Only classes of transformers are known: nobody can tell the values of others. Random buffers are left out.
 
     Args:
         model: wrapped or not; it is left as it is.
     """
-    held = {
-        place.fqn: place.tensor
-        for place in buffer_places(model, once=True)
-        if not place.persistent and not place.tensor.is_meta and not isinstance(place.tensor, DTensor)
-    }
-    if not held:
-        return []
-    found: list[str] = []
-    for prefix, twin in meta_twins(model, None):
+    found: dict[str, torch.Tensor] = {}
+    has_any = any(not isinstance(place.tensor, DTensor) for place in buffer_places(model, once=True))
+    for prefix, twin in meta_twins(model, None) if has_any else ():
         if twin is None:
             continue
         with contextlib.suppress(Exception):  # what it has computed by then counts
             compute_buffers(twin, None, seeds=(0, 1))
-        for place in buffer_places(twin, once=True):
-            fqn = clean_name(prefix + place.fqn)
-            if fqn in held and not place.tensor.is_meta and not _are_close(held[fqn], place.tensor):
-                found.append(fqn)
+        found |= {
+            clean_name(prefix + place.fqn): place.tensor
+            for place in buffer_places(twin, once=True)
+            if not place.persistent and not place.tensor.is_meta
+        }
+    return found
+
+
+def unlike_computed(model: nn.Module, computed: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of buffers that are far from what the model's class computes.
+
+    `to_empty()` leaves such buffers: memory that nobody has written. Some differences do not count: rounding, and buffers
+    that a forward changes as it goes (rotary tables that grow with the length).
+
+    Args:
+        model: wrapped or not.
+        computed: from `class_buffers`.
+    """
+    held = {
+        place.fqn: place.tensor
+        for place in buffer_places(model, once=True)
+        if not place.tensor.is_meta and not isinstance(place.tensor, DTensor)
+    }
+    found = [fqn for fqn, value in computed.items() if fqn in held and not _are_close(held[fqn], value)]
     originals = {fqn: "{}{}original_{}".format(*fqn.rpartition(".")) for fqn in found}
     return [fqn for fqn in found if originals[fqn] not in held or originals[fqn] in found]
 
@@ -218,14 +241,13 @@ def _follow(on_meta: list[Place], attributes: list[_Attribute]) -> None:
                 break
 
 
-def _refuse(buffers: list[str], attributes: list[_Attribute]) -> None:
+def _refuse(buffers: list[str], attributes: list[_Attribute], hint: str) -> None:
     problems = [f"{escape(fqn)}: a buffer that is in no checkpoint" for fqn in buffers]
     problems += [f"{escape(attribute.fqn)}: a tensor attribute" for attribute in attributes]
     LayoutError.raise_for(
         problems,
         f"{len(problems)} buffers or tensor attributes of the model are on meta, and nothing computes them",
-        hint="give prepare a function that builds the model instead of a model on meta, or init_buffers=fn that"
-        " computes them all; or give them values before load_into",
+        hint=hint,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
@@ -162,6 +163,12 @@ def _record(inner: Any, old: int, rows: int) -> None:
 BuildModel = Callable[[], nn.Module] | str | os.PathLike[str] | nn.Module
 """What `build_model` takes."""
 
+# What torch says of an operation on meta that needs values, e.g. "Tensor.item() cannot be called on meta tensors".
+_NO_VALUE = re.compile(r"\bmeta (tensor|device|backend)|Tensor\.__format__|Device 'meta'", re.IGNORECASE)
+_BUILD_WITH_MEMORY = (
+    "build it with memory: model = shardkit.wrap(build(), mesh), and then shardkit.load_into(model, source), which fills it "
+    "in place; what its code makes of weights that are not in the state dict has to be made again after that"
+)
 _BUILD_IT = "give a function that builds the model"
 _CODE_FILES = (CONFIG, "generation_config.json", "*.py")
 
@@ -226,7 +233,10 @@ def build_model(
             )
     _refuse_wrapped(model)
     _check_parameters(model, given=model is what)
-    compute_buffers(model, init_buffers)
+    if model is what:
+        compute_buffers(model, init_buffers)
+    else:
+        compute_buffers(model, init_buffers, hint=_BUILD_WITH_MEMORY)
     _buffers_to_cpu(model)
     if wanted is not None:
         # A model that transformers built from its config already has that dtype.
@@ -307,8 +317,17 @@ def _to_meta(param: nn.Parameter, replaced: WeakIdKeyDictionary) -> nn.Parameter
 
 
 def _call(build: Callable[[], nn.Module], moved: list[nn.Parameter]) -> nn.Module:
-    with parameters_on_meta(moved):
-        model = build()
+    try:
+        with parameters_on_meta(moved):
+            model = build()
+    except (RuntimeError, TypeError) as error:
+        if _NO_VALUE.search(str(error)) is None:
+            raise
+        raise LayoutError(
+            "the code that builds the model reads the value of a weight, and weights have none while prepare builds it: "
+            + str(error).splitlines()[0].partition(". ")[0],
+            hint=_BUILD_WITH_MEMORY,
+        ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"build_model returned a {type(model).__name__}, not a torch.nn.Module")
     return model

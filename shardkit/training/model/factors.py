@@ -12,8 +12,17 @@ from torch import nn
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.layout.classes import is_transformers
-from shardkit.osft.modules import candidates, factor_modules, osft_modules
-from shardkit.osft.plan import ARGUMENT, Candidate, OsftPlan, Svd, Target, choose_targets, factor_of
+from shardkit.osft.modules import candidates, factor_modules, factors_of, osft_modules
+from shardkit.osft.plan import (
+    ARGUMENT,
+    Candidate,
+    OsftPlan,
+    Svd,
+    Target,
+    choose_targets,
+    factor_of,
+    target_of,
+)
 from shardkit.training.ranks.local import ExpectedTensor
 
 
@@ -107,10 +116,16 @@ def factor_model(
 
 
 def own_targets(model: nn.Module) -> tuple[Target, ...]:
-    """Return the weights that a model has as factors, whatever wraps it."""
+    """Return the weights that a model has as factors, whoever made them and whatever wraps it.
+
+    Raises:
+        LayoutError: the factors of a weight do not fit each other.
+    """
     return tuple(
-        Target(path=path, rows=each.out_features, columns=each.in_features, rank=each.rank)
-        for path, each in osft_modules(model).items()
+        target_of(
+            path, {f"{path}.{name}": tuple(factor.shape) for name, factor in factors_of(module).items()}
+        )
+        for path, module in osft_modules(model).items()
     )
 
 

@@ -103,6 +103,7 @@ def check_fit(
     grown: Mapping[str, int] | None = None,
     initialises: bool = True,
     elsewhere: Collection[str] = (),
+    computed: Collection[str] = (),
 ) -> Fit:
     """Compare names, shapes and dtypes of a model with its source.
 
@@ -116,6 +117,7 @@ def check_fit(
         grown: FQN -> rows that the model had, for tensors that `align_vocab` made longer.
         initialises: the caller has a `missing` argument, for the hint.
         elsewhere: stored names for which the models of other ranks have a place, as stages of a pipeline do.
+        computed: FQNs of buffers whose values the caller has where the source lacks them.
 
     Raises:
         LayoutError: the source is quantised, stores modules in pieces that the model holds fused, or differs;
@@ -132,7 +134,8 @@ def check_fit(
         for fqn, tensor in expected.items()
         if tensor.persistent and not any(name in weights.names for name in names[fqn])
     ]
-    made = [fqn for fqn in absent if initialises and any(name in weights.made for name in names[fqn])]
+    known = {*computed, *(weights.made if initialises else ())}
+    made = [fqn for fqn in absent if not known.isdisjoint(names[fqn])]
     lacking = [fqn for fqn in absent if fqn not in made]
     initialised = _choose(sides, lacking, missing)
     may_leave_out = missing != "error" or (weights.follows_class and not lacking)

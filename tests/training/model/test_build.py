@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from shardkit._torch import non_persistent_buffers
 from shardkit.errors import LayoutError, UsageError
+from shardkit.training.finalize import load_into
 from shardkit.training.model import build
-from shardkit.training.model.buffers import unlike_computed
+from shardkit.training.model.buffers import class_buffers, unlike_computed
 from shardkit.training.model.build import build_model
 from tests.training import models
 from tests.worlds.processes import return_freed_memory
@@ -220,21 +222,82 @@ class Odd(nn.Module):
         nn.init.normal_(held)
 
 
+def unlike(model: nn.Module) -> list[str]:
+    return unlike_computed(model, class_buffers(model))
+
+
+def orthogonal() -> nn.Module:
+    return nn.utils.parametrizations.orthogonal(nn.Linear(3, 3))
+
+
+def reading(read: Any) -> Any:
+    """Return a function that builds a layer and reads its weight."""
+
+    def build() -> nn.Module:
+        layer = nn.Linear(3, 3)
+        layer.norm = read(layer.weight.detach())
+        return layer
+
+    return build
+
+
+READING = {
+    "orthogonal": orthogonal,
+    "spectral norm of old": lambda: nn.utils.spectral_norm(nn.Linear(3, 3)),
+    "item": reading(lambda weight: weight.norm().item()),
+    "numpy": reading(lambda weight: weight.numpy()),
+    "bool": reading(lambda weight: bool(weight.isfinite().all())),
+    "list": reading(lambda weight: weight.tolist()),
+    "equal": reading(lambda weight: torch.equal(weight, weight)),
+    "text": reading(lambda weight: f"{weight.sum():.3f}"),
+    "kept": reading(lambda weight: weight.sum(1)),
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_code_that_reads_weights_gets_the_way_that_works(name: str, tmp_path: Path) -> None:
+    build = READING[name]
+    with pytest.raises(LayoutError) as caught:
+        build_model(build)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith(
+        "build it with memory: model = shardkit.wrap(build(), mesh), and then"
+    )
+    wanted, model = build(), build()
+    save_file(
+        {key: value.contiguous() for key, value in wanted.state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
+    parameters = list(model.parameters())
+    load_into(model, tmp_path / "model.safetensors")
+    assert [id(each) for each in model.parameters()] == [id(each) for each in parameters]
+    x = torch.ones(2, 3)
+    assert torch.equal(model.eval()(x), wanted.eval()(x))
+
+
+def test_other_errors_of_the_code_stay_what_they_are() -> None:
+    def build() -> nn.Module:
+        raise RuntimeError("the metadata of a tensor is wrong")
+
+    with pytest.raises(RuntimeError, match="metadata"):
+        build_model(build)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-vl"])
 def test_buffers_unlike_what_the_class_computes_are_found(name: str) -> None:
     model = models.reference(name)
     wrapped = nn.ModuleDict({"net": model})
-    assert unlike_computed(wrapped) == unlike_computed(wrapped.to(torch.bfloat16)) == []
+    assert unlike(wrapped) == unlike(wrapped.to(torch.bfloat16)) == []
     buffers = {f"net.{fqn}": buffer for fqn, buffer in model.named_buffers()}
     hidden = {fqn for fqn in buffers if fqn not in wrapped.state_dict()}
     grown = [fqn for fqn in hidden if fqn.endswith(".original_inv_freq")]
     for fqn in grown:  # as a forward that is longer than the model was trained for does
         buffers[fqn.replace("original_", "")].mul_(0.5)
-    assert unlike_computed(wrapped) == []
+    assert unlike(wrapped) == []
     for noise in (0.0, float("nan")):
         for buffer in buffers.values():
             buffer.fill_(noise)
-        assert set(unlike_computed(wrapped)) == hidden
+        assert set(unlike(wrapped)) == hidden
     assert grown
 
 
