@@ -313,7 +313,7 @@ def _manifest_of(checkpoint: Checkpoint) -> manifest.Manifest | None:
         return manifest.read(directory)
     # In the form of a trainer, preshard's manifest counts too.
     try:
-        found = manifest.read(directory) if manifest.NAME in storage.listdir(directory) else None
+        found = manifest.read(directory)
     except IntegrityError:  # who compares checksums warns of it
         return None
     is_there = isinstance(found, manifest.Presharded) and found.root is not None
