@@ -126,9 +126,9 @@ CASES = {
     "no argument": ("diff tiny", "missing argument 'B'", "shows its options"),
     "no mesh": ("preshard tiny x", "no mesh given", "--world-size"),
     "a destination that is something else": (
-        "preshard tiny other --world-size 4",
+        "preshard tiny other --world-size 4 --overwrite",
         "is not a sharded checkpoint",
-        "choose another name",
+        "move that",
     ),
     "a destination that can be replaced": ("preshard tiny sharded --world-size 4", "exists", "--overwrite"),
     "nothing that was committed": ("commit x", "no part", "run the parts first"),
