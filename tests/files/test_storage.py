@@ -46,7 +46,7 @@ CALLS = {
 """Names in `os` and `os.path` of what asks or changes a file system."""
 # What is not about checkpoints: the traced layout's scratch files, /proc, pipes, shared memory, standard output.
 ELSEWHERE = {
-    "keys/rules.py": {"open", "os.listdir"},  # the sets that lie in the package
+    "keys/rule_sets.py": {"open", "os.listdir"},  # the sets that lie in the package
     "pictures/page.py": {"open"},  # style and script, which lie in the package
     "cli/output.py": {"os.open", "shutil.get_terminal_size"},
     "layout/trace_child.py": {"open"},

@@ -241,9 +241,14 @@ def test_parts_make_the_manifest_of_one_process(plain: Path, server: Server, ext
     assert said(answers[-1])["num_tensor_digests"] in (0, said(one)["num_tensor_digests"])
     assert {answer.code for answer in asked.together([*asked.parts(3), asked.run(None)])} == {0}
     target.write_bytes(b"{}")
-    other = asked.together([asked.run(None)])[0]
-    assert other.code == 2
-    assert target.read_bytes() == b"{}"
+    for options in ((), ("--overwrite",)):  # no manifest
+        assert asked.together([asked.run(None, *options)])[0].code == 2
+        assert target.read_bytes() == b"{}"
+    target.unlink()
+    assert server(["manifest", str(plain), "-o", str(target), *([] if extra else ["--sha256"])]).code == 0
+    other = target.read_bytes()
+    assert asked.together([asked.run(None)])[0].code == 2
+    assert target.read_bytes() == other
     assert asked.together([asked.run(None, "--overwrite")])[0].code == 0
     assert target.read_bytes() == whole.read_bytes()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,10 @@ def test_somebody_put_something_else_there_meanwhile(found: Scenarios, server: S
     check_message(answer)
     assert answer.code == 2, answer
     assert content(here.out) == {"notes.txt": b"somebody's"}
+    assert len(here.staging()) == 1  # what was written is kept
+    shutil.rmtree(here.out)
+    assert scenario.run(server, here.out, overwrite=True).code == 0
+    assert content(here.out) == scenario.expected
     assert not here.staging()
     here.remove()
 

@@ -20,7 +20,8 @@ import json, sys
 import shardkit
 for base, checkpoint in json.loads(sys.argv[1]):
     try:
-        print(json.dumps(shardkit.consolidate(checkpoint, base=base, overwrite=True).to_json()))
+        output = checkpoint + base.replace("/", "-")
+        print(json.dumps(shardkit.consolidate(checkpoint, output, base=base).to_json()))
     except shardkit.ShardkitError as error:
         print(json.dumps(error.to_json()))
 """
@@ -75,7 +76,9 @@ def test_only_headers_of_its_weights_are_read(
     assert not fetched & {"training_args.bin", "pytorch_model.bin"}
 
     assert given["base"] == "org/base"
-    assert given["assets"] == ["chat_template.jinja", "config.json", "tokenizer.json"]
+    assert given["assets"] == ["README.md", "chat_template.jinja", "config.json", "tokenizer.json"]
+    card = (Path(given["output"]) / "README.md").read_text()
+    assert card.startswith("---\nbase_model: org/base ")
     assert "names and shapes are the same as in org/base" in given["notes"]
     assert_bit_equal(load(given["output"]), weights())
     assert (Path(given["output"]) / "chat_template.jinja").read_bytes() == b"hello"

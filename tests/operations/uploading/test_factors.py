@@ -264,8 +264,9 @@ def test_a_cache_that_cannot_be_written_is_told(
 def test_an_output_that_is_there_is_not_computed_for(source: Path, out: str) -> None:
     preshard(source, out)
     before, Counting.asked = objects(out), []
+    assert preshard(source, out).was_there
     with pytest.raises(UsageError, match="exists"):
-        preshard(source, out)
+        preshard(source, out, osft=0.5)
     assert not Counting.asked
     preshard(source, out, osft=0.5, overwrite=True)
     assert objects(out)[".metadata"] != before[".metadata"]
