@@ -42,6 +42,8 @@ _PREFIXES = frozenset(
     "model transformer gpt_neox backbone bert roberta distilbert electra deberta albert mpnet mobilebert longformer"
     " funnel layoutlm luke esm xlnet vit deit beit swin dinov2 convnext resnet clip siglip encoder decoder rwkv".split()
 )
+# Inkling's language model has all its weights below both, its head too.
+_INKLING, _INKLING_HEAD = ("model", "llm"), "unembed"
 # What stands side by side inside a model without a head.
 _BODY = frozenset(
     "layers embed_tokens norm h wte wpe ln_f word_embeddings embeddings embedding encoder decoder shared embed_in"
@@ -541,11 +543,13 @@ def _is_peft(node: Node) -> bool:
 
 
 def _give_back_prefix(top: Node, found: Located, floor: Segments) -> None:
-    """Go back up by the one name that the Hub keeps above a model's inside."""
+    """Go back up by the one name that the Hub keeps above a model's inside; of Inkling by both."""
     node = top.find(found.root)
     assert node is not None
     inside = list(node.children.values())
-    if len(found.root) > len(floor) and found.root[-1] in _PREFIXES:
+    if found.root[len(floor) :][-2:] == _INKLING and _INKLING_HEAD in node.children:
+        found.root = found.root[:-2]
+    elif len(found.root) > len(floor) and found.root[-1] in _PREFIXES:
         if not _is_whole(inside) and not any(map(_is_peft, inside)):
             found.root = found.root[:-1]
 

@@ -86,6 +86,12 @@ MODELS: Mapping[str, list[str]] = {
         *layered("gpt_neox.layers", ["mlp.dense.weight"]),
         "embed_out.weight",
     ],
+    "inkling, text": [
+        "model.llm.embed.weight",
+        *layered("model.llm.layers", ["attn.wq_du.weight", "mlp_norm.weight"]),
+        "model.llm.norm.weight",
+        "model.llm.unembed.weight",
+    ],
     "mamba, tied": [
         "backbone.embeddings.weight",
         *layered("backbone.layers", ["mixer.A_log", "norm.weight"]),
