@@ -30,6 +30,8 @@ _OWN_NAMES = {
     "fms's": r"(?:^|\.)(?:ff_sub_layer\.\w+\.weight|attn\.in_proj\.qkv_fused\.weight)$",
     "Megatron's": r"(?:^|\.)(?:linear_qkv|linear_fc1|word_embeddings)\.(?:weight|layer_norm_weight)$",
 }
+_LIKE_TORCHTITANS = ("mistral_large4", "mistral_large4_text")
+"""Types of models whose names on the Hub are of the same kind."""
 _FUSED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
 _IN_MEMORY = {
     "experts fused into one tensor": _FUSED_EXPERTS.pattern,
@@ -42,13 +44,18 @@ _FACTORS = re.compile(
 _MEGATRON_ONLY = re.compile(r"^(?:decoder|embedding)\.")
 
 
-def own_names_warnings(names: Iterable[str], base: Collection[str] | None) -> tuple[str, ...]:
+def own_names_warnings(
+    names: Iterable[str], base: Collection[str] | None, model_type: object = None
+) -> tuple[str, ...]:
     """Return a warning where names are another trainer's own and `from_pretrained` finds none of them.
 
     Args:
         names: the names to write.
         base: the base's names; None if they are not known. The base's own names are right.
+        model_type: of the model's config, where there is one.
     """
+    if model_type in _LIKE_TORCHTITANS:
+        return ()
     for what, found in _matches(_OWN_NAMES, names, base):
         if what != "Megatron's" or any(map(_MEGATRON_ONLY.search, found)):
             return (f"the names are {what} own, not the Hub's ({_example(found)})",)

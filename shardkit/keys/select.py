@@ -159,10 +159,12 @@ class Selection:
             notes=tuple(notes),
         )
 
-    def written_as(self, names: Collection[str], base: Collection[str] | None) -> Selection:
+    def written_as(
+        self, names: Collection[str], base: Collection[str] | None, model_type: object
+    ) -> Selection:
         """Return the same selection, with what is said of its names about those that are written in the end."""
         right = names if base is None and self.are_hubs else base
-        return replace(self, unloadable=own_names_warnings(names, right))
+        return replace(self, unloadable=own_names_warnings(names, right, model_type))
 
     def in_memory(self, names: Collection[str], base: Collection[str] | None) -> tuple[str, ...]:
         """Return warnings about names that transformers uses in memory only.

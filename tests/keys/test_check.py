@@ -1,4 +1,4 @@
-from shardkit.keys.check import compare_with_base
+from shardkit.keys.check import compare_with_base, own_names_warnings
 
 
 def test_lists_every_difference() -> None:
@@ -19,3 +19,11 @@ def test_a_tie_makes_good_what_one_side_lacks() -> None:
     assert compare_with_base(both, one, ties=ties).is_equal
     assert not compare_with_base(both, one).is_equal
     assert compare_with_base({}, both, ties=ties).missing == ("embed", "head")
+
+
+def test_the_type_in_the_config_tells_the_hubs_names_from_torchtitans() -> None:
+    names = ["layers.0.attention.wq.weight", "tok_embeddings.weight"]
+    assert own_names_warnings(names, None, "mistral_large4") == ()
+    for model_type in ("llama", None, ["mistral_large4"]):
+        (said,) = own_names_warnings(names, None, model_type)
+        assert said.startswith("the names are torchtitan's own")

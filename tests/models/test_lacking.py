@@ -26,7 +26,11 @@ CLASSES = (
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3_moe", "qwen2_vl", "whisper", "marian", "gpt_neox", "t5gemma2"]
+    "name",
+    [
+        *("qwen3", "qwen3_moe", "qwen2_vl", "whisper", "marian", "gpt_neox", "t5gemma2", "mistral_large4"),
+        "inkling2_text",
+    ],
 )
 def test_consolidate_without_a_base_raises_no_alarm(name: str, tmp_path: Path, fast_trace: object) -> None:
     assert alarms(name, tmp_path) == []

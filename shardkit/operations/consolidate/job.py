@@ -370,7 +370,8 @@ def _name(
     named = _Named(
         chosen=chosen, selection=selection, ties=ties, fit=fit, vocabulary=vocabulary, answer=answer
     )
-    selection = selection.written_as(list(named.names.values()), base_shapes(base))
+    model_type = base.config.get("model_type") if base is not None and base.config else None
+    selection = selection.written_as(list(named.names.values()), base_shapes(base), model_type)
     fix = "--keys says which rules turn them into the Hub's" if _has_config(base) else "add --base MODEL"
     return replace(
         named,
