@@ -54,7 +54,7 @@ Made = Mapping[str, Sequence[Callable[[], bytes]]]
 ends with "/" is a folder with nothing in it."""
 
 
-class Kind(Enum):
+class OutputKind(Enum):
     """What an output is; the value is the file that makes it one, in a store."""
 
     SHARDED = METADATA
@@ -74,7 +74,7 @@ class Whose(Enum):
 class Claim:
     """What is shardkit's in a directory, as far as something there says so."""
 
-    kind: Kind
+    kind: OutputKind
     listed: Mapping[str, manifest.SavedFile | None]
     """What manifests list, by the name below the directory; None where they say no more than the name."""
     by_format: bool
@@ -130,7 +130,7 @@ def is_text(name: str) -> bool:
 
 def _has_format(name: str, claim: Claim) -> bool:
     folder, _, base = name.rpartition("/")
-    if claim.kind is Kind.HUB:
+    if claim.kind is OutputKind.HUB:
         if claim.is_stored and _WEIGHTS.fullmatch(name):
             return name == HUB_INDEX or MARKED_WEIGHTS.fullmatch(name) is not None
         return is_models_own(name, claim.folders) or name in claim.made
@@ -140,7 +140,7 @@ def _has_format(name: str, claim: Claim) -> bool:
 
 
 def refusal(
-    path: str, shown: str, kind: Kind, made: Made | None, *, may_be_begun: bool = False
+    path: str, shown: str, kind: OutputKind, made: Made | None, *, may_be_begun: bool = False
 ) -> UsageError | None:
     """Return why a directory may not be replaced: something in it is neither ours nor nobody's; None if it may.
 
@@ -156,11 +156,11 @@ def refusal(
         return None
     names = [each.partition(":")[0] for each in found]
     what = "holds what shardkit did not write"
-    if kind is Kind.HUB and not any(map(_WEIGHTS.fullmatch, _listdir(path))):
+    if kind is OutputKind.HUB and not any(map(_WEIGHTS.fullmatch, _listdir(path))):
         what = "holds no weights of a Hub model"
-    elif kind is Kind.SHARDED and any(map(_WEIGHTS.fullmatch, names)):
+    elif kind is OutputKind.SHARDED and any(map(_WEIGHTS.fullmatch, names)):
         what = "holds a Hub model"
-    elif kind is Kind.SHARDED and not {METADATA, manifest.NAME} & {*_listdir(path)}:
+    elif kind is OutputKind.SHARDED and not {METADATA, manifest.NAME} & {*_listdir(path)}:
         what = "is not a sharded checkpoint"
     return UsageError(
         f"{shown} exists and {what}: it is not replaced",
@@ -176,15 +176,15 @@ def _listdir(path: str) -> list[str]:
         return []
 
 
-def is_output(path: str, kind: Kind) -> bool:
+def is_output(path: str, kind: OutputKind) -> bool:
     """True for a directory that looks like an output of a kind, by the names in it."""
     names = _listdir(path)
-    if kind is Kind.HUB:
+    if kind is OutputKind.HUB:
         return any(map(_WEIGHTS.fullmatch, names))
     return METADATA in names or manifest.NAME in names
 
 
-def find_foreign(path: str, kind: Kind, made: Made | None, *, may_be_begun: bool = False) -> list[str]:
+def find_foreign(path: str, kind: OutputKind, made: Made | None, *, may_be_begun: bool = False) -> list[str]:
     """Return a line for each file or folder in a directory that is neither ours nor nobody's.
 
     Args:
@@ -227,7 +227,7 @@ def _unless_gone(error: OSError) -> None:
 
 def _may_lie_in_store(folder: str, claim: Claim) -> bool:
     """True for a folder that stays where it is when an output is replaced, and that `shardkit gc` removes."""
-    return is_shared_folder(folder) or (claim.kind is Kind.SHARDED and is_data_folder(folder))
+    return is_shared_folder(folder) or (claim.kind is OutputKind.SHARDED and is_data_folder(folder))
 
 
 def _foreign_files(path: str, names: Sequence[str], claim: Claim, made: Made | None) -> Iterator[str]:
@@ -266,11 +266,11 @@ def _is_unchanged(
         return False
 
 
-def _claim(path: str, kind: Kind, made: Made, *, may_be_begun: bool) -> Claim:
+def _claim(path: str, kind: OutputKind, made: Made, *, may_be_begun: bool) -> Claim:
     """Look into a directory for what says which files are ours."""
     names, is_stored = _listdir(path), is_remote(path)
     listed, lists_all = _listed(path, kind)
-    if kind is Kind.HUB:
+    if kind is OutputKind.HUB:
         is_output = any(map(_WEIGHTS.fullmatch, names))
         folders = {name for name in names if is_asset_folder(name)}
         with suppress(ShardkitError):
@@ -301,7 +301,7 @@ def _parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _listed(path: str, kind: Kind) -> tuple[dict[str, manifest.SavedFile | None], bool]:
+def _listed(path: str, kind: OutputKind) -> tuple[dict[str, manifest.SavedFile | None], bool]:
     """Return what the manifest of a directory lists, that of its folders too; and whether that is all of an output."""
     try:
         said = _said(os.path.join(path, manifest.NAME))
@@ -320,7 +320,7 @@ def _listed(path: str, kind: Kind) -> tuple[dict[str, manifest.SavedFile | None]
 class _Said(NamedTuple):
     """What a manifest says of whose files are."""
 
-    kind: Kind | None
+    kind: OutputKind | None
     """Of the output that it was written with; None for a list of somebody's files, which claims nothing."""
     files: Mapping[str, manifest.SavedFile | None]
     folders: Sequence[str]
@@ -351,10 +351,10 @@ def _said(path: str) -> _Said:
 def _summed_up(content: manifest.Manifest) -> _Said:
     files: dict[str, manifest.SavedFile | None] = {file.name: file for file in manifest.all_files(content)}
     if isinstance(content, manifest.HubModel):
-        return _Said(Kind.HUB, files, (), content.others is not None)
+        return _Said(OutputKind.HUB, files, (), content.others is not None)
     if isinstance(content, manifest.FileList):
         is_ours = content.folders is not None or content.writer == "shardkit"
-        return _Said(Kind.SHARDED if is_ours else None, files, content.folders or (), True)
+        return _Said(OutputKind.SHARDED if is_ours else None, files, content.folders or (), True)
     if isinstance(content, manifest.Presharded):
         files |= {file.chunks.name: file.chunks for file in content.files}
-    return _Said(Kind.SHARDED, {**files, METADATA: None}, (), True)
+    return _Said(OutputKind.SHARDED, {**files, METADATA: None}, (), True)

@@ -37,7 +37,7 @@ _NEARLY_ALL = 0.9
 _MAX_CANDIDATES = 8
 
 
-class Stored(NamedTuple):
+class NamedShape(NamedTuple):
     """A tensor."""
 
     name: str
@@ -45,7 +45,7 @@ class Stored(NamedTuple):
     shape: Shape
 
 
-def parts_of_ranks(tensors: Iterable[Stored], objects: Iterable[str] = ()) -> str | None:
+def parts_of_ranks(tensors: Iterable[NamedShape], objects: Iterable[str] = ()) -> str | None:
     """Return a warning if the moments of an optimizer are one rank's part of them; None if they are not.
 
     Args:

@@ -23,7 +23,7 @@ from shardkit.files.staging import (
     rename_noreplace,
 )
 from shardkit.files.stores import is_remote
-from shardkit.formats.owned import Kind, Made, refusal
+from shardkit.formats.owned import Made, OutputKind, refusal
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 _CHOOSE = "choose another name"
@@ -35,7 +35,7 @@ def check_destination(
     source: str | None,
     *,
     overwrite: bool,
-    kind: Kind | None = Kind.SHARDED,
+    kind: OutputKind | None = OutputKind.SHARDED,
     made: Made | None = MappingProxyType({}),
     named_after: str | None = None,
 ) -> str:
@@ -124,7 +124,7 @@ def check_replaceable(
     shown: str,
     *,
     overwrite: bool,
-    kind: Kind | None,
+    kind: OutputKind | None,
     made: Made | None,
     another: str | None = None,
 ) -> None:

@@ -32,7 +32,7 @@ from shardkit.files.shared import has_commits
 from shardkit.files.shared_store import MAX_SENT_NBYTES
 from shardkit.files.staging import Staging, abandoned, identity_of, journal_of, named, remove_abandoned
 from shardkit.files.stores import is_remote
-from shardkit.formats.owned import Kind, Made, is_output, refusal
+from shardkit.formats.owned import Made, OutputKind, is_output, refusal
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.ahead import Ahead, Expected, Underway
 from shardkit.operations.destination import check_destination, check_replaceable, check_space, free_bytes
@@ -371,7 +371,7 @@ class Writer:
         moving: Moving,
         writing: Writing,
         *,
-        kind: Kind = Kind.SHARDED,
+        kind: OutputKind = OutputKind.SHARDED,
         looks_late: bool = False,
         progress: Progress | None = None,
         on_warning: OnWarning | None = None,

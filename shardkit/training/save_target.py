@@ -23,7 +23,7 @@ from shardkit.files.remote.writers import writer_of
 from shardkit.files.staging import Staging, remove_abandoned
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
-from shardkit.formats.owned import Kind, refusal
+from shardkit.formats.owned import OutputKind, refusal
 from shardkit.operations.destination import check_destination
 from shardkit.operations.uploading.place import Target, check_target
 from shardkit.operations.uploading.run import check_conditions
@@ -84,7 +84,7 @@ class _DiskLead:
             raise self._kept(error) from error
 
     def _look(self, path: str) -> None:
-        refused = refusal(path, escape(self.path), Kind.SHARDED, {})
+        refused = refusal(path, escape(self.path), OutputKind.SHARDED, {})
         if refused is not None:
             raise refused
 
@@ -109,7 +109,7 @@ class _DiskLead:
 
 class _StoreLead:
     def __init__(self, path: str, overwrite: bool) -> None:
-        self._target: Target = check_target(path, None, Kind.SHARDED, overwrite=overwrite)
+        self._target: Target = check_target(path, None, OutputKind.SHARDED, overwrite=overwrite)
         check_conditions(self._target.path)
         self.path = self._target.path
         self._folder = f"data-{secrets.token_hex(8)}"

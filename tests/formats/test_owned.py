@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.files import manifest
-from shardkit.formats.owned import Claim, Kind, Made, Whose, find_foreign, is_text, whose
+from shardkit.formats.owned import Claim, Made, OutputKind, Whose, find_foreign, is_text, whose
 
 OURS, UNCHANGED, NOBODYS, PERSONS = Whose.OURS, Whose.OURS_UNCHANGED, Whose.NOBODYS, Whose.PERSONS
 LEFT_BEHIND = (
@@ -25,7 +25,7 @@ LEFT_BEHIND = (
 )
 
 
-def claim(kind: Kind, *, listed: tuple[str, ...] = (), by_format: bool = False) -> Claim:
+def claim(kind: OutputKind, *, listed: tuple[str, ...] = (), by_format: bool = False) -> Claim:
     return Claim(
         kind=kind,
         listed=dict.fromkeys(listed),
@@ -76,10 +76,10 @@ def claim(kind: Kind, *, listed: tuple[str, ...] = (), by_format: bool = False) 
     ],
 )
 def test_of_a_hub_model_without_a_manifest(name: str, to: Whose) -> None:
-    assert whose(name, claim(Kind.HUB, by_format=True)) is to
+    assert whose(name, claim(OutputKind.HUB, by_format=True)) is to
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", OutputKind)
 @pytest.mark.parametrize(
     ("name", "to"),
     [
@@ -94,7 +94,7 @@ def test_of_a_hub_model_without_a_manifest(name: str, to: Whose) -> None:
         *((name, NOBODYS) for name in LEFT_BEHIND),
     ],
 )
-def test_with_a_manifest_ours_is_what_it_lists(kind: Kind, name: str, to: Whose) -> None:
+def test_with_a_manifest_ours_is_what_it_lists(kind: OutputKind, name: str, to: Whose) -> None:
     listed = ("config.json", "scheduler.pt", "args.yaml", "README.md")
     assert whose(name, claim(kind, listed=listed)) is to
 
@@ -112,7 +112,7 @@ def test_with_a_manifest_ours_is_what_it_lists(kind: Kind, name: str, to: Whose)
     ],
 )
 def test_of_a_dcp_directory_without_a_manifest(name: str, to: Whose) -> None:
-    assert whose(name, claim(Kind.SHARDED, by_format=True)) is to
+    assert whose(name, claim(OutputKind.SHARDED, by_format=True)) is to
 
 
 def test_what_people_write() -> None:
@@ -138,7 +138,7 @@ def hub(path: Path, others: Mapping[str, str]) -> Path:
 
 
 def found(path: Path, made: Made | None) -> list[str]:
-    return find_foreign(str(path), Kind.HUB, made)
+    return find_foreign(str(path), OutputKind.HUB, made)
 
 
 def test_texts_are_ours_if_they_are_what_we_make_or_made(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_whatever_else_lies_there_is_named(tmp_path: Path) -> None:
 def test_without_weights_a_tokenizer_is_somebodys(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").touch()
     assert found(tmp_path, {}) == ["tokenizer.json"]
-    assert find_foreign(str(tmp_path), Kind.HUB, {}, may_be_begun=True) == []
+    assert find_foreign(str(tmp_path), OutputKind.HUB, {}, may_be_begun=True) == []
 
 
 def listing(path: Path, *, with_digests: bool) -> None:
@@ -222,7 +222,7 @@ def test_an_early_manifest_lists_weights_alone(tmp_path: Path) -> None:
 def test_a_manifest_of_another_kind_claims_nothing(tmp_path: Path) -> None:
     path = hub(tmp_path, {})
     listing(path, with_digests=True)
-    assert find_foreign(str(path), Kind.SHARDED, {}) == ["config.json", "model.safetensors"]
+    assert find_foreign(str(path), OutputKind.SHARDED, {}) == ["config.json", "model.safetensors"]
 
 
 def test_a_damaged_manifest_claims_nothing_and_is_ours(tmp_path: Path) -> None:

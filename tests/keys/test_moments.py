@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from shardkit.core.regions import Shape, split_dim
-from shardkit.keys.moments import Stored, parts_of_ranks
+from shardkit.keys.moments import NamedShape, parts_of_ranks
 
 MODEL: dict[str, Shape] = {
     "model.embed.weight": (64, 32),
@@ -24,11 +24,11 @@ State = Mapping[str, tuple[str, Shape]]
 
 def saved(
     state_of: Callable[[str, Shape], State], *, root: str = "", optimizer: str = "optim."
-) -> list[Stored]:
-    found = [Stored(f"{root}{name}", "bfloat16", shape) for name, shape in MODEL.items()]
+) -> list[NamedShape]:
+    found = [NamedShape(f"{root}{name}", "bfloat16", shape) for name, shape in MODEL.items()]
     for name, shape in MODEL.items():
         for leaf, (dtype, own) in state_of(name, shape).items():
-            found.append(Stored(f"{optimizer}state.{name}.{leaf}", dtype, own))
+            found.append(NamedShape(f"{optimizer}state.{name}.{leaf}", dtype, own))
     return found
 
 
@@ -58,7 +58,7 @@ def test_one_ranks_part_is_told_with_names_and_counts(
     assert f"{optimizer}state.model.embed.weight.exp_avg, " in warning
 
 
-def only(choose: Callable[[str, Shape], Mapping[str, Shape]], dtype: str = "float32") -> list[Stored]:
+def only(choose: Callable[[str, Shape], Mapping[str, Shape]], dtype: str = "float32") -> list[NamedShape]:
     return saved(lambda name, shape: {leaf: (dtype, own) for leaf, own in choose(name, shape).items()})
 
 
@@ -76,7 +76,7 @@ def low_rank(_: str, shape: Shape) -> Mapping[str, Shape]:
 
 GOOD = {
     "adam": saved(adam(1)),
-    "no optimizer": [Stored(name, "float32", shape) for name, shape in MODEL.items()],
+    "no optimizer": [NamedShape(name, "float32", shape) for name, shape in MODEL.items()],
     "adafactor": only(adafactor),
     "muon": only(
         lambda name, shape: {"momentum_buffer": shape} if len(shape) == 2 else dict.fromkeys(ADAM, shape)
@@ -89,8 +89,8 @@ GOOD = {
     "bitsandbytes": only(lambda _, shape: {"state1": part(shape, 2, 0), "absmax1": (4,)}),
     "flat": only(lambda _, shape: dict.fromkeys(ADAM, (1024,))),
     "flat parameters": [
-        Stored("model.flat", "float32", (4096,)),
-        *(Stored(f"optim.state.flat.{leaf}", "float32", (2048,)) for leaf in ADAM),
+        NamedShape("model.flat", "float32", (4096,)),
+        *(NamedShape(f"optim.state.flat.{leaf}", "float32", (2048,)) for leaf in ADAM),
     ],
     "padded": only(
         lambda _, shape: dict.fromkeys(ADAM, (-(-shape[0] // 128) * 128, *shape[1:]) if shape else ())
@@ -108,8 +108,8 @@ def test_nothing_is_said_of_other_shapes(name: str) -> None:
 def test_an_entry_that_is_no_tensor_tells_the_kind_too() -> None:
     """As GaLore's projector, where all parameters are matrices."""
     tensors = [
-        Stored("w.weight", "float32", (64, 32)),
-        *(Stored(f"state.w.weight.{leaf}", "float32", (16, 32)) for leaf in ADAM),
+        NamedShape("w.weight", "float32", (64, 32)),
+        *(NamedShape(f"state.w.weight.{leaf}", "float32", (16, 32)) for leaf in ADAM),
     ]
     assert parts_of_ranks(tensors) is not None
     assert parts_of_ranks(tensors, ["state.w.weight.step", "state.w.weight.projector"]) is None

@@ -14,7 +14,7 @@ import torch
 import shardkit
 from shardkit.core.mesh import parse_mesh
 from shardkit.errors import ResourceError, UsageError
-from shardkit.formats.owned import Kind, find_foreign
+from shardkit.formats.owned import OutputKind, find_foreign
 from shardkit.operations.destination import check_replaceable, default_output
 from tests.operations.consolidate.checkpoints import CONFIG, hub, save, weights
 
@@ -32,7 +32,7 @@ def trainers(tmp_path: Path) -> Path:
 
 
 def foreign(path: Path) -> list[str]:
-    return find_foreign(str(path), Kind.SHARDED, {})
+    return find_foreign(str(path), OutputKind.SHARDED, {})
 
 
 def test_what_reshard_wrote_in_folders_is_replaced(trainers: Path, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_what_another_run_puts_there_between_two_looks_is_looked_at_anew(
         return None
 
     monkeypatch.setattr("shardkit.operations.destination.refusal", refusal)
-    check_replaceable(str(ours), "ours", overwrite=True, kind=Kind.SHARDED, made={})
+    check_replaceable(str(ours), "ours", overwrite=True, kind=OutputKind.SHARDED, made={})
     assert seen == ["ours", "others"]
 
 

@@ -20,7 +20,7 @@ from shardkit.files import storage
 from shardkit.files.staging import journal_of
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
-from shardkit.formats.owned import Kind
+from shardkit.formats.owned import OutputKind
 from shardkit.operations.write import Describe, Moving, Writer, Writing
 from shardkit.transfer.checks import OFF
 from shardkit.transfer.execute import FileDigest
@@ -109,7 +109,7 @@ def write(
     """Do what a verb does; return what it can say."""
     job = job or copy_of(source)
     options = Writing(**writing)  # type: ignore[arg-type]
-    writer = Writer("copy", Moving(jobs=1), options, kind=Kind.HUB, looks_late=True)
+    writer = Writer("copy", Moving(jobs=1), options, kind=OutputKind.HUB, looks_late=True)
     writer.check_destination(str(out), str(source))
     writer.check_beside({}, {})
     writer.find_manifests([job.plan.catalog], str(source))

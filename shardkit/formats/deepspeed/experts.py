@@ -163,7 +163,7 @@ def _one_by_one(stacked: Mapping[str, int], group: Mapping[str, Shape]) -> dict[
     return found
 
 
-class _Comparison(NamedTuple):
+class _MasterFit(NamedTuple):
     problems: list[str]
     """The experts whose masters are not what their files hold: by shapes, and by some values."""
     distance: float
@@ -172,12 +172,12 @@ class _Comparison(NamedTuple):
 
 def _compare(
     tag: Tag, main: ModelStates, optimizers: Sequence[OptimizerStates], experts: Sequence[ExpertStates]
-) -> _Comparison:
+) -> _MasterFit:
     """Compare the largest of the experts' parameters that begin on the same ranks, for all such ranks."""
     try:
         masters = masters_of(main, optimizers, 0, tag.directory)
     except IntegrityError as error:
-        return _Comparison(list(error.problems), inf)
+        return _MasterFit(list(error.problems), inf)
     files = [rank.file for rank in optimizers]
     stored = {name: (expert.file, ref) for expert in experts for name, ref in expert.tensors.items()}
     largest: dict[tuple[int, ...], str] = {}
@@ -196,7 +196,7 @@ def _compare(
         distance += sum(abs(a - b) for a, b in pairs if abs(a - b) < inf)
         if any(abs(a - b) > _ROUNDING * abs(a) + _SMALLEST for a, b in pairs):
             problems.append(f"{escape(name)}: {escape(file.name)} holds other values")
-    return _Comparison(problems, distance)
+    return _MasterFit(problems, distance)
 
 
 def _heads(

@@ -27,7 +27,7 @@ from shardkit.formats.hub.base import Base, find_base, open_base
 from shardkit.formats.hub.directory import model_class_of
 from shardkit.formats.hub.safetensors import SafetensorsImage
 from shardkit.formats.hub.tokenizer import open_tokenizer
-from shardkit.formats.owned import HUB_INDEX, Kind, is_text
+from shardkit.formats.owned import HUB_INDEX, OutputKind, is_text
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.select import Naming
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as, parse_rules
@@ -248,7 +248,7 @@ def consolidate(
             "consolidate",
             moving,
             writing,
-            kind=Kind.HUB,
+            kind=OutputKind.HUB,
             looks_late=True,
             progress=progress,
             on_warning=warn_once,

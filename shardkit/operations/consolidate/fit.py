@@ -180,7 +180,7 @@ def _take_out_experts(
     return replace(found, missing=missing, unexpected=unexpected), lines
 
 
-class _Filling(NamedTuple):
+class _TakenFromBase(NamedTuple):
     """What is taken from the base because a person asked for it."""
 
     names: tuple[str, ...]
@@ -202,7 +202,9 @@ class _Filling(NamedTuple):
                 yield f"--fill-from-base {escape(glob)!r} matches no tensor that is missing"
 
 
-def _fill(missing: Collection[str], base: Base, carried: Collection[str], fill: Sequence[str]) -> _Filling:
+def _fill(
+    missing: Collection[str], base: Base, carried: Collection[str], fill: Sequence[str]
+) -> _TakenFromBase:
     """Decide which tensors a checkpoint that holds a part of the base's model gets from the base.
 
     Args:
@@ -223,7 +225,7 @@ def _fill(missing: Collection[str], base: Base, carried: Collection[str], fill: 
         torn = dict.fromkeys(wanted, "the checkpoint has no tensor of the base")
     for name, keeper in _tied_in(base, wanted, held) if wanted else ():
         torn[name] = f"the base has the same bytes under {escape(keeper)}, which is in the checkpoint"
-    return _Filling(
+    return _TakenFromBase(
         names=tuple(name for name in wanted if name not in torn),
         held=held,
         left=tuple(left),
@@ -243,7 +245,7 @@ def _tied_in(base: Base, wanted: Collection[str], held: Collection[str]) -> Iter
 
 def _hint(
     found: BaseComparison,
-    filling: _Filling,
+    filling: _TakenFromBase,
     base: Base,
     checkpoint: str,
     fill: Sequence[str],

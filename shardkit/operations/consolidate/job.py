@@ -80,7 +80,7 @@ from shardkit.operations.consolidate.assets import (
 from shardkit.operations.consolidate.factors import take_factors
 from shardkit.operations.consolidate.fit import Fit, base_shapes, check_fit
 from shardkit.operations.consolidate.globs import Sieve, make_sieve
-from shardkit.operations.consolidate.vocabulary import Vocabulary, check_tokenizer, follow_vocabulary
+from shardkit.operations.consolidate.vocabulary import RowsChange, check_tokenizer, follow_vocabulary
 from shardkit.operations.keys import AUTO, NONE, load_rules
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.transfer.bound import bind
@@ -324,7 +324,7 @@ class _Named:
     selection: Selection
     ties: Ties
     fit: Fit
-    vocabulary: Vocabulary
+    vocabulary: RowsChange
     answer: Answer | None
     """What the class says of the names, where it was to be asked."""
 
@@ -356,7 +356,7 @@ def _name(
     """Choose the tensors, name them, and compare them with the base's; errors as for `build_job`."""
     ask = partial(_ask_class, on_step=on_step)
     sieve, selection, chosen = _sifted(checkpoint, base, options, select, ask)
-    vocabulary = Vocabulary(base=base)
+    vocabulary = RowsChange(base=base)
     if chosen.kind != "adapter":
         vocabulary = follow_vocabulary(checkpoint, base, _shapes_in(chosen), options.tokenizer)
     if vocabulary.changed:  # names that differ from the base's are found by shapes
@@ -699,7 +699,7 @@ def _fit(
     chosen: Chosen,
     selection: Selection,
     checkpoint: Checkpoint,
-    vocabulary: Vocabulary,
+    vocabulary: RowsChange,
     options: JobOptions,
     sieve: Sieve,
     ask: Callable[[Base], ModelNames | None],

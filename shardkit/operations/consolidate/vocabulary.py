@@ -31,7 +31,7 @@ _SHARES = {2: "half", 3: "a third", 4: "a quarter"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
+class RowsChange:
     """What becomes of rows that are not the base's."""
 
     base: Base | None
@@ -46,7 +46,7 @@ class Vocabulary:
 
 def follow_vocabulary(
     checkpoint: Checkpoint, base: Base | None, shapes: Mapping[str, Shape], tokenizer: Tokenizer | None
-) -> Vocabulary:
+) -> RowsChange:
     """Decide whether the output has other rows than its base.
 
     Args:
@@ -59,7 +59,7 @@ def follow_vocabulary(
         SourceError, IntegrityError, ResourceError: the checkpoint's config or manifest cannot be read.
     """
     if base is None or base.config is None:
-        return Vocabulary(base=base)
+        return RowsChange(base=base)
     theirs = {name: tensor.shape for name, tensor in (base.tensors or {}).items()}
     if base.tensors is None:
         theirs = _by_config(shapes, base.config)
@@ -74,7 +74,7 @@ def follow_vocabulary(
         if base.tensors is not None:
             tensors |= {name: tensors[name]._replace(shape=shape) for name, shape in rows.shapes.items()}
         config = with_counts(config, rows.places, rows.new[0])
-    return Vocabulary(
+    return RowsChange(
         base=replace(base, tensors=base.tensors and tensors, config=config) if changed else base,
         changed=changed,
         notes=tuple(_notes(changed, base, tokenizer)),

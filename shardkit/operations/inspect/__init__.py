@@ -32,7 +32,7 @@ from shardkit.formats.dequantize import why_scaled
 from shardkit.formats.gaps import Gaps, gaps_among, gaps_of
 from shardkit.formats.hub.directory import model_class_of, read_config
 from shardkit.formats.registry import stray_weights
-from shardkit.keys.moments import Stored, parts_of_ranks
+from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.keys.quantised import why_quantised
 from shardkit.keys.ties import ties_embeddings
 from shardkit.layout.recorded import recorded_layout
@@ -486,7 +486,7 @@ def _target_fields(found: Sequence[_Tensor], objects: Iterable[str] = ()) -> dic
         found: all tensors.
         objects: names of what are no tensors.
     """
-    halved = parts_of_ranks((Stored(each.name, each.dtype, each.shape) for each in found), objects)
+    halved = parts_of_ranks((NamedShape(each.name, each.dtype, each.shape) for each in found), objects)
     warnings = () if halved is None else (halved,)
     try:
         targets = stored_targets({tensor.name: tensor.shape for tensor in found})

@@ -57,7 +57,7 @@ from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import ZipReader, read_directory
 from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.expressions import Expression
-from shardkit.keys.moments import Stored, parts_of_ranks
+from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.keys.renaming import KeyRule
 from shardkit.keys.tree import Kind, is_optimizers, object_kind, optimizer_names
 from shardkit.layout.layout import Layout, TensorLayout, Unit
@@ -159,7 +159,9 @@ def take_apart(taken: Taken, given: str, *, no_optimizer: bool = False, check_so
         return parts
     beside = around(taken.resolved.path, given, no_optimizer=no_optimizer)
     stored = (
-        Stored(e.fqn, e.dtype.name, e.shape) for part in parts.parts for e in part.catalog.tensors.values()
+        NamedShape(e.fqn, e.dtype.name, e.shape)
+        for part in parts.parts
+        for e in part.catalog.tensors.values()
     )
     halved = parts_of_ranks(stored)
     return replace(

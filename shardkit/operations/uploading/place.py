@@ -20,7 +20,7 @@ from shardkit.errors import UsageError
 from shardkit.files import storage, stores
 from shardkit.files.remote.writers import WRITABLE, writer_of
 from shardkit.formats.dcp import METADATA
-from shardkit.formats.owned import Kind, Made, refusal
+from shardkit.formats.owned import Made, OutputKind, refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Target:
 def check_target(
     output: str,
     source: str | None,
-    kind: Kind,
+    kind: OutputKind,
     *,
     overwrite: bool,
     made: Made | None = MappingProxyType({}),

@@ -25,7 +25,7 @@ from shardkit.formats.torchsave.archive import Entry
 from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner, expect_records
-from shardkit.keys.moments import Stored
+from shardkit.keys.moments import NamedShape
 from shardkit.keys.tree import optimizer_names
 from shardkit.operations.verify.bytes import Difference, report_difference, spelling
 from shardkit.operations.verify.manifest import Described, check_tensors
@@ -39,7 +39,7 @@ def verify_dcp(
     report: Report,
     *,
     opened: DcpFolder | None = None,
-    stored: list[Stored],
+    stored: list[NamedShape],
     objects: list[str],
 ) -> list[FileBytes]:
     """Check the structure of a DCP directory, and return its files with what is recorded of their bytes.
@@ -63,7 +63,7 @@ def verify_dcp(
         report.error(error, file=os.path.join(folder, METADATA) if METADATA in error.message else None)
         return _files_by_lists(folder, described, report)
     report.num_tensors += len(opened.catalog.tensors)
-    stored += (Stored(each.fqn, each.dtype.name, each.shape) for each in opened.catalog.tensors.values())
+    stored += (NamedShape(each.fqn, each.dtype.name, each.shape) for each in opened.catalog.tensors.values())
     objects += opened.objects
     report.add_notes(note for note in opened.catalog.notes if "were left alone" not in note)
     report.warnings += _stale(directory, folder, opened)

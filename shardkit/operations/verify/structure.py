@@ -25,7 +25,7 @@ from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
 from shardkit.formats.torchsave.classes import UnreadableClass
-from shardkit.keys.moments import Stored, parts_of_ranks
+from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.operations.companions import walk
 from shardkit.operations.leftovers import refuse
 from shardkit.operations.resolve import was_checkpoint
@@ -78,7 +78,7 @@ def check_structure(
     if beside is not None:
         _add_beside(beside, directory, described, report)
     files: list[FileBytes] = []
-    stored, objects = list[Stored](), list[str]()
+    stored, objects = list[NamedShape](), list[str]()
     for folder in folders:
         own = next((each for each in described if each.folder == folder and each.is_of_dcp), None)
         here = os.path.join(directory, folder)

@@ -43,18 +43,18 @@ class Hidden(NamedTuple):
     """The name that it also has in the prepared model; "" if it has none."""
 
 
-class _Held(NamedTuple):
+class _Reached(NamedTuple):
     where: str
     value: Any
     in_module: bool
     """It is a parameter or buffer of a module that the model does not have by name."""
 
 
-def held_beside(model: nn.Module) -> Iterator[_Held]:
+def held_beside(model: nn.Module) -> Iterator[_Reached]:
     """Yield tensors on meta to which a model leads in other ways than by name; each once."""
     modules = dict(model.named_modules())
     roots = (
-        _Held(full_name(path, name), value, False)
+        _Reached(full_name(path, name), value, False)
         for path, module in modules.items()
         for name, value in vars(module).items()
         if name not in _REGISTERED and not _is_empty(value)
@@ -87,7 +87,7 @@ def find_hidden(model: nn.Module, moved: Sequence[nn.Parameter] | None) -> list[
 def _unused(model: nn.Module) -> set[int]:
     """Return the ids of tensors on meta in copies that no code runs."""
     copies = (vars(module)[_COPY] for module in model.modules() if _COPY in vars(module))
-    return {id(held.value) for held in _search((_Held("", copy, False) for copy in copies), set())}
+    return {id(held.value) for held in _search((_Reached("", copy, False) for copy in copies), set())}
 
 
 def has_hidden(model: nn.Module) -> bool:
@@ -174,14 +174,14 @@ def _in_globals(model: nn.Module) -> dict[int, str]:
     names = dict.fromkeys(kind.__module__ for module in model.modules() for kind in type(module).__mro__)
     own = [name for name in names if name.partition(".")[0] not in _LIBRARIES and name in sys.modules]
     roots = (
-        _Held(f"{key} of {name}", value, False)
+        _Reached(f"{key} of {name}", value, False)
         for name in own
         for key, value in vars(sys.modules[name]).items()
     )
     return {id(held.value): held.where for held in _search(roots, set())}
 
 
-def _search(roots: Iterable[_Held], seen: set[int]) -> Iterator[_Held]:
+def _search(roots: Iterable[_Reached], seen: set[int]) -> Iterator[_Reached]:
     """Yield tensors on meta in objects and in what these hold, the nearest first."""
     waiting = deque(roots)
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -200,30 +200,32 @@ def _is_empty(value: Any) -> bool:
     return type(value) in _ATOMS or (type(value) in _CONTAINERS and not value)
 
 
-def _parts(where: str, value: Any) -> Iterator[_Held]:
+def _parts(where: str, value: Any) -> Iterator[_Reached]:
     """Yield what an object holds, by name where that is known; no code of the object runs."""
     kind = type(value)
     if issubclass(kind, nn.Module):
         for name, part in list(vars(value).items()):
             items = part.items() if name in _REGISTERED else ()
-            yield from (_Held(f"{where}.{key}", item, name != "_modules") for key, item in items)
+            yield from (_Reached(f"{where}.{key}", item, name != "_modules") for key, item in items)
             if name not in _REGISTERED:
-                yield _Held(f"{where}.{name}", part, False)
+                yield _Reached(f"{where}.{name}", part, False)
     elif issubclass(kind, dict):
         for key, item in list(dict.items(value)):
-            yield _Held(f"{where}[{key!r}]" if type(key) in (str, int) else where, item, False)
+            yield _Reached(f"{where}[{key!r}]" if type(key) in (str, int) else where, item, False)
     elif issubclass(kind, (list, tuple)):
-        yield from (_Held(f"{where}[{at}]", item, False) for at, item in enumerate(tuple(value)))
+        yield from (_Reached(f"{where}[{at}]", item, False) for at, item in enumerate(tuple(value)))
     elif kind is types.FunctionType:
         yield from _parts_of_function(where, value)
     elif kind is functools.partial:
-        yield _Held(where, value.func, False)
-        yield _Held(f"{where}.args", value.args, False)
-        yield _Held(f"{where}.keywords", value.keywords, False)
+        yield _Reached(where, value.func, False)
+        yield _Reached(f"{where}.args", value.args, False)
+        yield _Reached(f"{where}.keywords", value.keywords, False)
     else:
         attributes = _attributes(value)
-        yield from (_Held(f"{where}.{name}", item, False) for name, item in list(attributes.items()))
-        yield from (_Held(where, item, False) for item in gc.get_referents(value) if item is not attributes)
+        yield from (_Reached(f"{where}.{name}", item, False) for name, item in list(attributes.items()))
+        yield from (
+            _Reached(where, item, False) for item in gc.get_referents(value) if item is not attributes
+        )
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -234,10 +236,10 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found if type(found) is dict else {}
 
 
-def _parts_of_function(where: str, function: types.FunctionType) -> Iterator[_Held]:
+def _parts_of_function(where: str, function: types.FunctionType) -> Iterator[_Reached]:
     """Yield what a function holds, and not what its globals hold."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield from (_Held(f"{where}.{name}", item, False) for item in gc.get_referents(cell))
-    yield _Held(where, function.__defaults__, False)
-    yield _Held(where, function.__kwdefaults__, False)
-    yield _Held(where, function.__dict__, False)
+        yield from (_Reached(f"{where}.{name}", item, False) for item in gc.get_referents(cell))
+    yield _Reached(where, function.__defaults__, False)
+    yield _Reached(where, function.__kwdefaults__, False)
+    yield _Reached(where, function.__dict__, False)

@@ -18,7 +18,7 @@ import shardkit
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, UsageError
 from shardkit.files import stores, uploads
 from shardkit.files.remote.writers import writer_of
-from shardkit.formats.owned import Kind
+from shardkit.formats.owned import OutputKind
 from shardkit.operations.uploading.place import check_target
 from tests.operations.uploading.conftest import MIB, WRITES, Served, fetch, local, objects
 from tests.training import models
@@ -234,7 +234,7 @@ def test_what_cannot_be_done_is_refused(served: Served, out: str) -> None:
         "push_to_hub": lambda: shardkit.consolidate(dcp_, out, push_to_hub="a/b"),
         "read only so far": lambda: shardkit.consolidate(dcp_, "hf://one/bucket/x"),
         "profile='verl'": lambda: shardkit.preshard(hub, out, world_size=2, profile="verl"),
-        "lies inside the source": lambda: check_target(f"{out}/x", out, Kind.SHARDED, overwrite=False),
+        "lies inside the source": lambda: check_target(f"{out}/x", out, OutputKind.SHARDED, overwrite=False),
     }.items():
         with pytest.raises(UsageError, match=message):
             call()
