@@ -154,7 +154,7 @@ def test_globs_that_match_nothing_are_named() -> None:
 
 def test_ranks_of_the_command_line() -> None:
     assert parse_ranks(["*.up_proj=256", "a.b=0.5"]) == {"*.up_proj": 256, "a.b": 0.5}
-    with pytest.raises(UsageError, match="OsftPlan.ranks") as caught:
+    with pytest.raises(UsageError, match=r"OsftPlan\.ranks") as caught:
         parse_ranks(["nothing", "a=b", "=3"])
     assert len(caught.value.problems) == 3
 

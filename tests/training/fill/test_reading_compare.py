@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -175,7 +176,8 @@ COLUMNS = [
 def test_columns_of_a_ranks_own_copy_are_compared(case: Columns, out: Path) -> None:
     """Ranks that hold columns read overlapping spans, or a run for each row: what one read proves nothing of another's.
 
-    Each rank reads its own copy, as on disks of nodes.
+    Each rank reads its own copy, as on disks of nodes. No bytes are compared beforehand: where they show that copies
+    differ, rank 0's is sent.
     """
     mesh, rank, (sizes, damage) = init_device_mesh("cpu", (2,)), dist.get_rank(), case
     weight = torch.arange(prod(sizes), dtype=torch.float32).view(sizes)
@@ -192,12 +194,13 @@ def test_columns_of_a_ranks_own_copy_are_compared(case: Columns, out: Path) -> N
     model = nn.Module()
     empty = distribute_tensor(torch.zeros(sizes), mesh, [Shard(dim)])
     model.register_parameter("weight", nn.Parameter(empty))
-    if damage is None:
-        shardkit.load_into(model, path)
-        assert torch.equal(model.weight.to_local(), mine)
-    else:
-        error = same_error(lambda: shardkit.load_into(model, path))
-        assert error["error"] == IntegrityError.__name__
+    with mock.patch("shardkit.training.finalize.take_samples", return_value=""):
+        if damage is None:
+            shardkit.load_into(model, path)
+            assert torch.equal(model.weight.to_local(), mine)
+        else:
+            error = same_error(lambda: shardkit.load_into(model, path))
+            assert error["error"] == IntegrityError.__name__
 
 
 def with_replicas(model: nn.Module) -> None:
