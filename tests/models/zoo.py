@@ -90,10 +90,9 @@ def make_hub(architecture: Architecture, directory: Path) -> None:
     check_distinct(directory)
 
 
-def from_pretrained(architecture: Architecture, directory: Path) -> Any:
-    """Return the model that transformers itself loads, in the dtype of its config."""
+def from_pretrained(architecture: Architecture, directory: Path, **options: Any) -> Any:
+    """Return the model that transformers itself loads, in the dtype of its config; `options` are its own."""
     model_class = getattr(transformers, architecture.model_class)
-    options: dict[str, Any] = {}
     if is_quantised(architecture.name):
         method = json.loads((directory / "config.json").read_text())["quantization_config"]["quant_method"]
         how = {"fp8": transformers.FineGrainedFP8Config, "mxfp4": transformers.Mxfp4Config}[method]
