@@ -60,10 +60,10 @@ from transformers import AutoModelForCausalLM
 dense = AutoModelForCausalLM.from_pretrained(model_directory, dtype="float32").cuda()
 tokens = torch.arange(16, device="cuda").unsqueeze(0)
 assert all(parameter.is_cuda for parameter in model.parameters())
-found = model(input_ids=tokens, labels=tokens)
-assert (found.logits - dense(input_ids=tokens).logits).abs().max() < 1e-5
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = shardkit.osft_optimizer(model, torch.optim.AdamW(trained, lr=1e-3))
+found = model(input_ids=tokens, labels=tokens)
+assert (found.logits - dense(input_ids=tokens).logits).abs().max() < 1e-5
 found.loss.backward()
 optimizer.step()
 assert shardkit.osft_leak(model) < 1e-6
