@@ -453,7 +453,7 @@ class Writer:
 
     def _may_be_there(self, output: str) -> bool:
         writing = self.writing
-        if writing.dry_run or writing.share is not None or writing.resume_from is not None:
+        if writing.dry_run or writing.resume_from is not None:
             return False
         return is_output(absolute(output), self._kind)
 
@@ -557,8 +557,7 @@ class Writer:
             self._into_store(job, describe, self._target, factors)
             return
         if self._exists is not None and storage.lexists(self.path):
-            source = self._compare(job, describe, self._exists)
-            self._note(job.plan, source, finished=0, free=free_bytes(self.path), part=None)
+            self._find_there(job, describe, self._exists, factors)
             return
         self.options = replace(self.options, share_extents=share_extents)
         resume_from = None if writing.resume_from is None else os.fspath(writing.resume_from)
@@ -578,6 +577,26 @@ class Writer:
                 finished, source = self._run(job, describe, resume_from, factors, underway)
                 self.has_committed = True
         self._note(job.plan, source, finished=finished, free=free, part=part)
+
+    def _find_there(
+        self, job: Job, describe: Describe, exists: UsageError, factors: FactoredJob | None
+    ) -> None:
+        """Take what is at the destination for the output if it is of this plan; errors as `_compare`.
+
+        What comes after the output is done by whoever made it where there are parts, else by this process.
+        """
+        share, part, source = self.writing.share, None, CheckedSource()
+        divided = None if share is None else self._divided(job, describe, share, factors)
+        if divided is None or not divided.is_committed:
+            source = self._compare(job, describe, exists)
+        self.was_there, self.has_committed = True, divided is None
+        if divided is not None:
+            divided.give_way()
+        if isinstance(share, Committing):
+            share.on_end(False)
+        elif divided is not None and share is not None:
+            part = divided.all_done(share)
+        self._note(job.plan, source, finished=0, free=free_bytes(self.path), part=part)
 
     def _compare(self, job: Job, describe: Describe, exists: UsageError) -> CheckedSource:
         """Find out whether what is at the destination is what the job would write; return how much of it was compared.
@@ -610,7 +629,6 @@ class Writer:
         UsageError.raise_for(
             problems, f"{exists.message}, and is not what this command writes", hint=exists.hint
         )
-        self.was_there = self.has_committed = True
         remove_abandoned(self.path)
         return _summary(check, job.plan, self.options)
 
@@ -847,6 +865,7 @@ class Writer:
             "before": self._before,
             "overwrite": self.writing.overwrite,
             "check_replaceable": self._check_replaceable,
+            "remember": lambda directory: self._remember(hash_plan(job), directory),
         }
         moving = (job.plan, job.output.data_nbytes, self.options, self._progress)
         if factors is None:
@@ -910,7 +929,7 @@ class Writer:
             ):
                 self._move(job, staging, journal, descriptions, finished, check, factors, underway)
             staging.look = self._look
-            remember(path, plan_hash, self.writing.recorded, staging.data)
+            self._remember(plan_hash, staging.data)
             with self._kept(staging) if overwrite else contextlib.nullcontext():
                 if overwrite:
                     self._check_replaceable()
@@ -939,6 +958,9 @@ class Writer:
         finally:
             self._progress.finish()
         return len(finished), _summary(check, job.plan, self.options)
+
+    def _remember(self, plan_hash: str, directory: str) -> None:
+        remember(self.path, plan_hash, self.writing.recorded, directory)
 
     def _journalled(self, job: Job, factors: FactoredJob | None) -> JournalledJob:
         """Return what the journal says of a job."""

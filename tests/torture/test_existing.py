@@ -14,7 +14,8 @@ import pytest
 import shardkit
 from shardkit.errors import UsageError
 from shardkit.transfer.execute import ComparingExecution
-from tests.torture.harness import Answer, Place, Scenario, Scenarios, Server, content, stamps
+from tests.torture.divided import committing, good, part, parts
+from tests.torture.harness import Answer, Place, Scenario, Scenarios, Server, content, restore, stamps
 
 ALL = (
     "preshard no digests",
@@ -226,3 +227,56 @@ def test_overwrite_writes_anew(found: Scenarios, server: Server, place: Path) ->
     assert json.loads(answer.out)["was_there"] is False
     assert stamps(there.out) != before
     there.remove()
+
+
+PARTS = ("preshard columns cast", "consolidate manifest", "consolidate", "reshard")
+
+
+@pytest.mark.parametrize("by", ["parts", "one process"])
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_what_is_there(name: str, by: str, found: Scenarios, server: Server, place: Path) -> None:
+    """After `commit` has removed their marks, or where one process was faster."""
+    scenario = found[name]
+    there = Place(scenario, place)
+    if by == "parts":
+        good(server.together(parts(scenario, there.out, 2)))
+        good(server.together([committing(scenario, there.out)]))
+    else:
+        good(server.together(parts(scenario, there.out, 2)[:1]))  # a part of it was begun
+        assert scenario.run(server, there.out).code == 0
+    for request in parts(scenario, there.out, 3):
+        before = stamps(there.out)
+        (said,) = good(server.together([request]))
+        assert said["was_there"] is True
+        assert said["part"]["is_committed"] is True
+        assert stamps(there.out) == before
+        assert there.staging() == []
+    assert good(server.together([committing(scenario, there.out)]))[0]["by_another"]
+    other = ("--dtype", "fp16") if name.startswith("preshard") else ("--dtype", "bf16")
+    (answer,) = server.together([part(scenario, there.out, "1/2", *other)])
+    assert answer.code == 2
+    assert "exists, and is not what this command writes\n" in answer.err
+    restore(there.out, scenario.old)
+    (answer,) = server.together([part(scenario, there.out, "2/2")])
+    assert answer.code == 2
+    assert "exists, and is not what this command writes\n" in answer.err
+    assert content(there.out) == scenario.old
+    assert there.staging() == []
+    there.remove()
+
+
+@pytest.mark.parametrize("name", ["preshard", "consolidate manifest", "reshard"])
+def test_a_commit_is_recorded(
+    name: str, found: Scenarios, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDKIT_CACHE", str(place / "cache"))
+    place.mkdir()
+    args = found[name].command(place / "out")
+    with Server() as server:
+        for number in ("1/2", "2/2"):
+            assert server([*args, "--part", number]).code == 0
+        good([server(["commit", str(place / "out"), "--json"])])
+        for more in ([], ["--part", "2/2"]):
+            made = json.loads(server([*args, *more]).out)
+            assert (made["was_there"], made["checked_bytes"]) == (True, 0)
+    shutil.rmtree(place)

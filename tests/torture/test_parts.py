@@ -195,7 +195,7 @@ def test_another_source_is_another_plan(here: Place, server: Server) -> None:
 def test_an_ordinary_run_beside_leaves_the_parts_alone(here: Place, server: Server) -> None:
     die_at_commit(here, server)
     (left,) = here.staging()
-    ordinary = here.scenario.run(server, here.out)
+    ordinary = here.scenario.run(server, here.out, extra=["--dtype", "fp16"])
     assert good([ordinary])[0]["resumed_files"] == 0
     assert here.staging() == [left]
     mark = here.out.stat().st_ino
@@ -207,6 +207,18 @@ def test_an_ordinary_run_beside_leaves_the_parts_alone(here: Place, server: Serv
     told = good(server.together([committing(here.scenario, here.out, "--overwrite")]))[0]
     assert not told["by_another"]
     assert here.out.stat().st_ino != mark
+    check_whole(here, server)
+
+
+@pytest.mark.parametrize("here", ["preshard two jobs", "consolidate", "reshard two jobs"], indirect=True)
+def test_a_commit_after_an_ordinary_run_of_the_same_plan(here: Place, server: Server) -> None:
+    die_at_commit(here, server)
+    good([here.scenario.run(server, here.out)])
+    mark = here.out.stat().st_ino
+    (told,) = good(server.together([committing(here.scenario, here.out)]))
+    assert told["by_another"]
+    assert here.out.stat().st_ino == mark
+    assert not here.staging()
     check_whole(here, server)
 
 

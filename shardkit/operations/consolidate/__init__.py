@@ -351,7 +351,9 @@ def _consolidate(
     writer.describes_elsewhere = sidecar is not None
     opened, base = _open(taken, request, options)
     merged = merge_osf(opened, base)
-    job = _decide(merged, base, options, writer.writing, opens_all=request.opens_all, on_step=on_step)
+    # What is there is compared as a whole, whatever this process would write of it.
+    moved = replace(writer.writing, share=None) if writer.exists else writer.writing
+    job = _decide(merged, base, options, moved, opens_all=request.opens_all, on_step=on_step)
     if is_remote(path):
         job = job.marked(writer.hash_in_store(job)[:8])
     writer.check_beside(

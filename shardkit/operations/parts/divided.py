@@ -185,7 +185,7 @@ class Divided(ABC):
             IntegrityError, ResourceError: as `Execution.run`.
         """
         if not self._begin():
-            return self.result(part, is_committed=True, resumed_files=len(self.files_of(part)))
+            return self.all_done(part)
         try:
             with self._writing() as directory:
                 self._tell(part, is_done=False)
@@ -200,6 +200,10 @@ class Divided(ABC):
                 raise self._given_up() from error
             return self.result(part, is_committed=True)  # by others, who had this part's files too
         return self.result(part, resumed_files=resumed)
+
+    def all_done(self, part: Part) -> PartResult:
+        """Return what became of a part whose output was there before it began."""
+        return self.result(part, is_committed=True, resumed_files=len(self.files_of(part)))
 
     def result(self, part: Part, *, resumed_files: int = 0, is_committed: bool = False) -> PartResult:
         """Return what became of a part, as far as it can be seen now."""

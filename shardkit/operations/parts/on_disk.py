@@ -38,6 +38,7 @@ class DividedOnDisk(Divided):
         before: identity of what was at the destination when this process began.
         overwrite: what is at the destination may be replaced.
         check_replaceable: refuses if it may not.
+        remember: takes note of what is in a directory, before that becomes the output.
     """
 
     def __init__(
@@ -53,11 +54,12 @@ class DividedOnDisk(Divided):
         before: tuple[int, int] | None,
         overwrite: bool,
         check_replaceable: Callable[[], object],
+        remember: Callable[[str], object],
     ) -> None:
         self.staging = SharedStaging.of_plan(destination, agreement.plan)
         super().__init__(destination, self.staging, agreement, plan, data_nbytes, options, progress)
         self._describe, self._overwrite, self._check_replaceable = describe, overwrite, check_replaceable
-        self._before, self._is_lost, self._work = before, False, ""
+        self._before, self._is_lost, self._work, self._remember = before, False, "", remember
 
     def run(self, part: Part) -> PartResult:
         """Write the files of a part that are not finished yet; errors as `Divided.run`."""
@@ -99,6 +101,11 @@ class DividedOnDisk(Divided):
     def is_committed(self) -> bool:
         """True if the destination is what parts of this plan have made."""
         return self.staging.is_committed
+
+    def give_way(self) -> None:
+        """Remove what parts of this plan have written: the output is known to be of it, whoever made that."""
+        if self.staging.is_open or not self.staging.is_committed:  # else whoever commits is about to do so
+            self.staging.remove()
 
     def _begin(self) -> bool:
         closed = list[str]()
@@ -185,6 +192,7 @@ class DividedOnDisk(Divided):
         self.staging.adopt(directory, linked)
         if self._overwrite and storage.lexists(self._destination) and self.staging.is_open:
             self._check_replaceable()
+        self._remember(self.staging.data)
         names = [image.name for image in self._images]
         return self.staging.commit(self._work, names, overwrite=self._overwrite)
 
