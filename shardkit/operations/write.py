@@ -30,11 +30,10 @@ from shardkit.errors import IncompleteError, Interrupted, ResourceError, Shardki
 from shardkit.files import manifest, storage
 from shardkit.files.shared import has_commits
 from shardkit.files.shared_store import MAX_SENT_NBYTES
-from shardkit.files.staging import Staging, abandoned, identity_of, journal_of, named, remove_abandoned
+from shardkit.files.staging import Staging, identity_of, journal_of, named, remove_abandoned
 from shardkit.files.stores import is_remote
 from shardkit.formats.owned import Made, OutputKind, is_output, refusal
 from shardkit.formats.recorded import SourceManifests, find_manifests
-from shardkit.operations.ahead import Ahead, Expected, Underway
 from shardkit.operations.destination import check_destination, check_replaceable, check_space, free_bytes
 from shardkit.operations.parts.agreement import Agreement, Command, Committing, Share
 from shardkit.operations.parts.divided import Describer, Divided, PartResult
@@ -397,7 +396,6 @@ class Writer:
         """Set where something that describes the output goes to another place: then it is described in any case."""
         self.record_bytes = 0
         """Factors that lie on the local disk until an output is in its store."""
-        self._ahead: Ahead[Any] | None = None
         self._before: tuple[int, int] | None = None
         self._exists: UsageError | None = None
         self._target: Target | None = None
@@ -482,36 +480,6 @@ class Writer:
         self._facts["source_manifests"] = tuple(found.paths)
         return found
 
-    def ahead(self, expect: Callable[[], Expected[Any] | None]) -> None:
-        """Move what will most likely be written, in the background, while the job is being decided.
-
-        `write` goes on with it if it gets the plan of the expected job, and `close` gives it up. Nothing is done where
-        others have a say: in a dry run, in a part, where an interrupted run may be resumed.
-
-        Args:
-            expect: returns what will be written, or None; called in another thread.
-        """
-        writing = self.writing
-        if not (
-            self._target
-            or self._exists
-            or writing.dry_run
-            or writing.share
-            or writing.resume_from
-            or abandoned(self.path)
-        ):
-            self._ahead = Ahead(self.path, self._verb, self._progress, expect)
-            self._ahead.start()
-
-    def expected(self) -> Any:
-        """Return the job that is moved ahead, once it is known; None if there is none."""
-        return None if self._ahead is None else self._ahead.job()
-
-    def close(self) -> None:
-        """Give up what was moved ahead and not written."""
-        if self._ahead is not None:
-            self._ahead.close()
-
     def write(
         self,
         job: Job,
@@ -563,18 +531,16 @@ class Writer:
         resume_from = None if writing.resume_from is None else os.fspath(writing.resume_from)
         if resume_from is not None:
             resume_from = _check_resume_from(resume_from, self.path, hash_plan(job), resume=writing.resume)
-        underway = None if self._ahead is None else self._ahead.take(job.plan)
-        free, part = free_bytes(self.path) if underway is None else underway.free_bytes, None
+        free, part = free_bytes(self.path), None
         if writing.share is not None:
             part, source = self._share(job, describe, writing.share, needed_bytes, factors)
             finished = 0 if part is None else part.resumed_files
         else:
-            if underway is None:
-                check_space(self.path, needed_bytes, resume_from=resume_from)
+            check_space(self.path, needed_bytes, resume_from=resume_from)
             if writing.dry_run:
                 finished, source = 0, CheckedSource()
             else:
-                finished, source = self._run(job, describe, resume_from, factors, underway)
+                finished, source = self._run(job, describe, resume_from, factors)
                 self.has_committed = True
         self._note(job.plan, source, finished=finished, free=free, part=part)
 
@@ -903,7 +869,6 @@ class Writer:
         describe: Describe,
         resume_from: str | None,
         factors: FactoredJob | None,
-        underway: Underway | None,
     ) -> tuple[int, CheckedSource]:
         """Return how many files an interrupted run had finished, and how much of the source was compared."""
         path, overwrite = self.path, self.writing.overwrite
@@ -911,23 +876,19 @@ class Writer:
         finished: dict[str, FileDigest] = {}
         try:
             plan_hash = hash_plan(job)
-            if underway is not None:
-                staging, check = underway.staging, underway.check
-            else:
-                check = SourceCheck(job.plan.catalog) if self.options.check_source else None
-                staging = self._staging(plan_hash, resume_from)
-                remove_abandoned(path)  # of other plans, or to begin anew: their room may be needed
-                self._progress.start(job.plan.hole_bytes, self._verb)
-                finished = _finished(job, plan_hash, staging, self._progress, check)
+            check = SourceCheck(job.plan.catalog) if self.options.check_source else None
+            staging = self._staging(plan_hash, resume_from)
+            remove_abandoned(path)  # of other plans, or to begin anew: their room may be needed
+            self._progress.start(job.plan.hole_bytes, self._verb)
+            finished = _finished(job, plan_hash, staging, self._progress, check)
             with (
                 _translated(staging.path),
-                contextlib.closing(self),  # nothing is moved any more when others look at the directory
                 contextlib.closing(
                     Journal(staging.journal, plan_hash, staging.data, self._journalled(job, factors))
                 ) as journal,
                 describe(staging.data) as descriptions,
             ):
-                self._move(job, staging, journal, descriptions, finished, check, factors, underway)
+                self._move(job, staging, journal, descriptions, finished, check, factors)
             staging.look = self._look
             self._remember(plan_hash, staging.data)
             with self._kept(staging) if overwrite else contextlib.nullcontext():
@@ -980,9 +941,8 @@ class Writer:
         finished: Mapping[str, FileDigest],
         check: SourceCheck | None,
         factors: FactoredJob | None,
-        underway: Underway | None,
     ) -> None:
-        """Move the bytes, or wait for those under way, and describe them beside."""
+        """Move the bytes and describe them beside."""
         crcs = dict[str, int]()
         if factors is not None:
             here = Filling(
@@ -1000,20 +960,16 @@ class Writer:
             journal.add(digest, None if check is None else check.dump(read))
             descriptions.add_file(digest)
 
-        if underway is not None:
-            assert self._ahead is not None
-            digests, scattered = self._ahead.finish(on_finished)
-        else:
-            execution = Execution(
-                job.plan,
-                staging.data,
-                self.options,
-                finished=finished,
-                on_finished=on_finished,
-                progress=self._progress,
-                check=check,
-            )
-            digests, scattered = execution.run()
+        execution = Execution(
+            job.plan,
+            staging.data,
+            self.options,
+            finished=finished,
+            on_finished=on_finished,
+            progress=self._progress,
+            check=check,
+        )
+        digests, scattered = execution.run()
         descriptions.finish(digests, {**scattered, **crcs})
 
     def _staging(self, plan_hash: str, resume_from: str | None) -> Staging:

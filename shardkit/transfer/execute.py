@@ -7,7 +7,6 @@ over.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import os
 import threading
@@ -261,11 +260,6 @@ class Execution:
             sources.finish(hint=_DAMAGED, completes=not self._left)
         self._end_phase()  # what comes now, such as waiting for a model's class, is not moving
         return self._digests, {fqn: crc for fqn, crc in self.scattered.items() if crc is not None}
-
-    def stop(self) -> None:
-        """Let `run`, in another thread, end soon; files that are whole by then are still handed over."""
-        # A signal may interrupt the caller. It may not leave the event's lock behind, which nobody would give back.
-        _thread.start_new_thread(self._stop.set, ())
 
     def _create_files(self) -> None:
         """Create every unfinished file at its full size: gaps are zeros, and a missing write shows.

@@ -9,7 +9,6 @@ Internal: import from `shardkit`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +31,6 @@ from shardkit.formats.hub.directory import loader_of
 from shardkit.formats.registry import recognise
 from shardkit.layout.choice.parallel_rules import parse_parallel_rules
 from shardkit.layout.layout import Layout, TensorLayout
-from shardkit.operations.ahead import Expected
 from shardkit.operations.casts import dequantized_as, parse_rules
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
@@ -43,7 +41,7 @@ from shardkit.operations.parts.part import Part
 from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.preshard.factors import OsftResult, OsftRun
 from shardkit.operations.preshard.held import hold_job
-from shardkit.operations.preshard.job import JobOptions, PreshardJob, build_job, expect_job
+from shardkit.operations.preshard.job import JobOptions, PreshardJob, build_job
 from shardkit.operations.preshard.profiles import find_profile, write_companions
 from shardkit.operations.resolve import stands_for
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
@@ -277,36 +275,23 @@ def preshard(
     chosen = default_output(plain.hub.label, local, parsed) if output is None else output
     path = writer.check_destination(os.fspath(chosen), local, local if output is None else None)
 
-    def expect() -> Expected[PreshardJob] | None:
-        expected = expect_job(plain, parsed, options)
-        if expected is None:
-            return None
-        room = _room(expected, path)
-        moving = replace(writer.options, share_extents=room.shared_bytes > 0)
-        return Expected(job=expected, needed_bytes=room.needed_bytes, options=moving)
-
-    def on_trace(text: str) -> None:
-        (on_step or silent)(text)
-        writer.ahead(expect)  # the processor and the disk have little to do meanwhile
-
-    with contextlib.closing(writer):
-        job = build_job(plain, parsed, options, on_trace, writer.expected)
-        room = _room(job, path)
-        run = OsftRun.of(
-            plan,
-            job.factored,
-            jobs=writer.options.jobs,
-            max_memory=max_memory,
-            sending_bytes=writer.sending_bytes,
-        )
-        writer.warn(job.warnings)
-        writer.write(
-            job,
-            partial(_describe, job, run, sha256=sha256),
-            needed_bytes=room.needed_bytes,
-            share_extents=room.shared_bytes > 0,
-            factors=run,
-        )
+    job = build_job(plain, parsed, options, on_step or silent)
+    room = _room(job, path)
+    run = OsftRun.of(
+        plan,
+        job.factored,
+        jobs=writer.options.jobs,
+        max_memory=max_memory,
+        sending_bytes=writer.sending_bytes,
+    )
+    writer.warn(job.warnings)
+    writer.write(
+        job,
+        partial(_describe, job, run, sha256=sha256),
+        needed_bytes=room.needed_bytes,
+        share_extents=room.shared_bytes > 0,
+        factors=run,
+    )
     facts = {**writer.facts(job.warnings)}
     became = facts["part"]
     mine = share if isinstance(share, Part) and not (became and became.is_committed) else None

@@ -7,7 +7,7 @@ Building a job reads headers, traces a layout, and reads the bytes of tied tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardkit._version import major
@@ -16,7 +16,7 @@ from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, format_size, listed
 from shardkit.core.threads import OnStep, silent
-from shardkit.errors import ShardkitError, UsageError
+from shardkit.errors import UsageError
 from shardkit.formats.contract import Checkpoint, Dequantized, HubModel
 from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
@@ -25,7 +25,6 @@ from shardkit.keys.expressions import Expression, Opaque, Stored, made_name
 from shardkit.keys.rule_sets import foreign_type
 from shardkit.keys.rules import RuleSet, bind_names
 from shardkit.layout.choice.choose import make_layout
-from shardkit.layout.choice.expected import expect_layout
 from shardkit.layout.choice.factored import factor_layout
 from shardkit.layout.choice.parallel_rules import ParallelRule, data_axes, parallelise
 from shardkit.layout.layout import Layout, declare
@@ -156,11 +155,7 @@ def _hex(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def build_job(
-    checkpoint: Checkpoint,
-    mesh: Mesh,
-    options: JobOptions,
-    on_step: OnStep = silent,
-    expected: Callable[[], PreshardJob | None] = lambda: None,
+    checkpoint: Checkpoint, mesh: Mesh, options: JobOptions, on_step: OnStep = silent
 ) -> PreshardJob:
     """Decide how a Hub model is stored for `mesh`.
 
@@ -169,7 +164,6 @@ def build_job(
         mesh: the device mesh of the job that will load it.
         options: what is asked for.
         on_step: told what takes seconds.
-        expected: returns the job of `expect_job`, if there is one. As far as it was right, it is used.
 
     Raises:
         UsageError: an option does not have such a value, or a policy matches nothing.
@@ -185,47 +179,16 @@ def build_job(
         check_osft(profile, mesh, options.keys)
     _check_no_factors(model, options)
     layout = _placed(_choose_layout(model, mesh, options, on_step), options)
-    return _job_of(checkpoint, layout, options, find_assets(profile, model), expected())
+    return _job_of(checkpoint, layout, options, find_assets(profile, model))
 
 
-def expect_job(checkpoint: Checkpoint, mesh: Mesh, options: JobOptions) -> PreshardJob | None:
-    """Return the job that `build_job` will most likely decide, without asking the model's class; None if nothing tells.
-
-    Args:
-        checkpoint: an opened Hub model.
-        mesh: as for `build_job`.
-        options: those of `build_job`, which has checked them.
-    """
-    assert checkpoint.hub is not None
-    profile = options.profile
-    is_usual = options.keys == NONE and not options.parallel and options.osft is None
-    is_usual &= options.names == "live" and options.layout != "declared"
-    is_usual &= profile.form == "dcp" and not profile.key_sets and checkpoint.dequantized is None
-    layout = expect_layout(checkpoint.hub, mesh) if is_usual else None
-    if layout is None or any(name in layout.sources for _, *others in layout.ties for name in others):
-        return None  # whether tied tensors are equal is read from them: once is enough
-    try:
-        return _job_of(checkpoint, below(layout, options.root), options, Assets({}, ()), None)
-    except ShardkitError:  # `build_job` will say it
-        return None
-
-
-def _job_of(
-    checkpoint: Checkpoint,
-    layout: Layout,
-    options: JobOptions,
-    assets: Assets,
-    expected: PreshardJob | None,
-) -> PreshardJob:
-    """Return the job of a layout. As far as the expected one is the same, its plan is taken."""
+def _job_of(checkpoint: Checkpoint, layout: Layout, options: JobOptions, assets: Assets) -> PreshardJob:
+    """Return the job of a layout."""
     assert checkpoint.hub is not None
     model, profile = checkpoint.hub, options.profile
     whole = tuple(_taken_whole(model, layout))
     factored = tuple(factored_weight(target, layout.sources) for target in layout.factored.values())
-    if expected is not None and layout.made != expected.layout.made:
-        expected = None
-    catalog = _bound(model, layout, factored, options) if expected is None else expected.model.catalog
-    model = replace(model, catalog=catalog)
+    model = replace(model, catalog=_bound(model, layout, factored, options))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     made_of = {name: weight.source for weight in factored for name in weight.factors}
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
@@ -235,11 +198,8 @@ def _job_of(
     dtypes = apply_rules(options.dtype_rules, held, dtypes)
     dtypes |= dict.fromkeys(sources.keys() - dense.keys(), FACTOR_DTYPE)
     content = _Content(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes, made_of=made_of)
-    if expected is not None and not _is_placed_alike(expected, content):
-        expected = None
-    images = None if expected is None or not isinstance(expected.part, DcpOutput) else expected.part.output
-    part = _part(model, content, options, checkpoint.dequantized, images)
-    output = _in_folder(part, profile.folder) if expected is None else expected.output
+    part = _part(model, content, options, checkpoint.dequantized)
+    output = _in_folder(part, profile.folder)
     files = assets.files
     if checkpoint.dequantized is not None and files:
         profile, files = with_config(profile, files, model.config)
@@ -251,7 +211,7 @@ def _job_of(
         part=part,
         assets=files,
         output=output,
-        plan=build_plan(output, model.catalog, made_of) if expected is None else expected.plan,
+        plan=build_plan(output, model.catalog, made_of),
         factored=factored,
         notes=(
             *model.catalog.notes,
@@ -280,26 +240,6 @@ def _old_transformers(layout: Layout) -> Iterator[str]:
             f"traced with transformers {escape(traced.transformers)}: models of {_MODULES_SINCE}.0 and newer have other "
             "modules, so a job with one of these may not find its weights"
         )
-
-
-def _is_placed_alike(expected: PreshardJob, content: _Content) -> bool:
-    """True if images of the expected job are those of some content: the same tensors, from the same bytes, in the same
-    regions and dtypes."""
-    part, layout = expected.part, content.layout
-    return (
-        isinstance(part, DcpOutput)
-        and part.sources == content.sources
-        and part.dtypes == content.dtypes
-        and _places(part.layout) == _places(layout)
-    )
-
-
-def _places(layout: Layout) -> tuple[Mesh, dict[str, object]]:
-    """Return all of a layout that decides where bytes lie."""
-    return layout.mesh, {
-        fqn: (tensor.shape, tensor.placements, tensor.mesh, tensor.stage)
-        for fqn, tensor in layout.tensors.items()
-    }
 
 
 def _check_keys(options: JobOptions) -> None:
@@ -415,11 +355,10 @@ def _part(
     content: _Content,
     options: JobOptions,
     dequantized: Dequantized | None,
-    images: DcpImages | None,
 ) -> DcpOutput | FilesOutput:
-    """Return the files of ranks, in the form that the profile stores tensors in; their images may be known."""
+    """Return the files of ranks, in the form that the profile stores tensors in."""
     if options.profile.form == "dcp":
-        return _dcp_part(model, content, options, dequantized, images)
+        return _dcp_part(model, content, options, dequantized)
     layout, sources = content.layout, content.sources
     arguments = layout, content.dtypes, sources, content.aliases
     is_verls = options.profile.form == "verl"
@@ -440,14 +379,11 @@ def _dcp_part(
     content: _Content,
     options: JobOptions,
     dequantized: Dequantized | None,
-    images: DcpImages | None,
 ) -> DcpOutput:
     layout, aliases, sources = content.layout, content.aliases, content.sources
     derived = _derived(content)
-    if images is None:
-        images = DcpImages(layout, content.dtypes, sources, _phase(model, content.dtypes, sources))
     return DcpOutput(
-        output=images,
+        output=DcpImages(layout, content.dtypes, sources, _phase(model, content.dtypes, sources)),
         layout=layout,
         entries={
             fqn: model.catalog.tensors[content.made_of.get(source, source)] for fqn, source in sources.items()
