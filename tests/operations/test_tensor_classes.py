@@ -19,6 +19,7 @@ from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.diff import diff
 from shardkit.operations.manifest import write_manifest
+from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
 from shardkit.operations.verify import verify
 from tests.formats.torchsave.classes import respell, unpacked
@@ -224,4 +225,169 @@ def test_a_file_of_an_unknown_class_is_whole_but_not_read(tmp_path: Path) -> Non
             attempt()
     flip(file, WEIGHT.numpy().tobytes()[:-1])
     (problem,) = verify(file, full=True).problems
+    assert "CRC-32" in problem.message
+
+
+def as_model(folder: Path, files: dict[str, Path]) -> Path:
+    """A Hub model with these files; an index if there are several."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    index = {}
+    for name, file in files.items():
+        shutil.copy(file, folder / name)
+        index.update(
+            dict.fromkeys(torch.load(file, weights_only=True) if "plain" in file.name else NAMES, name)
+        )
+    if len(files) > 1:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    return folder
+
+
+NAMES = "0.weight", "0.bias", "1.weight", "1.bias"
+"""Of the state dicts that torchao quantised."""
+BINS = {
+    "0.7-int8": "dtypes.affine_quantized_tensor.AffineQuantizedTensor",
+    "0.7-int8-dynamic": "quantization.linear_activation_quantized_tensor.LinearActivationQuantizedTensor",
+    "0.7-float8": "dtypes.affine_quantized_tensor.AffineQuantizedTensor",
+    "0.7-uintx": "dtypes.affine_quantized_tensor.AffineQuantizedTensor",
+    "0.9-float8": "dtypes.affine_quantized_tensor.AffineQuantizedTensor",
+    "0.14-float8": "quantization.Float8Tensor",
+    "0.18-float8": "quantization.Float8Tensor",
+    "0.18-int8": "quantization.Int8Tensor",
+    "0.18-int8-dynamic": "quantization.Int8Tensor",
+    "0.18-intx": "quantization.IntxUnpackedToInt8Tensor",
+}
+
+
+@pytest.mark.parametrize("name", BINS)
+def test_a_hub_model_that_torchao_quantised_is_whole_and_refused_by_name(
+    made: Path, tmp_path: Path, name: str
+) -> None:
+    model = as_model(tmp_path / "model", {"pytorch_model.bin": made / f"torchao-{name}.bin"})
+    found = verify(model, full=True)
+    assert found.ok
+    (warning,) = found.warnings
+    assert "1 tensor is an object of a class" in warning
+    for attempt in (
+        lambda: consolidate(model, tmp_path / "out"),
+        lambda: preshard(model, tmp_path / "out", world_size=2),
+        lambda: diff(model, model),
+    ):
+        with pytest.raises(UnreadableClass) as caught:
+            attempt()
+        (problem,) = caught.value.problems
+        assert problem.startswith(f"0.weight: pytorch_model.bin: torchao.{BINS[name]}, which is made of ")
+        assert problem.endswith(": quantised by torchao")
+        assert str(caught.value.hint).startswith(
+            "take the model that it was quantised from; or load each file"
+        )
+
+
+def test_a_flipped_bit_of_a_quantised_hub_model_is_found(made: Path, tmp_path: Path) -> None:
+    """In a sharded model, of which another file has plain tensors alone."""
+    torch.save({"2.weight": WEIGHT}, tmp_path / "plain.bin")
+    first, second = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
+    model = as_model(
+        tmp_path / "model", {first: made / "torchao-0.18-int8.bin", second: tmp_path / "plain.bin"}
+    )
+    assert verify(model, full=True).ok
+    assert verify(model, full=True).num_files == 2
+    flip(model / second, WEIGHT.numpy().tobytes()[:-1])
+    (problem,) = verify(model, full=True).problems
+    assert (problem.file, "CRC-32" in problem.message) == (second, True)
+    data = bytearray((model / first).read_bytes())
+    data[data.index(b"data/0") + 100] ^= 1
+    (model / first).write_bytes(data)
+    assert [each.file for each in verify(model, full=True).problems] == [first, second]
+    (model / first).write_bytes(bytes(data)[:-40])
+    assert not verify(model).ok
+    index = model / "pytorch_model.bin.index.json"
+    index.write_text(index.read_text().replace("0.weight", "9.weight"))
+    shutil.copy(made / "torchao-0.18-int8.bin", model / first)
+    (problem,) = verify(model).problems
+    assert "disagree" in problem.message
+
+
+def test_a_hub_model_of_a_class_in_the_table_is_read(made: Path, tmp_path: Path) -> None:
+    """Also one that is not row-major in the file, and through a link as in the Hub's cache."""
+    model = as_model(tmp_path / "model", {"pytorch_model.bin": made / "torch-2.13-async.bin"})
+    (model / "pytorch_model.bin").rename(tmp_path / "blob")
+    (model / "pytorch_model.bin").symlink_to(tmp_path / "blob")
+    assert verify(model, full=True).ok
+    consolidate(model, tmp_path / "out")
+    read = load_file(tmp_path / "out" / "model.safetensors")
+    up = torch.arange(1.0, 33.0).reshape(4, 8)
+    expected = {"up.weight": up, "down.weight": up.t(), "norm.weight": torch.arange(1.0, 9.0)}
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[name], value) for name, value in expected.items())
+
+
+def test_code_beside_tensors_of_classes_is_still_refused(made: Path, tmp_path: Path) -> None:
+    """The setting of a tensor's class is taken for no harm, a name of another package is."""
+    model = as_model(tmp_path / "model", {"pytorch_model.bin": made / "torchao-0.18-float8.bin"})
+    name = b"torchao.quantization.quantize_.common.kernel_preference\nKernelPreference"
+    respell(model / "pytorch_model.bin", name, b"posix\nsystem".ljust(len(name), b"_"))
+    (problem,) = verify(model).problems
+    assert "never run" in problem.message
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["step.pt", "pytorch_model.bin"])
+@pytest.mark.parametrize("kind", ["sparse", "nested", "quantised", "lazy", "bitsandbytes"])
+def test_torchs_own_kinds_are_whole_but_not_read(made: Path, tmp_path: Path, kind: str, name: str) -> None:
+    values: dict[str, Any] = {
+        "sparse": lambda: torch.eye(3).to_sparse_csr(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "quantised": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint32),
+        "lazy": nn.UninitializedParameter,
+        "bitsandbytes": lambda: Int8(WEIGHT),
+    }
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    torch.save({"up.weight": values[kind](), "norm.weight": torch.ones(8)}, model / name)
+    path = model if name.endswith("bin") else model / name
+    found = verify(path, full=True)
+    assert found.ok
+    (warning,) = found.warnings
+    assert "1 tensor is an object of a class" in warning
+    with pytest.raises(UnreadableClass, match=r"up\.weight"):
+        consolidate(path, tmp_path / "out")
+    flip(model / name, torch.ones(8).numpy().tobytes()[:-1])
+    (problem,) = verify(path, full=True).problems
+    assert "CRC-32" in problem.message
+
+
+class Int8(nn.Parameter):
+    """A parameter that torch pickles as bitsandbytes' Int8Params."""
+
+    def __new__(cls, data: torch.Tensor) -> Int8:
+        made: Int8 = super().__new__(cls, data.to(torch.int8), requires_grad=False)
+        made.SCB = torch.full((8,), 2.0)  # type: ignore[attr-defined]
+        return made
+
+
+def _make_coded_in_reduce_ex(codes: torch.Tensor, factor: torch.Tensor) -> Coded:
+    return Coded(codes, factor)
+
+
+class Coded(Scaled):
+    """A class that pickles itself as those of TransformerEngine do."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _make_coded_in_reduce_ex, (self.codes, torch.tensor(self.factor))
+
+
+def test_a_class_that_pickles_itself_is_whole_but_not_read(tmp_path: Path) -> None:
+    source, name = tmp_path / "saved", f"{__name__}._make_coded_in_reduce_ex"
+    dcp.save({"model.weight": Coded(WEIGHT, 0.5)}, checkpoint_id=source)
+    found = verify(source, full=True)
+    assert found.ok
+    assert any(
+        f"{name}, which is made of 2 plain tensors" in each for each in (*found.warnings, *found.notes)
+    )
+    with pytest.raises(UnreadableClass, match=f"model.weight: {name}, which is made of 2 plain tensors"):
+        consolidate(source, tmp_path / "out")
+    flip(source / "__0_0.distcp", WEIGHT.numpy().tobytes()[:-1])
+    (problem,) = verify(source, full=True).problems
     assert "CRC-32" in problem.message

@@ -127,6 +127,7 @@ def open_weights(
     contents = dict(_read_all(paths, weights.kind, elsewhere))
     if index is not None and weights.index is not None:
         _check_index(index, contents, weights.index)
+    _refuse_unreadable(contents, paths)
     catalog = _catalog(directory, weights.kind, contents, paths, index)
     linked = () if chosen_by_hand and index is None else link_notes(directory, paths)
     catalog.notes = (*weights.notes, *linked, *_notes(catalog, index, weights.index, contents))
@@ -286,8 +287,8 @@ def _check_index(index: Index, contents: dict[str, Content], index_name: str) ->
     """Compare the index with its files: each tensor must be in the one file that the index names."""
     holders: dict[str, list[str]] = {}
     for name, content in contents.items():
-        for tensor in content.tensors:
-            holders.setdefault(tensor.fqn, []).append(name)
+        for fqn in (*(tensor.fqn for tensor in content.tensors), *_unreadable(content)):
+            holders.setdefault(fqn, []).append(name)
     lacking = [
         (fqn, listed) for fqn, listed in index.weight_map.items() if listed not in holders.get(fqn, ())
     ]
@@ -314,6 +315,27 @@ def _lacking(fqn: str, listed: str, holders: dict[str, list[str]]) -> str:
     return f"{escape(fqn)}: listed in {escape(listed)}, which lacks it"
 
 
+def _unreadable(content: Content) -> Mapping[str, str]:
+    return {} if isinstance(content, SafetensorsHeader) else content.unreadable
+
+
+def _refuse_unreadable(contents: Mapping[str, Content], paths: Mapping[str, str]) -> None:
+    found = {
+        fqn: f"{name}: {why}"
+        for name, content in contents.items()
+        for fqn, why in _unreadable(content).items()
+    }
+    if found:
+        from shardkit.formats.torchsave.classes import refuse_objects
+
+        refuse_objects(found, [_source(name, paths[name], content) for name, content in contents.items()])
+
+
+def _source(name: str, path: str, content: Content) -> SourceFile:
+    checksums = None if isinstance(content, SafetensorsHeader) else content.checksums
+    return SourceFile(name=name, path=path, size=content.size, stamp=content.stamp, checksums=checksums)
+
+
 def _catalog(
     directory: str, kind: Kind, contents: dict[str, Content], paths: dict[str, str], index: Index | None
 ) -> Catalog:
@@ -321,13 +343,7 @@ def _catalog(
     catalog = Catalog(format=kind, directory=directory)
     places = {}
     for name, content in contents.items():
-        whole = SourceFile(
-            name=name,
-            path=paths[name],
-            size=content.size,
-            stamp=content.stamp,
-            checksums=None if isinstance(content, SafetensorsHeader) else content.checksums,
-        )
+        whole = _source(name, paths[name], content)
         number = len(catalog.files)
         catalog.files.append(whole)
         if isinstance(content, SafetensorsHeader):

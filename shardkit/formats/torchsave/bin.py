@@ -3,7 +3,8 @@
 torch maps a zip file instead of loading it. The place of a contiguous tensor in the mapping gives the place
 of its bytes in the file, and they are read from there. Other tensors (transposed ones, lazy views, files from
 before torch 1.6) come with a function that returns their bytes. Only tensors and plain containers are ever
-unpickled.
+unpickled. A file with tensors of classes is not given to torch: `open_torch_file` reads it, and `classes` has those
+whose values lie in it.
 
 A few bytes of pickle can make torch's loader hash forever, fill a bytearray of any size, or grow a storage to
 whatever a shape says. `screen` looks through a pickle that somebody else's unpickler will load, and refuses
@@ -18,21 +19,30 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit.core.catalog import Checksums, FileStamp, OnRead
 from shardkit.core.dtypes import BY_NAME, DType
-from shardkit.core.regions import Shape
+from shardkit.core.regions import Shape, full_region
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, open_regular, read_exactly, stamp_of
 from shardkit.formats.torchsave.archive import Entry, ZipReader, crc_of_range, read_directory
-from shardkit.formats.torchsave.file import TensorNames
+from shardkit.formats.torchsave.classes import is_known_class
+from shardkit.formats.torchsave.file import (
+    DistributedRef,
+    TensorNames,
+    TensorRef,
+    UnreadableTensor,
+    leaves,
+    open_torch_file,
+)
+from shardkit.formats.torchsave.record import row_major
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Inert, Maker, Opaque
 
@@ -44,6 +54,11 @@ _MAX_ENTRIES = 1 << 20
 _MAX_PICKLE = 1 << 25
 _Mappings = list[tuple[int, int, int]]
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
+_BESIDE_CLASSES = (
+    "builtins.getattr",
+    "__builtin__.getattr",
+    "_io.BytesIO",
+)  # a method of a class; its extra state
 _INT64 = 1 << 63
 _KEYS = (str, int, float, bool, bytes, type(None))
 _TENSOR_NAMES = re.compile(
@@ -65,6 +80,14 @@ class BinTensor(NamedTuple):
     """Returns the bytes if there is no `start`: read-only, row-major, contiguous, little-endian. Else None."""
 
 
+class _Content(NamedTuple):
+    """The entries of a file, as in `BinFile`."""
+
+    tensors: tuple[BinTensor, ...]
+    objects: tuple[str, ...]
+    unreadable: Mapping[str, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BinFile:
     """What a legacy file holds."""
@@ -73,6 +96,8 @@ class BinFile:
     """In the order of the state dict."""
     objects: tuple[str, ...]
     """Names of entries that are not tensors."""
+    unreadable: Mapping[str, str]
+    """By name, the classes of tensors whose values cannot be taken from the file."""
     size: int
     """Bytes of the file."""
     crc32: int
@@ -103,15 +128,18 @@ def read_bin(path: str, name: str) -> BinFile:
         is_zip = read_exactly(fd, 0, min(size, 4), name) == _ZIP_MAGIC
         checksum = 0 if is_zip else crc_of_range(fd, 0, size, name)
         stamp = stamp_of(fd)
-    checksums = None
+    checksums, found = None, None
     if is_zip:
-        checksum, checksums = _screen(path, name)
-    entries = _load(path, name, is_zip)
-    tensors, objects = _split(entries, name, path, _mappings(stamp) if is_zip else [])
+        checksum, checksums, others = _screen(path, name)
+        found = _read_classes(path, name, others) if others else None
+    if found is None:
+        entries = _load(path, name, is_zip)
+        found = _split(entries, name, path, _mappings(stamp) if is_zip else [])
     note = f"{escape(name)} has the format from before torch 1.6: it is held in memory as a whole"
     return BinFile(
-        tensors=tensors,
-        objects=objects,
+        tensors=found.tensors,
+        objects=found.objects,
+        unreadable=found.unreadable,
         size=size,
         crc32=checksum,
         notes=() if is_zip else (note,),
@@ -120,11 +148,12 @@ def read_bin(path: str, name: str) -> BinFile:
     )
 
 
-def _screen(path: str, name: str) -> tuple[int, Checksums]:
+def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...]]:
     """Refuse a pickle that would make torch hash without end or fill memory; torch refuses unknown names.
 
     Returns:
-        A checksum that changes with any entry, and what the zip's directory says of the storages.
+        A checksum that changes with any entry, what the zip's directory says of the storages, and what the pickle
+        names besides plain data and plain tensors.
     """
     where = escape(name)
     with open_regular(path, name) as (fd, size):
@@ -137,10 +166,69 @@ def _screen(path: str, name: str) -> tuple[int, Checksums]:
         except SourceError as error:
             raise type(error)(error.message, hint=error.hint or DOWNLOAD_AGAIN) from None
     storages = {key[5:]: entry for key, entry in entries.items() if key.startswith("data/")}
-    screen(data, storages, where)
+    others = screen(data, storages, where)
     rows = [(f"{reader.prefix}/{key}", entry.nbytes, entry.crc) for key, entry in entries.items()]
     stretches = Checksums.of((entry.start, entry.nbytes, entry.crc) for entry in storages.values())
-    return crc32(json.dumps(rows).encode()), stretches
+    return crc32(json.dumps(rows).encode()), stretches, others
+
+
+def _read_classes(path: str, name: str, others: Collection[str]) -> _Content | None:
+    """Take a file with tensors of classes, or parts of tensors; None if it has none, or names more than these need.
+
+    Args:
+        path: where the file is.
+        name: how to call it in messages.
+        others: what its pickle names besides plain data and plain tensors.
+    """
+    file = open_torch_file(path, name)
+    values = [leaf.value for leaf in leaves(file.tree)]
+    classes = [str(each.value) for each in values if isinstance(each, UnreadableTensor) and each.value]
+    classes += [each for each in others if is_known_class(*_module_and_name(each))]
+    needed = ("torch.", *(f"{each.partition('.')[0]}{end}" for each in classes for end in "._"))
+    is_special = bool(classes) or any(isinstance(each, DistributedRef) for each in values)
+    if (
+        not is_special
+        or not isinstance(file.tree, dict)
+        or not all(each in _BESIDE_CLASSES or each.startswith(needed) for each in others)
+    ):
+        return None
+    tensors, objects, unreadable, problems = list[BinTensor](), list[str](), dict[str, str](), list[str]()
+    for key, value in file.tree.items():
+        whole = _whole(value)
+        if isinstance(whole, TensorRef):
+            tensors.append(_of_record(str(key), whole, path, name))
+        elif isinstance(whole, UnreadableTensor) and whole.value:
+            unreadable[str(key)] = whole.name
+        elif isinstance(whole, (UnreadableTensor, DistributedRef)):
+            why = whole.name if isinstance(whole, UnreadableTensor) else "the part of one rank alone"
+            problems.append(f"{escape(str(key))}: {escape(why)}")
+        else:
+            objects.append(str(key))
+    _check_content(name, len(file.tree), bool(tensors or unreadable), objects, problems)
+    return _Content(tuple(tensors), tuple(objects), unreadable)
+
+
+def _module_and_name(full: str) -> tuple[str, str]:
+    module, _, name = full.rpartition(".")
+    return module, name
+
+
+def _whole(value: object) -> object:
+    """Return the tensor if a value is a distributed one that lies in the file as a whole, else the value."""
+    if isinstance(value, DistributedRef) and value.problem is None and len(value.parts) == 1:
+        part = value.parts[0]
+        return part.tensor if part.region == full_region(value.shape) else value
+    return value
+
+
+def _of_record(fqn: str, record: TensorRef, path: str, name: str) -> BinTensor:
+    if record.is_contiguous and record.nbytes:
+        return BinTensor(fqn, record.dtype, record.shape, record.start, None)
+
+    def decode(on_read: OnRead) -> memoryview:
+        return row_major(path, name, record, on_read, follow=True)
+
+    return BinTensor(fqn, record.dtype, record.shape, None, decode)
 
 
 def _load(path: str, name: str, is_zip: bool) -> Mapping[object, object]:
@@ -191,9 +279,7 @@ def _mappings(stamp: FileStamp) -> _Mappings:
     return found
 
 
-def _split(
-    entries: Mapping[object, object], name: str, path: str, mappings: _Mappings
-) -> tuple[tuple[BinTensor, ...], tuple[str, ...]]:
+def _split(entries: Mapping[object, object], name: str, path: str, mappings: _Mappings) -> _Content:
     """Return the tensors, and the names of everything else."""
     import torch
 
@@ -208,18 +294,24 @@ def _split(
             tensors.append(_describe(key, value, path, mappings))
         except ValueError as error:
             problems.append(f"{escape(key)}: {error}")
+    _check_content(name, len(entries), bool(tensors), objects, problems)
+    return _Content(tuple(tensors), tuple(objects), {})
+
+
+def _check_content(
+    name: str, number: int, has_tensors: bool, objects: Collection[str], problems: Collection[str]
+) -> None:
     SourceError.raise_for(
         problems,
-        f"{escape(name)}: {len(problems)} of {len(entries)} entries are tensors without plain bytes",
+        f"{escape(name)}: {len(problems)} of {number} entries are tensors without plain bytes",
         hint="save the model with dense tensors of torch's ordinary dtypes",
     )
     wrapper = next((key for key in objects if key in _WRAPPERS), None)
-    if wrapper and not tensors:
+    if wrapper and not has_tensors:
         raise SourceError(
             f"{escape(name)}: a training checkpoint, its weights lie below {wrapper!r}",
             hint="save that state dict by itself, best as safetensors",
         )
-    return tuple(tensors), tuple(objects)
 
 
 def _describe(fqn: str, tensor: torch.Tensor, path: str, mappings: _Mappings) -> BinTensor:

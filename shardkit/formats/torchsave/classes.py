@@ -8,12 +8,15 @@ A class counts by its name and the package that it comes from: modules move with
 is never guessed: where a factor lies beside it, an inner tensor is not the value. No class is imported or run.
 
 Source: torchao 0.5 to 0.18, torchao/float8/fsdp_utils.py, torchao/prototype/moe_training/tensor.py and
-torchao/prototype/quantized_training; xtuner 1, xtuner/v1/float8/fsdp_utils.py. `tests/data/classes` has their records.
+torchao/prototype/quantized_training; xtuner 1, xtuner/v1/float8/fsdp_utils.py; torch 2.13,
+torch/distributed/_functional_collectives.py; bitsandbytes 0.50, bitsandbytes/nn/modules.py; TransformerEngine 2.9 and
+2.20, transformer_engine/pytorch/tensor. `tests/data/classes` has their records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -53,8 +56,30 @@ _WRAPPERS = {
     ("torchao", "BitNetTrainingLinearWeight"): _Wrapper("_data", ("_precomputed_scale",)),
     ("xtuner", "WeightWithDynamicTilewiseFloat8CastTensor"): _XTUNER,
     ("xtuner", "WeightWithDynamicTensorWiseFloat8CastTensor"): _XTUNER,
+    ("torch", "AsyncCollectiveTensor"): _Wrapper("elem", ("completed",)),  # what `full_tensor` may return
 }
 _IS_PARAMETER = "_is_param"  # torch 2.13, torch/nn/parameter.py: set on an object that became a parameter
+_QUANTISERS = {
+    "torchao": "torchao",
+    "bitsandbytes": "bitsandbytes",
+    "optimum": "quanto",
+    "transformer_engine": "TransformerEngine",
+}
+_QUANTISED = "quantised by"
+_IN_TRAINING = (".optim.", ".quantized_training.")  # states and weights that a trainer quantises in each step
+_QUANTISED_PARAMETERS = {"quant_state": "bitsandbytes.nn.Params4bit", "SCB": "bitsandbytes.nn.Int8Params"}
+"""Classes of parameters, by the attribute that has the scales: torch pickles a parameter without its class."""
+_MAKES = re.compile(r"_make_(?:(\w+)_)?in_reduce_ex")
+"""Functions that pickles of TransformerEngine call, and classes that follow it: of a module, or a method of the class."""
+_MADE = {
+    "float8_tensor": "Float8Tensor",
+    "float8_blockwise_tensor": "Float8BlockwiseQTensor",
+    "mxfp8_tensor": "MXFP8Tensor",
+    "nvfp4_tensor": "NVFP4Tensor",
+    "hybrid_quantized_tensor": "HybridQuantizedTensor",
+    "identity_tensor": "IdentityTensor",
+}
+_REPLACE = "replace such tensors by plain ones ({}), and save it again"
 
 
 class UnreadableClass(SourceError):
@@ -88,8 +113,9 @@ def unwrap(name: str, args: object, attributes: Mapping[str, object]) -> TensorR
     package, _, rest = name.partition(".")
     wrapper = _WRAPPERS.get((package, rest.rpartition(".")[2]))
     if wrapper is None:
-        tensors = [str(key) for key, value in attributes.items() if isinstance(value, TensorRecord)]
-        return f"{name}, which is made of {', '.join(tensors) or 'no plain tensor'}"
+        return describe(
+            name, [str(key) for key, value in attributes.items() if isinstance(value, TensorRecord)]
+        )
     value = attributes.get(wrapper.value)
     if not isinstance(value, TensorRecord):
         return f"{name}, whose {wrapper.value} is no plain tensor"
@@ -104,6 +130,37 @@ def unwrap(name: str, args: object, attributes: Mapping[str, object]) -> TensorR
     if not is_extent(whole):
         return f"{name}, whose {wrapper.whole} is no shape"
     return replace(value, unpadded=(name, whole))
+
+
+def describe(name: str, tensors: Sequence[str] | int) -> str:
+    """Say what an object is made of, and that it is quantised if its class is known for that.
+
+    Args:
+        name: the class, with its module.
+        tensors: names of the plain tensors in it, or how many these are. One alone may be the value.
+    """
+    number, made = (
+        (tensors, count(tensors, "plain tensor"))
+        if isinstance(tensors, int)
+        else (len(tensors), ", ".join(tensors))
+    )
+    is_quantised = number != 1 and not any(part in name for part in _IN_TRAINING)
+    by = _QUANTISERS.get(name.partition(".")[0]) if is_quantised else None
+    return f"{name}, which is made of {made or 'no plain tensor'}" + (f": {_QUANTISED} {by}" if by else "")
+
+
+def made_by(module: str, function: str) -> str | None:
+    """Return the class, with its module, of what a function makes of tensors; None if it is no such function."""
+    found = _MAKES.fullmatch(function)
+    return None if found is None else f"{module}.{_MADE.get(found[1] or '', function)}"
+
+
+def quantised_parameter(attributes: Mapping[str, object]) -> tuple[str, str] | None:
+    """Return the class of a parameter whose data are codes, with and without what it is made of; None if they are not."""
+    for key, cls in _QUANTISED_PARAMETERS.items():
+        if attributes.get(key) is not None:
+            return describe(cls, ["data", key]), cls
+    return None
 
 
 def padding(record: TensorRecord, shape: Shape) -> UnreadableClass | None:
@@ -143,7 +200,9 @@ def refuse_classes(found: Mapping[str, UnreadableClass], path: str) -> None:
         path: of the checkpoint, a DCP directory.
     """
     why = {name: each.why for name, each in found.items()}
-    _refuse(why, _how_to_unwrap({each.class_name for each in found.values()}, path))
+    hint = f"{_other_model(why)}load it with what saved it, {_REPLACE.format('t.dequantize()')}"
+    is_quantised = any(_QUANTISED in each for each in why.values())
+    _refuse(why, hint if is_quantised else _how_to_unwrap({each.class_name for each in found.values()}, path))
 
 
 def refuse_objects(found: Mapping[str, str], files: Iterable[SourceFile]) -> None:
@@ -153,12 +212,23 @@ def refuse_objects(found: Mapping[str, str], files: Iterable[SourceFile]) -> Non
         found: the file and why, by the tensor's name.
         files: all that were opened.
     """
+    is_quantised = any(_QUANTISED in why for why in found.values())
+    plain = (
+        "t.dequantize()" if is_quantised else "torch.empty(t.shape, dtype=t.dtype).copy_(t), or t.to_dense()"
+    )
     _refuse(
         {name: escape(why) for name, why in found.items()},
-        "load each file with torch where the class can be imported, replace such tensors by plain ones "
-        "(torch.empty(t.shape, dtype=t.dtype).copy_(t)), and save it again",
+        f"{_other_model(found)}load each file with torch where the class can be imported, {_REPLACE.format(plain)}",
         tuple(files),
     )
+
+
+def _other_model(found: Mapping[str, str]) -> str:
+    """Return the advice to take the original of a model that was quantised after training, if any of it was."""
+    after = (
+        _QUANTISED in why and not why.endswith(_QUANTISERS["transformer_engine"]) for why in found.values()
+    )
+    return "take the model that it was quantised from; or " if any(after) else ""
 
 
 def _refuse(found: Mapping[str, str], hint: str, files: tuple[SourceFile, ...] = ()) -> None:

@@ -31,7 +31,7 @@ from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
 from shardkit.formats.torchsave.archive import Entry, ZipReader, crc_of_range, read_directory
-from shardkit.formats.torchsave.classes import padding, unwrap
+from shardkit.formats.torchsave.classes import describe, made_by, padding, quantised_parameter, unwrap
 from shardkit.formats.torchsave.record import STORAGES, TensorRecord, is_extent
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Fields, Inert, Maker, Opaque
@@ -43,6 +43,21 @@ _SAVE_AGAIN = "if you trust it, load it with torch, and save it again with torch
 _ANOTHER_COPY = "the file is cut short or damaged: use another copy"
 _MAX_ELEMENTS = 1 << 62
 _REBUILDS = "_rebuild_"
+_WITH_VALUES = {
+    "sparse_tensor": "torch's sparse tensor, which is made of indices and values",
+    "nested_tensor": "torch's nested tensor, which is made of several",
+    "qtensor": "torch's quantised tensor, which is made of codes and scales: quantised by torch",
+}
+"""Tensors of torch's own whose values lie in the file, but not one by one; by the function that makes them."""
+_OF_CODES = {
+    "QInt8Storage": 1,
+    "QUInt8Storage": 1,
+    "QInt32Storage": 4,
+    "QUInt4x2Storage": 1,
+    "QUInt2x4Storage": 1,
+}
+"""Storages of quantised tensors, and the bytes of what they count."""
+_ON_META = "a tensor on the meta device, without values"
 _REBUILD_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 
 
@@ -222,13 +237,14 @@ class UnreadableTensor(Opaque):
 
 
 class _StorageClass(Opaque):
-    """A storage class: its dtype, None for the untyped one, which counts bytes."""
+    """A storage class: its dtype, None if its bytes are no plain numbers; and the bytes of what it counts."""
 
-    __slots__ = ("dtype",)
+    __slots__ = ("dtype", "unit")
 
-    def __init__(self, name: str, dtype: DType | None) -> None:
+    def __init__(self, name: str, dtype: DType | None, unit: int = 1) -> None:
         super().__init__(name)
         self.dtype = dtype
+        self.unit = dtype.itemsize if dtype else unit
 
 
 class _Storage(Opaque):
@@ -267,7 +283,7 @@ class TensorNames:
         if type(cls) is not _StorageClass or type(key) is not str or type(count) is not int:
             raise Refusal("a storage that is not one of torch's")
         entry = self._storages.get(key)
-        nbytes = count * (cls.dtype.itemsize if cls.dtype else 1)
+        nbytes = count * cls.unit
         if entry is None and location != "meta":
             raise Refusal("a storage that is not in the file")
         if entry is not None and entry.nbytes != nbytes:
@@ -281,8 +297,30 @@ def _guess(module: str, name: str) -> object:
     if module.startswith("torch.distributed"):
         return Maker(full, lambda args: Fields(full, args))
     if name.startswith(_REBUILDS) and module.partition(".")[0] in ("torch", "torchao"):
-        return Maker(full, lambda args: UnreadableTensor(name.removeprefix(_REBUILDS)))
+        kind = name.removeprefix(_REBUILDS)
+        if kind in _WITH_VALUES:
+            return Maker(full, lambda args: UnreadableTensor(_WITH_VALUES[kind], full))
+        return Maker(full, lambda args: UnreadableTensor(_ON_META if kind.startswith("meta_") else kind))
+    if (cls := made_by(module, name)) is not None:
+        return Maker(full, partial(_object_of, cls))
     return Opaque(full)
+
+
+def _object_of(cls: str, args: tuple[Any, ...]) -> object:
+    """Make what a class makes of tensors and settings when it is loaded."""
+    return UnreadableTensor(describe(cls, sum(isinstance(value, TensorRef) for value in args)), cls)
+
+
+def _attribute(args: tuple[Any, ...]) -> object:
+    """getattr(class, name), as pickles spell a method of a class."""
+    if len(args) == 2 and isinstance(args[0], Opaque) and type(args[1]) is str:
+        if made_by(args[0].name, args[1]) is not None:
+            return Maker(args[0].name, partial(_object_of, args[0].name))
+    return Opaque("builtins.getattr")
+
+
+def _without_values(name: str) -> Maker:
+    return Maker(name, lambda args: UnreadableTensor(f"{name}, which has no values yet", name))
 
 
 def _plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[Any, ...]) -> object:
@@ -295,7 +333,7 @@ def _plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[An
     if not (is_extent(shape) and is_extent(stride)) or len(shape) != len(stride):
         raise Refusal("a tensor with an impossible shape or stride")
     if storage.entry is None:
-        return UnreadableTensor("a tensor on the meta device, without values")
+        return UnreadableTensor(_ON_META)
     if metadata and metadata[0]:
         return UnreadableTensor("a lazily conjugated or negated view")
     entry = storage.entry
@@ -325,8 +363,13 @@ def _rebuild_v3(args: tuple[Any, ...]) -> object:
 
 
 def _rebuild_parameter(args: tuple[Any, ...]) -> object:
-    """(data, requires_grad, hooks[, state])."""
-    return args[0] if args else UnreadableTensor("a parameter without data")
+    """(data, requires_grad, hooks[, state]); the state is its attributes, or the pair of these and its slots."""
+    if not args:
+        return UnreadableTensor("a parameter without data")
+    made = Fields("", ())
+    made.build(args[3] if len(args) > 3 else None)
+    found = quantised_parameter(made.items)
+    return args[0] if found is None else UnreadableTensor(*found)
 
 
 def _rebuild_from_type(args: tuple[Any, ...]) -> object:
@@ -572,11 +615,18 @@ _NAMES: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_parameter_with_state"): Maker("_rebuild_parameter", _rebuild_parameter),
     ("torch._tensor", "_rebuild_from_type"): Maker("_rebuild_from_type", _rebuild_from_type),
     ("torch._tensor", "_rebuild_from_type_v2"): Maker("_rebuild_from_type_v2", _rebuild_from_type),
+    ("torch.nn.parameter", "UninitializedParameter"): _without_values(
+        "torch.nn.parameter.UninitializedParameter"
+    ),
+    ("torch.nn.parameter", "UninitializedBuffer"): _without_values("torch.nn.parameter.UninitializedBuffer"),
+    ("builtins", "getattr"): Maker("builtins.getattr", _attribute),
+    ("__builtin__", "getattr"): Maker("builtins.getattr", _attribute),
     ("argparse", "Namespace"): Maker("argparse.Namespace", partial(Fields, "argparse.Namespace")),
     ("collections", "OrderedDict"): Maker("collections.OrderedDict", _ordered_dict),
     ("collections", "defaultdict"): Maker("collections.defaultdict", lambda args: {}),
     ("torch", "Size"): Maker("torch.Size", _size),
     ("torch.storage", "UntypedStorage"): _StorageClass("torch.storage.UntypedStorage", None),
     **{("torch", name): _StorageClass(f"torch.{name}", BY_NAME[dtype]) for name, dtype in STORAGES.items()},
+    **{("torch", name): _StorageClass(f"torch.{name}", None, unit) for name, unit in _OF_CODES.items()},
     **{("torch", name): dtype for name, dtype in BY_NAME.items()},
 }

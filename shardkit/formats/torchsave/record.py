@@ -222,13 +222,26 @@ def strided_file(source: SourceFile, entry: TensorEntry, record: TensorRecord) -
     """
 
     def decode(on_read: OnRead) -> memoryview:
-        with open_regular(source.path, source.name, follow=False) as (fd, _):
-            data = memoryview(read_exactly(fd, record.data_start, record.data_nbytes, source.name))
-        on_read(source.path, record.data_start, data)
-        return gather(data, record)
+        return row_major(source.path, source.name, record, on_read, follow=False)
 
     file = decoded_file(source, entry, record.nbytes, decode)
     return replace(file, decoded_from=(record.data_start, record.data_start + record.data_nbytes))
+
+
+def row_major(path: str, name: str, record: TensorRecord, on_read: OnRead, *, follow: bool) -> memoryview:
+    """Return a tensor's bytes in row-major order.
+
+    Args:
+        path: of the file.
+        name: how to call it in messages.
+        record: a dense tensor in it.
+        on_read: gets the bytes of the storage.
+        follow: as for `open_regular`.
+    """
+    with open_regular(path, name, follow=follow) as (fd, _):
+        data = memoryview(read_exactly(fd, record.data_start, record.data_nbytes, name))
+    on_read(path, record.data_start, data)
+    return gather(data, record)
 
 
 def decoded_file(

@@ -36,7 +36,7 @@ _NAMES = frozenset(
     {"data.pkl", "byteorder", "version", _ID} | {".format_version", ".storage_alignment"}  # not in torch 2.2
 )
 _MAX_STORAGES = 16  # of a tensor of a class; torchao's 8-bit states have 3
-_OF_A_CLASS = b"_rebuild_from_type"
+_OF_A_CLASS = (b"_rebuild_from_type", b"_in_reduce_ex", b"_rebuild_parameter_with_state")
 _DESCRIPTOR = b"PK\x07\x08"
 _NOT_RECORDED = bytes(4)  # a CRC-32
 _WINDOW = 4096  # bytes read at once: the end of a record and the beginning of the next
@@ -97,7 +97,7 @@ def read_entries(
             f"its byte order is {escape(small['byteorder'].decode('ascii', 'replace'))!r}, not little"
         )
     reader.check_version(small.get("version", b"3"))
-    is_plain = _OF_A_CLASS not in small["data.pkl"]
+    is_plain = not any(mark in small["data.pkl"] for mark in _OF_A_CLASS)
     record = (_plain_record if is_plain else _value_of)(reader, small["data.pkl"], entries)
     for name in filter(_is_storage, entries) if check_crc else ():
         if entries[name].crc and entries[name].nbytes:

@@ -194,6 +194,7 @@ def _unread(failure: UnreadableClass, directory: str, report: Report) -> list[Fi
         FileBytes(
             name=_name(file.path, directory),
             path=file.path,
+            follow=True,
             size=file.size,
             archives=[Archive(0, file.size, file.name)],
         )

@@ -1,4 +1,4 @@
-"""Tensors of classes of torchao and xtuner, as those classes wrote them; none of them is needed to read them."""
+"""Tensors of classes of torchao, xtuner, bitsandbytes and others, as those classes wrote them; none of them is needed to read them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,39 @@ from pathlib import Path
 from zlib import crc32
 
 ARCHIVE = Path(__file__).parents[2] / "data" / "classes" / "records.tar.xz"
+_TORCHAO = {
+    "int8-quantised": "prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight: int_data, scale",
+    "nf4": (
+        "quantization.quantize_.workflows.nf4.nf4_tensor.NF4Tensor: "
+        "quantized_scalers, quantization_factor, scaler_mean, quantized_data, nf4"
+    ),
+    "optim-4bit": "optim.subclass_4bit.OptimState4bit: codes, scale, qmap",
+    "optim-8bit": "optim.subclass_8bit.OptimState8bit: codes, scale, qmap",
+    "optim-fp8": "optim.subclass_fp8.OptimStateFp8: codes, scale",
+}
+_ENGINE = {
+    "2.9-float8": "float8_tensor.Float8Tensor: 2 plain tensors",
+    "2.9-mxfp8": "mxfp8_tensor.MXFP8Tensor: 2 plain tensors",
+    "2.20-float8": "float8_tensor.Float8Tensor: 2 plain tensors",
+    "2.20-nvfp4": "nvfp4_tensor.NVFP4Tensor: 3 plain tensors",
+}
+_QUANTISED = {
+    **{f"torchao-0.18-{name}.pt": ("torchao", f"torchao.{made}") for name, made in _TORCHAO.items()},
+    **{
+        f"transformer_engine-{name}.pt": ("TransformerEngine", f"transformer_engine.pytorch.tensor.{made}")
+        for name, made in _ENGINE.items()
+    },
+    "bitsandbytes-0.50-4bit.pt": ("bitsandbytes", "bitsandbytes.nn.Params4bit: data, quant_state"),
+    "bitsandbytes-0.50-8bit.pt": ("bitsandbytes", "bitsandbytes.nn.Int8Params: data, SCB"),
+    "quanto-0.2-qint8.pt": (
+        "quanto",
+        "optimum.quanto.tensor.weights.qbytes.WeightQBytesTensor: _data, _scale",
+    ),
+}
 UNREADABLE = {
-    "torchao-0.18-int8-quantised.pt": (
-        "torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight, which is made of int_data, scale"
-    ),
-    "torchao-0.18-nf4.pt": (
-        "torchao.quantization.quantize_.workflows.nf4.nf4_tensor.NF4Tensor, which is made of quantized_scalers, "
-        "quantization_factor, scaler_mean, quantized_data, nf4"
-    ),
-    "torchao-0.18-optim-4bit.pt": (
-        "torchao.optim.subclass_4bit.OptimState4bit, which is made of codes, scale, qmap"
-    ),
-    "torchao-0.18-optim-8bit.pt": (
-        "torchao.optim.subclass_8bit.OptimState8bit, which is made of codes, scale, qmap"
-    ),
-    "torchao-0.18-optim-fp8.pt": "torchao.optim.subclass_fp8.OptimStateFp8, which is made of codes, scale",
+    file: made.replace(": ", ", which is made of ")
+    + ("" if "optim" in file or file.endswith("quantised.pt") else f": quantised by {package}")
+    for file, (package, made) in _QUANTISED.items()
 }
 
 

@@ -155,8 +155,8 @@ class Subclass(torch.Tensor):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: torch.ones(2, 2).to_sparse(), "sparse_tensor"),
-        (lambda: torch.ones(2, 2).to_sparse_csr(), "sparse_tensor"),
+        (lambda: torch.ones(2, 2).to_sparse(), "sparse tensor"),
+        (lambda: torch.ones(2, 2).to_sparse_csr(), "sparse tensor"),
         (lambda: torch.ones(2, device="meta"), "meta"),
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), "conjugated"),
         (lambda: torch.ones(2).as_subclass(Subclass), "Subclass"),
