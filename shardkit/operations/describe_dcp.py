@@ -113,9 +113,7 @@ class DcpOutput:
                 num_shards=len(mesh.file_ranks),
             ),
             meshes=tuple(map(_view, views)) or None,
-            layout=manifest.LayoutOrigin(
-                origin=layout.origin, policy=layout.policy, traced_with=traced_with(layout.origin)
-            ),
+            layout=manifest.LayoutOrigin(origin=layout.origin, policy=layout.policy),
             root=self.root or None,
             units=tuple(manifest.Unit(path=unit.path, class_name=unit.class_name) for unit in layout.units),
             ties=tuple((name, *others) for name, others in self.aliases.items()),
@@ -274,8 +272,11 @@ class Descriptions:
         )
         until_done([self._metadata])
         crcs = self._tensor_crcs(digests, scattered) if self._job.digest != "none" else {}
+        described = self._job.describe(crcs, self._measured)
         content = replace(
-            self._job.describe(crcs, self._measured),
+            described,
+            # Only now: it decides nothing, so a run with other versions may go on.
+            layout=replace(described.layout, traced_with=traced_with(described.layout.origin)),
             files=tuple(self._listed(digests[name]) for name in self._images),
             others=tuple(others) or None,
             metadata=self._metadata.result(),

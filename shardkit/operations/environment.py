@@ -6,10 +6,12 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardkit._version import __version__, torch_note
 from shardkit.core.result import Result
+from shardkit.core.text import escape
 from shardkit.files import manifest, storage
 
 _PACKAGES = (
@@ -66,6 +68,29 @@ def traced_with(origin: str) -> manifest.TracedWith | None:
         return None
     torch, transformers = package_version("torch"), package_version("transformers")
     return manifest.TracedWith(torch=str(torch), transformers=str(transformers))
+
+
+def mixed_versions(begun: Iterable[Mapping[str, str]], here: Mapping[str, str] | None) -> str | None:
+    """Return the warning that work was begun with other versions than it goes on with; None if it was not.
+
+    Args:
+        begun: versions by package of those who did something, as far as they noted them.
+        here: those of this process; None if it traces nothing.
+    """
+    noted = list(begun)
+    others = {
+        name: sorted({each[name] for each in noted if name in each} - {version})
+        for name, version in (here or {}).items()
+    }
+    there = [f"{name} {escape(version)}" for name, versions in others.items() for version in versions]
+    if not there:
+        return None
+    ours = [f"{name} {escape(version)}" for name, version in (here or {}).items() if others[name]]
+    return (
+        f"begun with {' and '.join(there)}, and goes on with {' and '.join(ours)}: under both the model is laid out alike, "
+        "and bytes that are copied are the same; what their own code computes (conversions of transformers, factors) may "
+        "differ from file to file"
+    )
 
 
 def package_version(name: str) -> str | None:

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +36,7 @@ from shardkit.files.stores import is_remote
 from shardkit.formats.owned import Made, OutputKind, is_output, refusal
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.destination import check_destination, check_replaceable, check_space, free_bytes
+from shardkit.operations.environment import mixed_versions
 from shardkit.operations.parts.agreement import Agreement, Command, Committing, Share
 from shardkit.operations.parts.divided import Describer, Divided, PartResult
 from shardkit.operations.parts.factors import DividedWithFactors, FactoredJob, weights_of
@@ -63,6 +65,7 @@ from shardkit.transfer.journal import (
     read_finished,
     read_plan_hash,
     read_targets,
+    read_versions,
 )
 from shardkit.transfer.plan import TransferPlan
 
@@ -71,6 +74,8 @@ _NOTES = 2
 """What parts note of their files; those of another version of shardkit may not be put together with ours."""
 _OF_ONE_MACHINE = "computed_by"
 """What of a job the bits of its factors depend upon, beside the weights."""
+_VERSIONS = "traced_with"
+"""Those that a job was decided with, by package: another run or part may have others, if it decides the same."""
 _MIN_MEMORY, _MIN_MEMORY_PER_JOB = 2 * MIB, 512 * KIB
 
 OnWarning = Callable[[str], object]
@@ -287,7 +292,7 @@ def ingredients(job: Job, stamp: Stamp) -> dict[str, object]:
         if file.decoded_from is None or file.compute is not None or file.path not in plain
     ]
     described: dict[str, object] = {
-        **job.decided,
+        **{key: value for key, value in job.decided.items() if key != _VERSIONS},
         "version": __version__,
         "sources": sources,
         "images": [(image.name, image.size) for image in job.output],
@@ -341,6 +346,12 @@ def _shared_ingredients(job: Job) -> dict[str, object]:
     made_of = ingredients(job, shared_stamp)
     made_of.pop(_OF_ONE_MACHINE, None)
     return made_of
+
+
+def _versions_of(job: Job) -> dict[str, str] | None:
+    """Return the versions of packages that the job was decided with; None if none had a say."""
+    versions = job.decided.get(_VERSIONS)
+    return versions if isinstance(versions, dict) else None
 
 
 def _machine_of(job: Job) -> str:
@@ -668,6 +679,8 @@ class Writer:
             resume=self.writing.resume,
             overwrites=self.writing.overwrite,
             is_unsafe=self.writing.allow_unsafe_store,
+            versions=_versions_of(job),
+            on_resumed=partial(self._warn_of_versions, job),
         )
         part, source, finished = None, CheckedSource(), 0
         if self._exists is not None:
@@ -716,7 +729,7 @@ class Writer:
             self._check_room_for_records(divided.record_bytes_left(share))
         if self.writing.dry_run:
             return divided.result(share) if isinstance(share, Part) else None, CheckedSource()
-        return self._carry_out(divided, share, upload.plan)
+        return self._carry_out(divided, share, job, upload.plan)
 
     def facts(self, warnings: Iterable[str]) -> dict[str, Any]:
         """Return the fields of `WriteResult` that every verb fills alike.
@@ -749,14 +762,17 @@ class Writer:
             return divided.result(share) if isinstance(share, Part) else None, CheckedSource()
         if isinstance(share, Part) and not self.writing.overwrite:
             self._check_absent(divided)
-        return self._carry_out(divided, share, job.plan)
+        return self._carry_out(divided, share, job, job.plan)
 
     def _carry_out(
-        self, divided: Divided, share: Share, plan: TransferPlan
+        self, divided: Divided, share: Share, job: Job, plan: TransferPlan
     ) -> tuple[PartResult | None, CheckedSource]:
         """Write a part, and make the output if it was the last; return what became of it, and what was compared."""
         result: PartResult | None = None
+        divided.on_joined = lambda begun: self._warn_of_versions(job, [begun.versions or {}])
         try:
+            if isinstance(share, Committing):
+                self._warn_of_versions(job, [share.versions or {}])
             if isinstance(share, Part):
                 result = divided.run(share)
                 if result.is_committed:
@@ -780,6 +796,13 @@ class Writer:
             divided.clean_up(keeps_mark=isinstance(share, Part))
         self._warn_of(divided)
         return result, _summary(divided.check, plan, self.options)
+
+    def _warn_of_versions(self, job: Job, begun: Iterable[Mapping[str, str]]) -> None:
+        """Warn, once, if what this process goes on with was begun with other versions of packages."""
+        warning = mixed_versions(begun, _versions_of(job))
+        if warning is not None and warning not in self._warnings:
+            self.warn([warning])
+            self._warnings += (warning,)
 
     def _warn_of(self, divided: Divided) -> None:
         warnings = divided.warnings()
@@ -858,6 +881,7 @@ class Writer:
             num_parts=share.count if isinstance(share, Part) else 1,
             files=[(image.name, image.size) for image in job.output],
             weights=[] if factors is None else weights_of(factors),
+            versions=_versions_of(job),
         )
         if isinstance(share, Committing):
             share.check(agreement)
@@ -880,11 +904,18 @@ class Writer:
             staging = self._staging(plan_hash, resume_from)
             remove_abandoned(path)  # of other plans, or to begin anew: their room may be needed
             self._progress.start(job.plan.hole_bytes, self._verb)
+            self._warn_of_versions(job, read_versions(staging.journal, staging.data))
             finished = _finished(job, plan_hash, staging, self._progress, check)
             with (
                 _translated(staging.path),
                 contextlib.closing(
-                    Journal(staging.journal, plan_hash, staging.data, self._journalled(job, factors))
+                    Journal(
+                        staging.journal,
+                        plan_hash,
+                        staging.data,
+                        self._journalled(job, factors),
+                        _versions_of(job),
+                    )
                 ) as journal,
                 describe(staging.data) as descriptions,
             ):

@@ -159,9 +159,8 @@ class Existing:
             for here, _, names in storage.walk(staging.data):
                 for name in sorted(names):
                     relative = os.path.relpath(os.path.join(here, name), staging.data)
-                    if relative not in linked and not _are_same(
-                        os.path.join(here, name), os.path.join(self.path, relative)
-                    ):
+                    made, there = os.path.join(here, name), os.path.join(self.path, relative)
+                    if relative not in linked and not (_are_same(made, there) or _say_the_same(made, there)):
                         yield f"{escape(relative)}: missing, or with other content"
 
     def _link(self, directory: str) -> Iterator[str]:
@@ -243,7 +242,8 @@ def _read(directory: str) -> dict[str, Any] | None:
 
 def _without_digests(said: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a manifest says before anything was written: no digests, no files, and nothing measured."""
-    plain = {key: value for key, value in said.items() if key not in ("files", "others", "metadata", "crc32")}
+    said = _without_versions(said)
+    plain = {key: value for key, value in said.items() if key not in ("files", "others", "metadata")}
     if isinstance(plain.get("osft"), dict):
         plain["osft"] = {key: value for key, value in plain["osft"].items() if key != "modules"}
     if isinstance(plain.get("tensors"), dict):
@@ -266,6 +266,30 @@ def _shown(value: object) -> str:
         value = ",".join(f"{axis.get('name')}={axis.get('size')}" for axis in value["axes"])
     text = json.dumps(value)
     return escape(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
+
+
+def _say_the_same(one: str, other: str) -> bool:
+    """True for two manifests that differ in the versions of packages alone: of these an output is no other one."""
+    said = [
+        _read(os.path.dirname(each)) if os.path.basename(each) == manifest.NAME else None
+        for each in (one, other)
+    ]
+    first, second = (None if each is None else _without_versions(each) for each in said)
+    return first is not None and first == second
+
+
+def _without_versions(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest without the versions of packages, and what depends on them: sizes and digests of such manifests."""
+    plain = {key: value for key, value in said.items() if key != "crc32"}
+    if isinstance(plain.get("layout"), dict):
+        plain["layout"] = {key: value for key, value in plain["layout"].items() if key != "traced_with"}
+    if isinstance(plain.get("files"), list):
+        plain["files"] = [
+            each.get("name") if os.path.basename(str(each.get("name"))) == manifest.NAME else each
+            for each in plain["files"]
+            if isinstance(each, dict)
+        ]
+    return plain
 
 
 def _are_same(one: str, other: str) -> bool:

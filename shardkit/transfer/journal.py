@@ -23,6 +23,8 @@ from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.stream import read_back
 
 _FORMAT = 4
+VERSIONS = "versions"
+"""In lines of notes: the versions of packages under which what follows was written."""
 _CHECK_BUFFER = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _command = ContextVar("_command", default="")
@@ -82,19 +84,28 @@ class Journal:
         directory: where the files are. If it is not the directory in which the journal began, it holds none
             of the journal's files: once directories have been exchanged, the old output lies there.
         job: what is carried out, for people who find the journal.
+        versions: by package, what decided the plan here; they may be others than those of the run that began.
     """
 
-    def __init__(self, path: str, plan_hash: str, directory: str, job: JournalledJob | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        plan_hash: str,
+        directory: str,
+        job: JournalledJob | None = None,
+        versions: Mapping[str, str] | None = None,
+    ) -> None:
         begun, header = _read_header(path), _Header(plan_hash, storage.stat(directory).st_ino)
         self._lock = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = storage.open_fd(path, flags | (os.O_TRUNC if begun != header else 0), 0o666)
         if begun != header:
             said = {} if job is None else {"job": job._asdict(), **_typed()}
-            self._write({"format": _FORMAT, "plan": header.plan, "directory": header.directory, **said})
+            plan = {"plan": header.plan, "directory": header.directory}
+            self._write({"format": _FORMAT, **plan, **said, VERSIONS: versions})
         else:
             # A run that was killed in the middle of a line left half of it; that line is ignored.
-            self._write({})
+            self._write({VERSIONS: versions})
 
     def add(self, digest: FileDigest, source: Mapping[str, object] | None) -> None:
         """Record a finished file. May be called from any thread.
@@ -227,6 +238,28 @@ def read_targets(path: str, directory: str) -> dict[str, dict[str, object]]:
     return {
         str(target["path"]): line for target, line in lines if isinstance(target, dict) and "path" in target
     }
+
+
+def read_versions(path: str, directory: str) -> list[dict[str, str]]:
+    """Return the versions of packages, as `Journal` has them, under which anything that a journal lists was written.
+
+    Nothing is known of what an early version of shardkit wrote.
+    """
+    found, here = list[dict[str, str]](), dict[str, str]()
+    if _read_header(path).directory != storage.stat(directory).st_ino:
+        return found
+    for line in _lines(path):
+        here = parse_versions(line.get(VERSIONS)) if VERSIONS in line else here
+        if here and here not in found and ("file" in line or "target" in line):
+            found.append(here)
+    return found
+
+
+def parse_versions(entry: object) -> dict[str, str]:
+    """Return versions by package from their plain data; nothing if there are none, or they are damaged."""
+    if not isinstance(entry, dict):
+        return {}
+    return {name: version for name, version in entry.items() if isinstance(version, str)}
 
 
 def _lines(path: str) -> list[dict[str, object]]:

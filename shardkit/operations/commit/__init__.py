@@ -209,6 +209,7 @@ def _carry_out(
     ended = list[bool]()
     share = Committing(
         check=lambda here: _check_same(staging.destination, agreement, here),
+        versions=agreement.versions,
         on_end=ended.append,
         overwrite=overwrite,
     )

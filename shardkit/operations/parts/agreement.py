@@ -15,6 +15,7 @@ from shardkit.files import storage
 from shardkit.files.shared import Found
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.part import Part, divide, parse_part
+from shardkit.transfer.journal import parse_versions
 
 _FORMAT = 1
 _MAX_BYTES = 1 << 28
@@ -182,6 +183,8 @@ class Agreement:
     """Name and size of every file with tensors in it, in the order of the plan."""
     weights: Sequence[tuple[str, int]] = ()
     """Path of every weight that becomes factors, before files are written, and the operations that it takes."""
+    versions: Mapping[str, str] | None = None
+    """Of packages that decided the plan, where the process ran that began: others may have other ones."""
     replaces: str | None = None
     """In a store: ETag of the marker that is to be replaced; None if there was none."""
 
@@ -233,6 +236,7 @@ class Agreement:
         try:
             command = content.pop("command")
             files, weights = content.pop("files"), content.pop("weights", [])
+            versions = parse_versions(content.pop("versions", None))
             assert isinstance(command, dict)
             assert isinstance(files, list)
             assert isinstance(weights, list)
@@ -240,6 +244,7 @@ class Agreement:
                 command=Command(**command),
                 files=[(str(n), int(s)) for n, s in files],
                 weights=[(str(n), int(s)) for n, s in weights],
+                versions=versions or None,
                 **content,  # type: ignore[arg-type]
             )
             assert isinstance(found.command.options, dict)
@@ -320,6 +325,8 @@ class Committing:
     """Refuses a plan that is not the parts' own."""
     on_end: Callable[[bool], object]
     """Is told whether this process made the output; otherwise another one has."""
+    versions: Mapping[str, str] | None = None
+    """As `Agreement` has them."""
     overwrite: bool = False
     """Replace whatever output is there by now."""
 

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -21,7 +21,7 @@ from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.core.threads import Progress
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, ShardkitError, UsageError
 from shardkit.files.digest import sha256_of
-from shardkit.operations.parts.agreement import Agreement, Staging
+from shardkit.operations.parts.agreement import Agreement, Staging, read_all
 from shardkit.operations.parts.notes import Note
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.transfer.chains import Evidence
@@ -113,6 +113,8 @@ class Divided(ABC):
         self._shared = staging
         self.check = SourceCheck(plan.catalog) if options.check_source else None
         """Compares what is read with what the source records."""
+        self.on_joined: Callable[[Agreement], object] = lambda _: None
+        """Is told what the part put down that began, which may have been this one."""
 
     # Where the files go
 
@@ -189,6 +191,8 @@ class Divided(ABC):
         try:
             with self._writing() as directory:
                 self._tell(part, is_done=False)
+                for _, agreement in read_all([self._shared]) if self._agreement.versions else ():
+                    self.on_joined(agreement)
                 resumed = self._carry_out(part, directory)
                 self._tell(part, is_done=True)
         except (OSError, ShardkitError) as error:

@@ -162,4 +162,6 @@ def _whole(verb: Callable[..., _R], options: Mapping[str, Any], results: list[_R
     whole = next((each for each in committed if each.part is None or not each.part.by_another), committed[0])
     if not is_remote(whole.output):
         remove_marks(whole.output)  # nobody comes late any more
-    return replace(whole, part=None, moving_s=0)  # type: ignore[type-var]  # those are of one part
+    warnings = dict.fromkeys(warning for each in (whole, *results) for warning in each.warnings)
+    # What else is of one part alone is left out.
+    return replace(whole, part=None, moving_s=0, warnings=tuple(warnings))  # type: ignore[type-var]

@@ -8,7 +8,7 @@ Building a job reads headers, traces a layout, and reads the bytes of tied tenso
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from shardkit._version import major
 from shardkit.core.catalog import Catalog
@@ -135,11 +135,13 @@ class PreshardJob:
     @property
     def decided(self) -> dict[str, object]:
         """See `operations.write.Job`."""
+        versions = traced_with(self.layout.origin)
         return {
             "identity": self.part.identity,
             "description": self.part.describe(),
             "profile": self.profile.name,
             "companions": _hex(self.profile.companions),
+            "traced_with": versions and asdict(versions),
             "computed_by": computed_by() if self.factored else None,
             "assets": [ReadFile(name, path) for name, path in self.assets.items()],
         }

@@ -30,7 +30,7 @@ from shardkit.operations.uploading.run import StoredFiles, Upload, check_conditi
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.factors.catalog import plan_records
 from shardkit.transfer.factors.fill import Filling
-from shardkit.transfer.journal import Journal, adopted, read_targets
+from shardkit.transfer.journal import Journal, adopted, read_targets, read_versions
 from shardkit.transfer.plan import build_plan
 
 _FOLDER = "factors"
@@ -105,7 +105,10 @@ class FactoredUpload:
                 sum(weight.target.factors_nbytes for weight in self._job.factoring.weights),
                 f"{self._upload.verb}, factors",
             )
-            with contextlib.closing(Journal(staging.journal, self._by, staging.data)) as journal:
+            self._upload.on_resumed(read_versions(staging.journal, staging.data))
+            with contextlib.closing(
+                Journal(staging.journal, self._by, staging.data, versions=self._upload.versions)
+            ) as journal:
                 filling = Filling(
                     plan=records,
                     directory=staging.data,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from shardkit.files import cache, storage
 from shardkit.files.uploads import Begun
 from shardkit.transfer.execute import FileDigest
-from shardkit.transfer.journal import parse_digest
+from shardkit.transfer.journal import VERSIONS, parse_digest, parse_versions
 
 _FORMAT = 1
 _FOLDER = "uploads"
@@ -32,6 +32,8 @@ class Noted(NamedTuple):
     etag: str
     source: object
     """What was read for it, from `SourceCheck.dump`."""
+    versions: Mapping[str, str]
+    """Of packages, as `Notes` has them."""
 
 
 class Notes:
@@ -41,14 +43,18 @@ class Notes:
         output: the destination.
         plan_hash: stands for inputs, options and version.
         resume: take over what an earlier run noted.
+        versions: by package, what decided the plan here.
     """
 
-    def __init__(self, output: str, plan_hash: str, *, resume: bool) -> None:
+    def __init__(
+        self, output: str, plan_hash: str, *, resume: bool, versions: Mapping[str, str] | None = None
+    ) -> None:
         self.files: dict[str, Noted] = {}
         """By name."""
         self.begun: dict[str, Begun] = {}
         """Uploads, by path."""
         self._lock, self._fd, self._path = threading.Lock(), -1, ""
+        self._versions = dict[str, str]()
         with contextlib.suppress(OSError):
             self._open(hashlib.sha256(f"{output}\n{plan_hash}".encode()).hexdigest())
         if self._fd >= 0:
@@ -56,7 +62,7 @@ class Notes:
             if not resume:
                 self.files.clear()
                 storage.ftruncate(self._fd, 0)
-            self._add({"format": _FORMAT, "output": output, "plan": plan_hash})
+            self._add({"format": _FORMAT, "output": output, "plan": plan_hash, VERSIONS: versions})
 
     def _open(self, key: str) -> None:
         """Open the first file of this run's key that no other process holds."""
@@ -86,9 +92,11 @@ class Notes:
 
     def _take(self, line: Mapping[str, Any]) -> None:
         entry, upload = line.get("file"), line.get("upload")
+        if VERSIONS in line:
+            self._versions = parse_versions(line[VERSIONS])
         digest = parse_digest(entry) if isinstance(entry, dict) else None
         if digest is not None and isinstance(line.get("etag"), str):
-            self.files[digest.name] = Noted(digest, line["etag"], line.get("source"))
+            self.files[digest.name] = Noted(digest, line["etag"], line.get("source"), self._versions)
         elif isinstance(upload, list) and len(upload) == 3:
             path, name, size = upload
             if isinstance(path, str) and isinstance(name, str) and isinstance(size, int):

@@ -68,6 +68,10 @@ class Upload:
     overwrites: bool
     is_unsafe: bool
     """Write into a store that has no conditional requests."""
+    versions: Mapping[str, str] | None = None
+    """Of packages that decided the plan, for whoever goes on."""
+    on_resumed: Callable[[Sequence[Mapping[str, str]]], object] = lambda _: None
+    """Is told those under which earlier runs wrote what this one takes over."""
     computed: str = ""
     """Stands for what was computed for the files; a run goes on only with files that were made of the same."""
 
@@ -236,7 +240,12 @@ class _Run:
     def __init__(self, upload: Upload, check: SourceCheck | None) -> None:
         self._upload, self._check = upload, check
         self._files = StoredFiles(upload)
-        self._notes = Notes(upload.target.path, upload.plan_hash + upload.computed, resume=upload.resume)
+        self._notes = Notes(
+            upload.target.path,
+            upload.plan_hash + upload.computed,
+            resume=upload.resume,
+            versions=upload.versions,
+        )
         self._session = Session(
             self._files.directory,
             known=self._notes.begun,
@@ -284,7 +293,7 @@ class _Run:
 
     def _finished(self) -> dict[str, FileDigest]:
         """Return what an earlier run finished and the store still has."""
-        plan, found = self._upload.plan, dict[str, FileDigest]()
+        plan, found, versions = self._upload.plan, dict[str, FileDigest](), list[Mapping[str, str]]()
         numbers = {image.name: number for number, image in enumerate(plan.images)}
         noted = [each for name, each in self._notes.files.items() if name in numbers]
         there = at_once(
@@ -298,8 +307,10 @@ class _Run:
                 self._check is None or self._check.load(each.source)
             ):
                 found[digest.name] = digest
+                versions.append(each.versions)
                 self._files.stored[digest.name] = stored
                 self._upload.progress.advance(self._upload.data_nbytes[number])
+        self._upload.on_resumed(versions)
         return found
 
     def _move(self, directory: str, finished: Mapping[str, FileDigest]) -> None:

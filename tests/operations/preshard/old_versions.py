@@ -1,0 +1,59 @@
+"""Presharding under other versions of the packages that a layout is traced with."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import shardkit
+from shardkit.operations import environment
+from tests.worlds.processes import fork_server
+
+OLD = "5.1.0"
+MIXED = f"begun with transformers {OLD}, and goes on with transformers "
+IN_ANOTHER = """
+import json, os, signal, sys
+import shardkit
+from shardkit.layout import traced
+from shardkit.operations import environment
+from shardkit.transfer.journal import Journal
+from shardkit.operations.uploading.notes import Notes
+from tests.worlds.processes import forked_trace
+
+versions, num_files, hub, out, options = json.loads(sys.argv[1])
+traced._spawn = forked_trace
+environment.package_version = versions.get
+def die_after(add):
+    def noted(self, *args):
+        global num_files
+        add(self, *args)
+        num_files -= 1
+        if not num_files:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return noted
+for each, method in ((Journal, "add"), (Notes, "add_file")):
+    setattr(each, method, die_after(getattr(each, method)))
+result = shardkit.preshard(hub, out, world_size=4, jobs=1, **options)
+print(json.dumps(result.warnings))
+"""
+
+
+def with_old(hub: Path, out: str | Path, *, killed_after: int = 0, **options: Any) -> list[str]:
+    """Presharding in a process that has an older transformers; return its warnings, if it comes to its end."""
+    versions = {"torch": environment.package_version("torch"), "transformers": OLD}
+    argument = json.dumps([versions, killed_after, str(hub), str(out), options])
+    done = fork_server().run({"code": IN_ANOTHER, "argument": argument}, is_apart=True)
+    assert done.returncode == (-signal.SIGKILL if killed_after else 0), done.stderr.decode()[-4000:]
+    return [] if killed_after else json.loads(done.stdout)
+
+
+def here(hub: Path, out: str | Path, **options: Any) -> tuple[shardkit.PreshardResult, list[str]]:
+    """Presharding with what is installed; return what it says of versions, which it has said at once."""
+    told = list[str]()
+    result = shardkit.preshard(hub, out, world_size=4, on_warning=told.append, **options)
+    assert [each for each in told if "begun with" in each] == [
+        each for each in result.warnings if "begun with" in each
+    ]
+    return result, [each for each in result.warnings if "begun with" in each]
