@@ -19,7 +19,7 @@ from tests.worlds.processes import agent_store, run_script
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def make_model(directory: Path) -> float:
+def make_model(directory: Path, *, dtype: str = "float32") -> float:
     """Save a tiny Llama with tied embeddings, and return the loss that the example should print."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -36,7 +36,7 @@ def make_model(directory: Path) -> float:
         bos_token_id=1,
         eos_token_id=2,
     )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
     model.save_pretrained(directory)
     tokens = torch.arange(16).unsqueeze(0)
     return float(model(input_ids=tokens, labels=tokens).loss.detach())
