@@ -27,7 +27,14 @@ from shardkit.files.stores import is_remote
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG
-from shardkit.formats.hub.assets import is_asset, is_asset_folder, is_tools_asset, module_folders
+from shardkit.formats.hub.assets import (
+    CARD,
+    is_asset,
+    is_asset_folder,
+    is_own_card,
+    is_tools_asset,
+    module_folders,
+)
 
 HUB_INDEX = "model.safetensors.index.json"
 MARKED_WEIGHTS = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
@@ -248,7 +255,7 @@ def _foreign_files(path: str, names: Sequence[str], claim: Claim, made: Made | N
 def _is_unchanged(
     path: str, name: str, listed: manifest.SavedFile | None, made: Sequence[Callable[[], bytes]]
 ) -> bool:
-    """True if a text is what a manifest lists, or what is put there or was by an earlier version."""
+    """True if a text is what a manifest lists, what is put there or was by an earlier version, or a card of ours."""
     place = os.path.join(path, name)
     try:
         status = storage.stat(place)
@@ -261,7 +268,8 @@ def _is_unchanged(
             written_ns = storage.stat(os.path.join(path, manifest.NAME)).st_mtime_ns
             if crc is None and status.st_mtime_ns <= written_ns:
                 return True
-        return any(make() == data for make in made)
+        # A card that names another base, of an earlier run: nobody has put anything into it.
+        return (name == CARD and is_own_card(data)) or any(make() == data for make in made)
     except (ShardkitError, OSError):  # a link that leads nowhere, a pipe: nothing that shardkit wrote
         return False
 

@@ -21,6 +21,8 @@ from shardkit.files.links import locate, read_inside
 from shardkit.files.strict_json import is_unicode, parse_integer
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+CARD = "README.md"
+_OWN_CARD = re.compile(rb"---\nbase_model: (\S+)  # https://huggingface\.co/\1\n---\n")
 
 # transformers 5.23: CONFIG_NAME, GENERATION_CONFIG_NAME, the tokenizers' `vocab_files_names`, the processors'
 # `*_NAME`, CHAT_TEMPLATE_DIR; sentence_transformers 5: modules.json and what it names.
@@ -108,6 +110,16 @@ def _is_any(name: str, patterns: tuple[str, ...]) -> bool:
     return not name.endswith((".safetensors", ".bin", ".pt")) and any(
         name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in patterns
     )
+
+
+def card_of(repo_id: str) -> bytes:
+    """Return the card of a model that was trained from one of the Hub: it names that, and no more."""
+    return f"---\nbase_model: {repo_id}  # https://huggingface.co/{repo_id}\n---\n".encode()
+
+
+def is_own_card(data: bytes) -> bool:
+    """True for a card that `card_of` makes of any base."""
+    return _OWN_CARD.fullmatch(data) is not None
 
 
 def is_tokenizer_file(name: str) -> bool:

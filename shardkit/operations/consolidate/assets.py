@@ -22,7 +22,15 @@ from shardkit.files import storage
 from shardkit.files.strict_json import parse_integer, read_small
 from shardkit.formats.contract import Checkpoint, has_any
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG
-from shardkit.formats.hub.assets import CONFIG, GENERATION_CONFIG, is_tokenizer_file, is_weights, modules
+from shardkit.formats.hub.assets import (
+    CARD,
+    CONFIG,
+    GENERATION_CONFIG,
+    card_of,
+    is_tokenizer_file,
+    is_weights,
+    modules,
+)
 from shardkit.formats.hub.base import Base
 from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file
@@ -36,7 +44,6 @@ _DTYPE, _OLD_DTYPE = "dtype", "torch_dtype"
 _NEW_DTYPE_SINCE = (4, 56)  # transformers, PretrainedConfig.to_dict
 _TIE = "tie_word_embeddings"
 _ENDING = ".safetensors"
-_CARD = "README.md"
 # The files of its model that an adapter may change: added tokens, the chat template.
 _ADAPTERS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
@@ -89,7 +96,7 @@ def model_assets(base: Base | None, dtype: DType | None, *, untie: bool) -> tupl
         return [], []
     assets, notes = _card(base) if base.is_given else ([], [])
     for name, path in base.assets.items():
-        if name == _CARD and base.is_given:
+        if name == CARD and base.is_given:
             continue
         if name == CONFIG and base.config is not None:
             content, said = _model_config(base, dtype, untie=untie)
@@ -105,14 +112,12 @@ def model_assets(base: Base | None, dtype: DType | None, *, untie: bool) -> tupl
 def _card(base: Base) -> tuple[list[Asset], list[str]]:
     """Return the card of a model that was trained from a base, whose own card is about the base."""
     if base.repo_id is not None:
-        link = f"https://huggingface.co/{base.repo_id}"
-        content = f"---\nbase_model: {base.repo_id}  # {link}\n---\n"
-        return [Asset(_CARD, None, content.encode())], [
-            f"{_CARD} names the base, {escape(base.repo_id)}, and no more"
+        return [Asset(CARD, None, card_of(base.repo_id))], [
+            f"{CARD} names the base, {escape(base.repo_id)}, and no more"
         ]
-    if _CARD in base.assets:
+    if CARD in base.assets:
         return [], [
-            f"no model card: {_CARD} of {escape(base.label)} is about the base, whose Hub name is not known"
+            f"no model card: {CARD} of {escape(base.label)} is about the base, whose Hub name is not known"
         ]
     return [], []
 

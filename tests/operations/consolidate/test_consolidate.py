@@ -453,6 +453,30 @@ class TestBase:
         assert "README.md names the base, org/small--8b, and no more" in result.notes
         assert shardkit.consolidate(trained, base=str(base), overwrite=True).notes == result.notes
 
+    def test_a_card_that_names_another_base_is_replaced_and_one_with_more_in_it_is_not(
+        self, trained: Path, tmp_path: Path
+    ) -> None:
+        bases = []
+        for name in ("org--one", "org--two"):
+            base = tmp_path / f"models--{name}" / "snapshots" / "0123abcd"
+            base.parent.mkdir(parents=True)
+            bases.append(str(hub(base, weights(), README__md=f"# {name}")))
+        out = Path(shardkit.consolidate(trained, tmp_path / "out", base=bases[0]).output)
+        shardkit.consolidate(trained, out, base=bases[1], overwrite=True)
+        assert (out / "README.md").read_text().startswith("---\nbase_model: org/two  #")
+        for text in (
+            (out / "README.md").read_text() + "Mine.\n",
+            "---\nbase_model: org/two  # https://huggingface.co/org/one\n---\n",
+            "# org--one",  # what an earlier version copied from a base that is not this one
+        ):
+            (out / "README.md").write_text(text)
+            with pytest.raises(UsageError) as caught:
+                shardkit.consolidate(trained, out, base=bases[1], overwrite=True)
+            assert caught.value.problems == ("README.md: it is not what shardkit wrote there",)
+        (out / "README.md").write_text("# org--two")  # an earlier version copied it from this one
+        shardkit.consolidate(trained, out, base=bases[1], overwrite=True)
+        assert (out / "README.md").read_text().startswith("---\nbase_model: org/two  #")
+
     def test_a_card_in_the_checkpoint_stays(self, tmp_path: Path) -> None:
         checkpoint = save({"model": weights()}, tmp_path / "c")
         hub(checkpoint / "huggingface", None, README__md="mine")
