@@ -9,8 +9,9 @@ import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardkit.core.catalog import ignore_read
 from shardkit.core.regions import Region
 from shardkit.formats.torchsave.archive import Entry
+from shardkit.formats.torchsave.bin import BinTensor, read_bin
 from shardkit.formats.torchsave.file import (
     DistributedRef,
     TensorNames,
@@ -30,6 +33,7 @@ from shardkit.formats.torchsave.file import (
 )
 from shardkit.pickles.policies import Inert, Opaque
 from tests.formats.dcp.samples import as_rank, replicate
+from tests.formats.torchsave.classes import unpacked
 from tests.fuzz.mutate import pick
 from tests.fuzz.mutate_pickle import change_pickle
 from tests.fuzz.mutate_zip import change_saved, members
@@ -39,6 +43,7 @@ from tests.fuzz.target_record import raw
 
 _file = MemoryFile()
 _GIVE_UP = (TypeError, AttributeError, LookupError, AssertionError, RuntimeError, ValueError)
+_MAX_DECODED = 1 << 20  # a stride of 0 makes as many bytes as one likes of a few
 _SET_OPCODES = (b"\x8f", b"\x91")
 
 
@@ -108,6 +113,28 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is dict:
         return list(one) == list(other) and all(map(_same, one.values(), other.values()))
     return one == other or (type(one) is float and math.isnan(one) and math.isnan(other))
+
+
+def check_bin(data: bytes) -> bool:
+    """The tensors of a legacy file of weights lie in it, or give as many bytes as they have."""
+    path = _file.put(data)
+    found = attempt(lambda: read_bin(path, "f.bin"))
+    if found is None:
+        return False
+    for tensor in found.tensors:
+        _check_bin_tensor(tensor, len(data))
+    return True
+
+
+def _check_bin_tensor(tensor: BinTensor, size: int) -> None:
+    nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+    assert (tensor.start is None) == (tensor.decode is not None)
+    if tensor.start is not None:
+        assert 0 <= tensor.start <= tensor.start + nbytes <= size
+    elif tensor.decode is not None and nbytes <= _MAX_DECODED:
+        decode = tensor.decode
+        decoded = attempt(lambda: decode(ignore_read))
+        assert decoded is None or decoded.nbytes == nbytes
 
 
 def check_inert(data: bytes) -> bool:
@@ -195,13 +222,27 @@ def _values() -> Iterator[Any]:
 
 @cache
 def file_seeds() -> list[bytes]:
-    """As torch saves them."""
+    """As torch saves them, and tensors of classes as these do."""
     seeds = []
     for number, value in enumerate(_values()):
         out = io.BytesIO()
         torch.save(value, out, pickle_protocol=(2, 2, 4, 2, 3)[number % 5])
         seeds.append(out.getvalue())
-    return seeds
+    return [*seeds, *class_seeds(".pt"), *class_seeds(".bin")]
+
+
+@cache
+def class_seeds(ending: str) -> list[bytes]:
+    """What classes of trainers wrote: one tensor in each `.pt`, a state dict in each `.bin`."""
+    with TemporaryDirectory() as folder:
+        return [path.read_bytes() for path in sorted(unpacked(Path(folder)).glob(f"*{ending}"))]
+
+
+def bin_seeds() -> list[bytes]:
+    """The state dicts among them, and one that torch loads."""
+    out = io.BytesIO()
+    torch.save({"w": torch.arange(6.0), "t": torch.ones(2, 3).t(), "step": 3}, out)
+    return [out.getvalue(), *class_seeds(".bin")]
 
 
 @cache
@@ -233,7 +274,16 @@ _WORDS = (
     *("Size", "builtins", "eval", "torch.distributed.tensor.placement_types", "Shard", "Replicate"),
     *("_StridedShard", "dim", "split_factor", "_local_tensor", "_spec", "mesh", "placements"),
     *("_coordinate_on_dim", "shard_order", "tensor_meta", "torch._tensor", "_rebuild_from_type_v2"),
-    *("DTensor", "ShardedTensor", "_rebuild_qtensor", "_dim"),
+    *("DTensor", "ShardedTensor", "_rebuild_qtensor", "_dim", "_rebuild_wrapper_subclass", "torchao"),
+    *("_rebuild_parameter_with_state", "quant_state", "getattr", "_make_in_reduce_ex", "QInt8Storage"),
+    *(
+        "_rebuild_sparse_tensor",
+        "_rebuild_nested_tensor",
+        "Float8Tensor",
+        "_tensor",
+        "elem",
+        "_precomputed_scale",
+    ),
 )
 
 
@@ -250,5 +300,6 @@ def mutate_inert(rng: Random, seeds: Sequence[bytes]) -> bytes:
 
 TARGETS = {
     "torch_file": Target(check_file, file_seeds, mutate_file),
+    "bin_file": Target(check_bin, bin_seeds, mutate_file),
     "inert_pickle": Target(check_inert, inert_seeds, mutate_inert),
 }

@@ -16,6 +16,7 @@ TARGETS = {
     "tensor_pickle": "target_record",
     "record_scan": "target_record",
     "torch_file": "target_file",
+    "bin_file": "target_file",
     "inert_pickle": "target_file",
     "index": "target_json",
     "manifest": "target_json",
