@@ -49,7 +49,7 @@ Examples:
 @click.option("--tensors", is_flag=True, help="List every tensor; otherwise layers and experts are folded.")
 @opt.picture
 @opt.html
-@opt.overwrite("FILE of --html, whatever it is")
+@opt.overwrite("page at FILE of --html, as is done without this; nothing else is ever replaced")
 @opt.follow_links
 @opt.reporting
 def command(

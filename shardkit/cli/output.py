@@ -497,21 +497,21 @@ class PageFile:
     Args:
         path: as it was typed; None if there is none.
         about: what the page is about; it must not lie in there.
-        overwrite: whatever is there may be replaced.
+        overwrite: as it was typed, where it is about this file alone. An older page is replaced in any case.
 
     Raises:
         UsageError: something else than a page is there. This comes before anything is read.
         ResourceError: its directory is missing.
     """
 
-    def __init__(self, path: str | None, about: tuple[str, ...], *, overwrite: bool) -> None:
+    def __init__(self, path: str | None, about: tuple[str, ...], *, overwrite: bool = False) -> None:
         self._path: str | None = None
         if path is None and overwrite:
             raise click.UsageError("--overwrite is about the file of --html, which is not given")
         if path is not None:
             from shardkit.pictures.page import check_page
 
-            self._path = check_page(path, overwrite=overwrite, outside=about)
+            self._path = check_page(path, outside=about)
         self._given = path
 
     def write(self, out: Output, make: Callable[[], Page]) -> None:

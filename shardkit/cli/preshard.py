@@ -144,8 +144,7 @@ def command(
         raise click.UsageError(
             "--html shows what would be written: add --dry-run, or use shardkit inspect --html on the output"
         )
-    replaces = options["overwrite"] and html_file is not None
-    page = PageFile(html_file, (source,), overwrite=replaces)
+    page = PageFile(html_file, (source,))
     warn_of_torch(out)
     if not out.shows_bars and _is_on_the_hub(source):
         opt.silence_hub()

@@ -75,7 +75,7 @@ Examples:
 @opt.gathering
 @opt.jobs
 @opt.html
-@opt.overwrite("FILE of --html, whatever it is")
+@opt.overwrite("page at FILE of --html, as is done without this; nothing else is ever replaced")
 @opt.follow_links
 @opt.reporting
 def command(

@@ -335,7 +335,9 @@ class _Shared(Generic[A]):
             "answers": {str(n): self._inquiry.dump(n, answer) for n, answer in answers.items()},
         }
         path = os.path.join(self._directory, f"part-{part.number}-of-{part.count}.json")
-        write_sidecar(path, json.dumps(content).encode(), overwrite=True)
+        write_sidecar(
+            path, json.dumps(content).encode(), overwrite=True, is_ours=lambda _: True
+        )  # else `read` had refused it
 
     def incomplete(self, missing: Collection[int]) -> IncompleteError:
         """Return the error that names the parts that lack answers, and what to type."""

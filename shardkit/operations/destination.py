@@ -272,18 +272,24 @@ def check_sidecar(
         home = storage.realpath(directory)
         if os.path.join(storage.realpath(full), "").startswith(os.path.join(home, "")):
             raise UsageError(f"{shown} lies in {escape(directory)}", hint="choose a place outside it")
-    if storage.lexists(full):
-        if storage.islink(full) or not storage.isfile(full):
-            raise UsageError(f"{shown} exists and is not a regular file: it is not replaced")
-        if not overwrite:
-            raise UsageError(f"{shown} exists", hint=_CHOOSE + _OR_REPLACE)
-        if not is_ours(full):
-            raise UsageError(
-                f"{shown} exists, and shardkit did not write it: it is not replaced",
-                hint="move that file somewhere else, or choose another name",
-            )
+    _check_file(full, shown, is_ours if overwrite else None)
     _check_parent(full)
     return full
+
+
+def _check_file(path: str, shown: str, is_ours: Callable[[str], bool] | None) -> None:
+    """Refuse to replace what is not ours; anything, if there is nothing to say what is."""
+    if not storage.lexists(path):
+        return
+    if storage.islink(path) or not storage.isfile(path):
+        raise UsageError(f"{shown} exists and is not a regular file: it is not replaced")
+    if is_ours is None:
+        raise UsageError(f"{shown} exists", hint=_CHOOSE + _OR_REPLACE)
+    if not is_ours(path):
+        raise UsageError(
+            f"{shown} exists, and shardkit did not write it: it is not replaced",
+            hint="move that file somewhere else, or choose another name",
+        )
 
 
 def is_file_of(path: str, data: bytes) -> bool:
@@ -295,16 +301,23 @@ def is_file_of(path: str, data: bytes) -> bool:
         return False
 
 
-def write_sidecar(path: str, data: bytes, *, overwrite: bool) -> None:
+def write_sidecar(
+    path: str,
+    data: bytes,
+    *,
+    overwrite: bool,
+    is_ours: Callable[[str], bool] = manifest.is_manifest,
+) -> None:
     """Write a file beside its place, sync it, and only then give it its name.
 
     Args:
         path: absolute, and checked by `check_sidecar`.
         data: the whole content.
-        overwrite: an existing file is replaced.
+        overwrite: an existing file is replaced, if it is ours; asked again, since it may have appeared meanwhile.
+        is_ours: as for `check_sidecar`.
 
     Raises:
-        UsageError: it exists.
+        UsageError: it exists, or is a person's.
         ResourceError: the system refuses.
     """
     remove_abandoned(path)
@@ -314,6 +327,8 @@ def write_sidecar(path: str, data: bytes, *, overwrite: bool) -> None:
         stack.callback(staging.discard)
         try:
             storage.write_file(written, data)
+            if overwrite:
+                _check_file(path, escape(path), is_ours)
             (storage.rename if overwrite else rename_noreplace)(written, path)
             storage.sync_directory(os.path.dirname(path))
         except FileExistsError as error:

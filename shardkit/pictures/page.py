@@ -17,8 +17,6 @@ from html import escape as html
 from typing import Any, Literal
 
 from shardkit._version import __version__
-from shardkit.core.text import escape
-from shardkit.errors import UsageError
 from shardkit.files import storage
 from shardkit.files.strict_json import open_regular
 from shardkit.operations.destination import check_sidecar, write_sidecar
@@ -210,12 +208,11 @@ def details(summary: str, body: str) -> str:
     return f"<details><summary>{html(summary)}</summary>{body}</details>"
 
 
-def check_page(path: str, *, overwrite: bool, outside: Sequence[str] = ()) -> str:
+def check_page(path: str, *, outside: Sequence[str] = ()) -> str:
     """Return the absolute path of a page that may be written. An older page may be replaced, and nothing else.
 
     Args:
         path: as the user gave it.
-        overwrite: whatever is there may be replaced.
         outside: what the page is about; it must not lie in there.
 
     Raises:
@@ -223,13 +220,7 @@ def check_page(path: str, *, overwrite: bool, outside: Sequence[str] = ()) -> st
         ResourceError: its directory is missing or cannot be written.
     """
     directories = [each for each in outside if storage.isdir(each)]
-    full = check_sidecar(path, overwrite=True, outside=directories, is_ours=lambda _: True)
-    if storage.lexists(full) and not overwrite and not _is_page(full):
-        raise UsageError(
-            f"{escape(path)} exists and is no page of shardkit",
-            hint="choose another name, or replace it with --overwrite",
-        )
-    return full
+    return check_sidecar(path, overwrite=True, outside=directories, is_ours=_is_page)
 
 
 def _is_page(path: str) -> bool:
@@ -247,4 +238,4 @@ def write_page(path: str, page: Page) -> None:
     Raises:
         ResourceError: the system refuses.
     """
-    write_sidecar(path, render(page).encode("ascii"), overwrite=True)
+    write_sidecar(path, render(page).encode("ascii"), overwrite=True, is_ours=_is_page)

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 import shardkit
 from shardkit.cli import main
+from shardkit.pictures import page as page_module
 from shardkit.pictures.changes import place_of
 from shardkit.pictures.held import held_page
 from shardkit.pictures.page import render
@@ -279,18 +280,47 @@ def test_where_a_page_may_be_written(run, tiny, tmp_path):
     assert run("inspect", "tiny", "--html", "tiny/page.html").exit_code == 2
     assert run("inspect", "tiny", "--html", "tiny").exit_code == 2
     assert run("inspect", "tiny", "--html", "no/such/page.html").exit_code == 5
-    (tmp_path / "notes.html").write_text("<html>mine</html>")
-    refused = run("inspect", "tiny", "--html", "notes.html")
-    assert refused.exit_code == 2
-    assert "--overwrite" in refused.stderr
-    assert (tmp_path / "notes.html").read_text() == "<html>mine</html>"
-    assert run("inspect", "tiny", "--html", "notes.html", "--overwrite").exit_code == 0
+    assert run("inspect", "tiny", "--html", "notes.html").exit_code == 0
     first = (tmp_path / "notes.html").read_bytes()
     assert run("inspect", "tiny", "--html", "notes.html").exit_code == 0  # a page replaces a page
     assert (tmp_path / "notes.html").read_bytes() == first  # the same input, the same bytes
+    assert run("inspect", "tiny", "--html", "notes.html", "--overwrite").exit_code == 0
     assert run("inspect", "tiny", "--overwrite").exit_code == 2
     assert (tmp_path / "tiny" / "model.safetensors").read_bytes() == kept
     assert sorted(os.listdir(tmp_path)) == ["notes.html", "tiny", "tuned"]
+
+
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+@pytest.mark.parametrize("typed", [
+    ("inspect", "tiny", "--html"),
+    ("verify", "tiny", "--html"),
+    ("diff", "tiny", "tuned", "--html"),
+    ("preshard", "tiny", "out", "--world-size", "2", "--layout", "declared", "--dry-run", "--html"),
+    ("manifest", "tiny", "--output"),
+    ("consolidate", "tiny", "out", "--manifest-file"),
+])  # fmt: skip
+def test_no_verb_replaces_the_file_of_a_person(run, tiny, tmp_path, typed, more):
+    """Whatever the option is by which it is named."""
+    (tmp_path / "notes").write_text("<html>mine</html>")
+    refused = run(*typed, "notes", *more)
+    assert refused.exit_code == 2
+    assert "notes exists" in refused.stderr
+    assert (tmp_path / "notes").read_text() == "<html>mine</html>"
+    assert sorted(os.listdir(tmp_path)) == ["notes", "tiny", "tuned"]
+
+
+def test_a_file_that_appears_meanwhile_is_not_replaced(run, tiny, tmp_path, monkeypatch):
+    render = page_module.render
+
+    def late(page):
+        (tmp_path / "page.html").write_text("mine")
+        return render(page)
+
+    monkeypatch.setattr(page_module, "render", late)
+    refused = run("inspect", "tiny", "--html", "page.html")
+    assert refused.exit_code == 2
+    assert (tmp_path / "page.html").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["page.html", "tiny", "tuned"]
 
 
 def test_json_is_as_it_was(run, tiny, tmp_path):
