@@ -333,14 +333,15 @@ def test_code_beside_tensors_of_classes_is_still_refused(made: Path, tmp_path: P
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["step.pt", "pytorch_model.bin"])
-@pytest.mark.parametrize("kind", ["sparse", "nested", "quantised", "lazy", "bitsandbytes"])
+@pytest.mark.parametrize("kind", ["sparse", "nested", "quantised", "lazy", "bitsandbytes", "gguf"])
 def test_torchs_own_kinds_are_whole_but_not_read(made: Path, tmp_path: Path, kind: str, name: str) -> None:
     values: dict[str, Any] = {
         "sparse": lambda: torch.eye(3).to_sparse_csr(),
         "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         "quantised": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint32),
         "lazy": nn.UninitializedParameter,
-        "bitsandbytes": lambda: Int8(WEIGHT),
+        "bitsandbytes": lambda: with_attribute(WEIGHT.to(torch.int8), SCB=torch.full((8,), 2.0)),
+        "gguf": lambda: with_attribute(WEIGHT.to(torch.uint8), quant_type=12),
     }
     model = tmp_path / "model"
     model.mkdir()
@@ -358,13 +359,18 @@ def test_torchs_own_kinds_are_whole_but_not_read(made: Path, tmp_path: Path, kin
     assert "CRC-32" in problem.message
 
 
-class Int8(nn.Parameter):
-    """A parameter that torch pickles as bitsandbytes' Int8Params."""
+def with_attribute(data: torch.Tensor, **attributes: Any) -> nn.Parameter:
+    """A parameter that torch pickles as those of bitsandbytes and others: without its class."""
+    made = nn.Parameter(data, requires_grad=False)
+    made.__dict__.update(attributes)
+    return made
 
-    def __new__(cls, data: torch.Tensor) -> Int8:
-        made: Int8 = super().__new__(cls, data.to(torch.int8), requires_grad=False)
-        made.SCB = torch.full((8,), 2.0)  # type: ignore[attr-defined]
-        return made
+
+@pytest.mark.parametrize("attribute", ["quant_type", "tensor_model_parallel", "main_grad"])
+def test_a_weight_with_attributes_is_a_weight(tmp_path: Path, attribute: str) -> None:
+    torch.save({"up.weight": with_attribute(WEIGHT, **{attribute: torch.ones(8, 8)})}, tmp_path / "step.pt")
+    consolidate(tmp_path / "step.pt", tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["up.weight"], WEIGHT)
 
 
 def _make_coded_in_reduce_ex(codes: torch.Tensor, factor: torch.Tensor) -> Coded:

@@ -184,7 +184,7 @@ def _read_classes(path: str, name: str, others: Collection[str]) -> _Content | N
     values = [leaf.value for leaf in leaves(file.tree)]
     classes = [str(each.value) for each in values if isinstance(each, UnreadableTensor) and each.value]
     classes += [each for each in others if is_known_class(*_module_and_name(each))]
-    needed = ("torch.", *(f"{each.partition('.')[0]}{end}" for each in classes for end in "._"))
+    needed = ("torch.", "gguf.", *(f"{each.partition('.')[0]}{end}" for each in classes for end in "._"))
     is_special = bool(classes) or any(isinstance(each, DistributedRef) for each in values)
     if (
         not is_special

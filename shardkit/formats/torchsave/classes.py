@@ -10,7 +10,8 @@ is never guessed: where a factor lies beside it, an inner tensor is not the valu
 Source: torchao 0.5 to 0.18, torchao/float8/fsdp_utils.py, torchao/prototype/moe_training/tensor.py and
 torchao/prototype/quantized_training; xtuner 1, xtuner/v1/float8/fsdp_utils.py; torch 2.13,
 torch/distributed/_functional_collectives.py; bitsandbytes 0.50, bitsandbytes/nn/modules.py; TransformerEngine 2.9 and
-2.20, transformer_engine/pytorch/tensor. `tests/data/classes` has their records.
+2.20, transformer_engine/pytorch/tensor. `tests/data/classes` has their records. Only read of, not tried: diffusers,
+quantizers/gguf/utils.py; DeepSpeed, linear/quantization.py.
 """
 
 from __future__ import annotations
@@ -63,12 +64,23 @@ _QUANTISERS = {
     "torchao": "torchao",
     "bitsandbytes": "bitsandbytes",
     "optimum": "quanto",
+    "diffusers": "GGUF",
+    "deepspeed": "DeepSpeed",
     "transformer_engine": "TransformerEngine",
 }
 _QUANTISED = "quantised by"
 _IN_TRAINING = (".optim.", ".quantized_training.")  # states and weights that a trainer quantises in each step
-_QUANTISED_PARAMETERS = {"quant_state": "bitsandbytes.nn.Params4bit", "SCB": "bitsandbytes.nn.Int8Params"}
+_QUANTISED_PARAMETERS = {
+    "quant_state": "bitsandbytes.nn.Params4bit",
+    "SCB": "bitsandbytes.nn.Int8Params",
+    "quant_type": "diffusers.quantizers.gguf.utils.GGUFParameter",
+    "quantizer": "deepspeed.linear.quantization.QuantizedParameter",
+}
 """Classes of parameters, by the attribute that has the scales: torch pickles a parameter without its class."""
+_OF_BYTES = (
+    "quant_type",
+    "quantizer",
+)  # names that others may give to something else, so the data must be codes
 _MAKES = re.compile(r"_make_(?:(\w+)_)?in_reduce_ex")
 """Functions that pickles of TransformerEngine call, and classes that follow it: of a module, or a method of the class."""
 _MADE = {
@@ -79,6 +91,7 @@ _MADE = {
     "hybrid_quantized_tensor": "HybridQuantizedTensor",
     "identity_tensor": "IdentityTensor",
 }
+_DEQUANTISED = "t.dequantize(), or what the class has for it"
 _REPLACE = "replace such tensors by plain ones ({}), and save it again"
 
 
@@ -155,10 +168,11 @@ def made_by(module: str, function: str) -> str | None:
     return None if found is None else f"{module}.{_MADE.get(found[1] or '', function)}"
 
 
-def quantised_parameter(attributes: Mapping[str, object]) -> tuple[str, str] | None:
+def quantised_parameter(data: object, attributes: Mapping[str, object]) -> tuple[str, str] | None:
     """Return the class of a parameter whose data are codes, with and without what it is made of; None if they are not."""
+    are_bytes = isinstance(data, TensorRecord) and data.dtype.name in ("uint8", "int8")
     for key, cls in _QUANTISED_PARAMETERS.items():
-        if attributes.get(key) is not None:
+        if attributes.get(key) is not None and (are_bytes or key not in _OF_BYTES):
             return describe(cls, ["data", key]), cls
     return None
 
@@ -200,7 +214,7 @@ def refuse_classes(found: Mapping[str, UnreadableClass], path: str) -> None:
         path: of the checkpoint, a DCP directory.
     """
     why = {name: each.why for name, each in found.items()}
-    hint = f"{_other_model(why)}load it with what saved it, {_REPLACE.format('t.dequantize()')}"
+    hint = f"{_other_model(why)}load it with what saved it, {_REPLACE.format(_DEQUANTISED)}"
     is_quantised = any(_QUANTISED in each for each in why.values())
     _refuse(why, hint if is_quantised else _how_to_unwrap({each.class_name for each in found.values()}, path))
 

@@ -368,7 +368,7 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> object:
         return UnreadableTensor("a parameter without data")
     made = Fields("", ())
     made.build(args[3] if len(args) > 3 else None)
-    found = quantised_parameter(made.items)
+    found = quantised_parameter(args[0], made.items)
     return args[0] if found is None else UnreadableTensor(*found)
 
 
