@@ -496,6 +496,8 @@ class Occurrence(NamedTuple):
     name: str
     region: Region
     value: Expression
+    view: Shape
+    """The shape in which `region` is a box: the stored one, or another of as many elements."""
 
 
 def occurrences(of: Expression, target: Expression) -> Iterator[Occurrence]:
@@ -510,9 +512,11 @@ def occurrences(of: Expression, target: Expression) -> Iterator[Occurrence]:
     """
     match of:
         case Stored():
-            yield Occurrence(of.name, full_region(of.shape), target)
+            yield Occurrence(of.name, full_region(of.shape), target, of.shape)
         case Cut(Stored() as stored, region):
-            yield Occurrence(stored.name, region, target)
+            yield Occurrence(stored.name, region, target, stored.shape)
+        case Cut(Reshaped(Stored() as stored, view), region):  # every other row
+            yield Occurrence(stored.name, region, target, view)
         case Cut():
             raise ValueError("a part is cut out of reordered elements")
         case Concat():

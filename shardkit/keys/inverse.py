@@ -20,6 +20,7 @@ from shardkit.keys.expressions import (
     leaves,
     locate,
     occurrences,
+    reshape,
     substitute,
 )
 
@@ -42,7 +43,7 @@ def invert(targets: Mapping[str, Expression]) -> Inverse:
     Args:
         targets: what each target is made of.
     """
-    boxes: dict[str, list[tuple[Region, Expression]]] = {}
+    boxes: dict[str, dict[Shape, list[tuple[Region, Expression]]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     lost: dict[str, str] = {}
     for target, made in targets.items():
@@ -52,17 +53,18 @@ def invert(targets: Mapping[str, Expression]) -> Inverse:
         except ValueError as error:
             lost[target] = str(error)
             continue
-        for name, region, value in found:
-            boxes.setdefault(name, []).append((region, value))
+        for name, region, value, view in found:
+            boxes.setdefault(name, {}).setdefault(view, []).append((region, value))
     back = dict[str, Expression]()
     for name, shape in shapes.items():
-        parts = boxes.get(name, [])
-        whole = assemble(shape, _distinct(parts)) if parts else None
+        views = {view: _distinct(parts) for view, parts in boxes.get(name, {}).items()}
+        wholes = (assemble(view, parts) for view, parts in views.items())
+        whole = next((each for each in wholes if each is not None), None)
         if whole is None:
-            held = sum(prod(region.sizes) for region, _ in _distinct(parts))
+            held = sum(prod(region.sizes) for parts in views.values() for region, _ in parts)
             lost[name] = f"{held} of its {count(prod(shape), 'element')} are in what is made of it"
         else:
-            back[name] = whole
+            back[name] = reshape(whole, shape)
     problems = differences({name: substitute(made, targets) for name, made in back.items()}, shapes)
     return Inverse(
         made={name: made for name, made in back.items() if name not in problems}, lost={**lost, **problems}

@@ -231,6 +231,7 @@ _RULES: Mapping[str, Callable[[_Arguments], Expression | list[Expression]]] = {
     "squeeze": _squeeze,
     "unsqueeze": _unsqueeze,
     "constant_pad_nd": _pad,
+    "new_zeros": lambda given: Zeros(tuple(given.get(1))),
     "clone": _same,
     "detach": _same,
     "alias": _same,

@@ -106,6 +106,8 @@ def _blocks(model: nn.Module) -> Iterator[str]:
 
 
 def _is_block(module: nn.Module) -> bool:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # nothing calls it: what it holds are blocks
+        return False
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 

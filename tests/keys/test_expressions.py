@@ -176,7 +176,10 @@ def test_an_inverse_is_found_where_each_tensor_is_used_once() -> None:
         except ValueError:
             continue
         for name, values in sources.items():
-            back = assemble(values.shape, [(r, value) for other, r, value in found if other == name])
+            back = assemble(
+                values.shape,
+                [(r, value) for other, r, value, view in found if (other, view) == (name, values.shape)],
+            )
             if back is None:
                 continue
             num_inverted += 1
@@ -198,7 +201,7 @@ def test_fused_experts_are_boxes_of_single_ones_and_each_is_a_box_of_the_fused()
     assert found["experts.2.up"] == Region((2, 6, 0), (1, 6, 8))
     assert len(found) == 8
     target = Stored("gate_up_proj", made.shape)
-    back = {name: (region, value) for name, region, value in occurrences(made, target)}
+    back = {name: (region, value) for name, region, value, _ in occurrences(made, target)}
     single = assemble((6, 8), [back["experts.3.gate"]])
     assert single == reshape(cut(target, Region((3, 0, 0), (1, 6, 8))), (6, 8))
     assert substitute(single, {"gate_up_proj": made}) == Stored("experts.3.gate", (6, 8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardkit.core.regions import Region
-from shardkit.keys.expressions import Stored, Zeros, concat, cut, interleave, permute, reshape
+from shardkit.keys.expressions import Stored, Zeros, concat, cut, deinterleave, interleave, permute, reshape
 from shardkit.keys.inverse import invert
 from tests.keys.test_expressions import evaluate, experts, trees
 
@@ -36,6 +36,22 @@ def test_experts_query_key_and_value_and_rows_come_back() -> None:
     assert found.made["experts.3.up"] == reshape(
         cut(Stored("gate_up_proj", (4, 12, 8)), Region((3, 6, 0), (1, 6, 8))), (6, 8)
     )
+
+
+def test_rows_that_alternate_come_back() -> None:
+    """As those of gate and up in Inkling's files: Interleave, then Chunk."""
+    stored = Stored("gate_up", (8, 3))
+    both = deinterleave(stored, 0, 2)
+    targets = {"gate": cut(both, Region((0, 0), (4, 3))), "up": cut(both, Region((4, 0), (4, 3)))}
+    found = invert(targets)
+    assert not found.lost
+    values = np.arange(24).reshape(8, 3)
+    held = {name: evaluate(made, {"gate_up": values}) for name, made in targets.items()}
+    assert np.array_equal(held["gate"], values[::2])
+    assert np.array_equal(evaluate(found.made["gate_up"], held), values)
+    assert invert({"gate": targets["gate"]}).lost == {
+        "gate_up": "12 of its 24 elements are in what is made of it"
+    }
 
 
 def test_what_went_nowhere_is_named() -> None:

@@ -126,6 +126,17 @@ def test_every_operation_in_the_mapping_is_one_of_these() -> None:
     assert used <= known
 
 
+def test_rows_of_zeros_that_are_added_are_padding() -> None:
+    """As transformers 5.24 gives Inkling 2's head the rows of the files again."""
+    with Lowering() as lowering:
+        head = lowering.stored("head", (4, 6))
+        made = lowering.expression(torch.cat([head, head.new_zeros(2, 6)]))
+    assert not lowering.unknown
+    assert made is not None
+    value = np.arange(24.0).reshape(4, 6)
+    assert np.array_equal(evaluate(made, {"head": value}), np.concatenate([value, np.zeros((2, 6))]))
+
+
 def test_what_computes_is_named_and_not_guessed() -> None:
     with Lowering() as lowering:
         tensor = lowering.stored("a", (4, 6))

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from shardkit.layout.classes import ClassDtypes
-from shardkit.layout.units import UnitPlan, plan_units, shard_units
+from shardkit.layout.units import UnitPlan, match_auto, plan_units, shard_units
+from shardkit.layout.wrap_policy import OPTION
 from shardkit.osft.modules import OsftLinear
 from shardkit.osft.plan import Target
 
@@ -58,6 +59,13 @@ def test_a_model_of_one_dtype_has_the_policys_units_alone() -> None:
         assert [unit.path for unit in plan.units] == [*BLOCKS, ""]
         assert not any(unit.is_wide for unit in plan.units)
         assert not plan.outside
+
+
+def test_lists_of_lists_of_blocks_have_the_blocks_as_units() -> None:
+    """As Funnel has them: nothing calls a list."""
+    model = half()
+    model.blocks = nn.ModuleList([nn.ModuleList([Block()]), nn.ModuleList([Block(), Block()])])
+    assert match_auto(model, OPTION) == ["blocks.0.0", "blocks.1.0", "blocks.1.1"]
 
 
 def test_what_is_wider_goes_to_the_outermost_module_that_is_called() -> None:

@@ -39,6 +39,22 @@ QWEN_VISION = {
     **{"depth": 2, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 28},
     **{"patch_size": 4, "num_position_embeddings": 16},
 }
+BLT = {
+    **{"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 6},
+    **{"intermediate_size": 40, "max_position_embeddings": 64},
+}
+INKLING = {
+    **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 8},
+    **{"sliding_window_size": 4, "d_rel": 4, "rel_extent": 16},
+}
+INKLING2 = {
+    **{**INKLING, "layer_types": ["hybrid_sliding", "hybrid"], "n_layers_per_attn_res_block": 1},
+    "unpadded_vocab_size": 97,
+}
+INKLING2_VISION = {
+    **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4},
+    **{"posemb_grid_size": 4, "projection_hidden_dim": 20, "text_hidden_size": 32},
+}
 WHISPER = {
     **{"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 28},
     "num_mel_bins": 8,
@@ -144,15 +160,11 @@ _ALL = [
     _moe("axk2", "AXK2ForCausalLM", **INDEXED, gated_norm_rank=4),
     _moe(
         *("inkling_text", "InklingForCausalLM"),
-        **{"num_key_value_heads": 2, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4},
-        **{"swa_head_dim": 8, "sliding_window_size": 4, "d_rel": 4, "rel_extent": 16, **SPARSE},
-        layer_types=["hybrid_sliding", "hybrid"],
+        **{"num_key_value_heads": 2, **INKLING, **SPARSE, "layer_types": ["hybrid_sliding", "hybrid"]},
     ),
     _moe(
         *("inkling2_text", "Inkling2ForCausalLM"),
-        **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "unpadded_vocab_size": 97},
-        **{"swa_head_dim": 8, "sliding_window_size": 4, "d_rel": 4, "rel_extent": 16},
-        **{"layer_types": ["hybrid_sliding", "hybrid"], "n_layers_per_attn_res_block": 1},
+        **INKLING2,
     ),
     _moe(
         *("laguna", "LagunaForCausalLM"),
@@ -194,6 +206,34 @@ _ALL = [
         *("nllb-moe", "encoder-decoder", "NllbMoeForConditionalGeneration", translation),
         **{**SEQ2SEQ, "num_experts": 4, "expert_capacity": 8, "encoder_sparse_step": 2},
         decoder_sparse_step=2,
+    ),
+    _other(
+        *("funnel", "encoder", "FunnelForMaskedLM"),
+        **{"vocab_size": 99, "d_model": 24, "d_head": 6, "n_head": 4, "d_inner": 40, "block_sizes": [1, 1]},
+        **{"num_decoder_layers": 1, "pad_token_id": 0},
+    ),
+    _other(
+        *("blt", "decoder", "BltForCausalLM"),
+        **{"vocab_size": 99, "patch_size": 4, "max_patch_length": 4, "encoder_hash_byte_group_vocab": 50},
+        **{
+            "encoder_hash_byte_group_size": [3, 4],
+            "encoder_hash_byte_group_nb_functions": 1,
+            "pad_token_id": 0,
+        },
+        **{"use_cache": False},
+        patcher_config={**BLT, "intermediate_size": 40},
+        encoder_config={**BLT, "vocab_size": 99},
+        decoder_config={**BLT, "vocab_size": 99, "hidden_size_global": 24},
+        global_config=BLT,
+    ),
+    _vlm(
+        *("chinese_clip", "ChineseCLIPModel"),
+        lambda: {"input_ids": tokens(6), "pixel_values": noise(2, 3, 16, 16)},
+        text_config={
+            **{"vocab_size": 99, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2},
+            **{"num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0},
+        },
+        **{"vision_config": {**SIGLIP_VISION, "image_size": 16}, "projection_dim": 20},
     ),
     _vlm(
         *("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration", flat_patches(96)),
@@ -318,6 +358,27 @@ _ALL = [
         **{"hidden_size": 24, "tie_word_embeddings": False},
     ),
     _vlm(
+        *("inkling2", "Inkling2ForConditionalGeneration"),
+        seeing(4, pixel_values=noise(4, 8, 8, 3), image_grid_thw=torch.tensor([[1, 2, 2]])),
+        text_config={**MOE, **INKLING2},
+        **{"vision_config": INKLING2_VISION, "image_token_id": IMAGE},
+    ),
+    _vlm(
+        *("inkling2_loop", "Inkling2LoopForConditionalGeneration"),
+        seeing(4, pixel_values=noise(4, 8, 8, 3), image_grid_thw=torch.tensor([[1, 2, 2]])),
+        text_config={
+            **{**MOE, **INKLING2, "num_hidden_layers": 3, "layer_types": None},
+            **{
+                "loop_layer_index_start": 1,
+                "loop_layer_index_end": 2,
+                "loop_num_passes": 2,
+                "loop_gate_rank": 4,
+            },
+        },
+        vision_config={"model_type": "inkling2_vision", **INKLING2_VISION},
+        image_token_id=IMAGE,
+    ),
+    _vlm(
         *("aria", "AriaForConditionalGeneration"),
         seeing(4, pixel_values=noise(1, 3, 16, 16)),
         text_config={**MOE, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
@@ -374,4 +435,6 @@ _ALL = [
     ),
 ]
 NEWER = [each for each in _ALL if each.model_type in CONFIG_MAPPING_NAMES]
-"""Those that the installed transformers has: `lara_mini` came with 5.24."""
+"""Those that the installed transformers has. `inkling_mm_model` is left out: to build it takes scipy."""
+LATER = [each for each in _ALL if each.model_type not in CONFIG_MAPPING_NAMES]
+"""Those that came with a later one: `lara_mini` and `inkling2_loop` with 5.24."""

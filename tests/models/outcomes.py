@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tests.models.newer import LATER
 from tests.models.zoo import BROADCAST, ZOO
 
 STEPS = {
@@ -62,11 +63,21 @@ REASONS = {
     ),
     "overwritten": Reason(
         text="transformers itself overwrites a value of the file each time that it loads the model: the last of"
-        " `balancing_biases` in `zaya`, the embedding of the padding token in `youtu`. shardkit keeps what the file"
-        " has.",
-        said=r"^wrong: (model\.layers\.0\.mlp\.gate\.balancing_biases|lm_head\.weight|\.logits): off by",
-        cases={"direct broadcast presharded stock logits": ("zaya", "youtu+padding")},
+        " `balancing_biases` in `zaya`, the embedding of the padding token in `youtu`, `funnel` and `chinese_clip`."
+        " shardkit keeps what the file has.",
+        said=r"^wrong: (model\.layers\.0\.mlp\.gate\.balancing_biases|lm_head\.weight|\.logits"
+        r"|(funnel|text_model)\.embeddings\.word_embeddings\.weight): off by",
+        cases={
+            "direct broadcast presharded stock": ("zaya", "youtu+padding", "funnel", "chinese_clip"),
+            "logits": ("zaya", "youtu+padding", "funnel"),
+        },
         goes_on=True,
+    ),
+    "way back": Reason(
+        text="What transformers makes of the tensors of `inkling2_loop` when it saves them takes operations that"
+        " shardkit does not know: `consolidate` needs `--base`, and warns without it.",
+        said=r"tensors are written as the model holds them",
+        cases={"bare": ("inkling2_loop",)},
     ),
 }
 
@@ -107,11 +118,12 @@ def named(said: Mapping[str, str], name: str) -> dict[str, str]:
 def check_table() -> None:
     """Refuse a table that speaks of models or steps that are not there, or twice of one."""
     seen: dict[tuple[str, str], str] = {}
+    later = {each.name for each in LATER}
     for reason, each in REASONS.items():
         for steps, names in each.cases.items():
             for step in steps.split():
                 assert step in STEPS, step
                 for name in names:
-                    assert name in ZOO, name
+                    assert name in ZOO or name in later, name
                     assert (name, step) not in seen, (name, step, reason)
                     seen[name, step] = reason

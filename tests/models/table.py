@@ -24,7 +24,8 @@ _HEAD = """\
 
 {count} tiny models of {types} architectures of transformers {version} go through everything that shardkit does, in bf16.
 Their weights are random, and no two tensors are alike. An architecture that the installed transformers lacks is left
-out: `lara_mini` came with 5.24.
+out: `lara_mini` and `inkling2_loop` came with 5.24. So is `inkling_mm_model`, which takes scipy to be built (by hand,
+with it, all passed).
 
 - **preshard**: `shardkit preshard` for 4 ranks. All that follows runs on 2 ranks.
 - **three phases**: `prepare`, `wrap`, `finalize`, from the Hub directory (each rank reads, or for a third of the models

@@ -285,8 +285,10 @@ def export_model(name: str, out: Path) -> None:
 def consolidate_bare(home: Path) -> None:
     """Consolidate with nothing but the model's config: the class alone knows the names of the Hub."""
     shutil.copy(home / "hub" / "config.json", home / "stock")
-    shardkit.consolidate(home / "stock", str(home / "bare"))
-    shutil.rmtree(home / "stock-hf")
+    result = shardkit.consolidate(home / "stock", str(home / "bare"))
+    if any("may not be the Hub's" in warning for warning in result.warnings):
+        raise Wrong("\n".join(result.warnings))
+    shutil.rmtree(home / "stock-hf", ignore_errors=True)
     (home / "bare").rename(home / "stock-hf")
     compare(home, "stock")
 

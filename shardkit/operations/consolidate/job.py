@@ -346,7 +346,8 @@ class _Named:
         yield from self.fit.warnings
         yield from self.vocabulary.warnings
         yield from (*selection.warnings, *selection.renaming)
-        yield from selection.in_memory(list(self.names.values()), base_shapes(base))
+        if self.answer is None:  # else the class that the config names has these names in its files
+            yield from selection.in_memory(list(self.names.values()), base_shapes(base))
         yield from self.chosen.warnings
 
 
@@ -606,11 +607,15 @@ def _take_apart(chosen: Chosen, live: Mapping[str, str], derived: Mapping[str, E
         f"{count(len(apart.gone), 'tensor')} taken apart into {count(len(apart.made), 'tensor')}, as on the Hub: "
         f"{listed(sorted(apart.gone))}"
     )
+    zeros = [
+        f"{count(rows, 'row')} of {escape(name)} that the model drops {'is' if rows == 1 else 'are'} zeros"
+        for name, rows in apart.padded.items()
+    ]
     return replace(
         chosen,
         catalog=apart.catalog,
         names={**names, **{source: name for name, source in apart.made.items()}},
-        notes=(*chosen.notes, note),
+        notes=(*chosen.notes, note, *zeros),
         origins={**chosen.origins, **apart.origins},
     )
 

@@ -85,6 +85,14 @@ def qwen3_5() -> Any:
     return transformers.Qwen3_5ForConditionalGeneration(config)
 
 
+def fused_experts() -> Any:
+    """A model whose experts are one tensor on the Hub too."""
+    config = transformers.GptOssConfig(
+        **SMALL, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 3
+    )
+    return transformers.GptOssForCausalLM(config)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Write each model as transformers saves it."""
@@ -127,6 +135,24 @@ def test_the_language_model_of_a_vision_model(tmp_path: Path, fast_trace: None) 
     assert not [
         name for name in found if not torch.equal(found[name], stored[name] * (3 if name in ours else 1))
     ]
+
+
+def test_names_that_a_class_has_in_memory_and_in_its_files_are_the_hubs(
+    tmp_path: Path, fast_trace: None
+) -> None:
+    """A config and its class are enough: nothing "may not be the Hub's"."""
+    for name, model in {"vision": qwen3_5(), "fused": fused_experts()}.items():
+        base = tmp_path / name
+        model.save_pretrained(base)
+        checkpoint = checkpoint_of(base, nothing, tmp_path / f"{name}-step")
+        result = consolidate(checkpoint, tmp_path / f"{name}-hf")
+        assert result.warnings == ()
+        assert (
+            load_file(tmp_path / f"{name}-hf/model.safetensors").keys()
+            == load_file(base / "model.safetensors").keys()
+        )
+        said = consolidate(checkpoint, tmp_path / f"{name}-as-it-is", ask_class=False).warnings
+        assert any("may not be the Hub's" in warning for warning in said)
 
 
 def test_what_preshard_left_out_is_named_again(tmp_path: Path, fast_trace: None) -> None:
