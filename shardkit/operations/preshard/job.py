@@ -20,6 +20,7 @@ from shardkit.errors import UsageError
 from shardkit.formats.contract import Checkpoint, Dequantized, HubModel
 from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
+from shardkit.formats.gaps import gaps_of
 from shardkit.formats.trainers.verl_writer import placed_by_verl, rank_images
 from shardkit.keys.expressions import Expression, Opaque, Stored, made_name
 from shardkit.keys.rule_sets import foreign_type
@@ -225,6 +226,9 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: JobOptions, assets:
             *_not_copied(assets.refused),
         ),
         warnings=(
+            *(
+                gaps_of(checkpoint).lines("the source") if layout.origin == "declared" else ()
+            ),  # no class was asked
             *not_for_stock(layout),
             *(foreign_type(load_rules(options.keys), model.config) if options.keys != NONE else ()),
             *whole,

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from shardkit import formats
 from shardkit.cli import main
 from shardkit.errors import UsageError
+from shardkit.formats.gaps import gaps_of
 from shardkit.formats.hub.files import absent_parts
 from shardkit.keys.check import find_gaps
 from shardkit.operations.inspect import inspect
+from shardkit.operations.preshard import preshard
 from shardkit.operations.verify import verify
 
 Shapes = dict[str, tuple[int, ...]]
@@ -95,6 +98,20 @@ def test_files_and_layers_that_are_missing_together_are_a_problem(tmp_path: Path
     assert f"{FILE.format(2)}, {FILE.format(3)}" in said
     assert first_line(half) == (1, f"{half}: 1 problem found")
     assert inspect(half).warnings == problem.details
+
+
+def test_preshard_of_half_a_model_that_asks_no_class_warns(tmp_path: Path) -> None:
+    half, whole = (
+        hub(tmp_path / "half", model(), CONFIG, in_files=True),
+        hub(tmp_path / "whole", model(), CONFIG),
+    )
+    for at, options in enumerate(({"layout": "declared"}, {"names": "hub"})):
+        made = preshard(half, tmp_path / f"out{at}", world_size=2, **options)
+        assert made.layout == "declared"
+        assert made.warnings == tuple(gaps_of(formats.open(str(half))).lines("the source"))
+        assert any("whole layers: model.layers.1, " in line for line in made.warnings)
+        assert any(FILE.format(2) in line for line in made.warnings)
+        assert preshard(whole, tmp_path / f"whole{at}", world_size=2, **options).warnings == ()
 
 
 def test_a_model_with_code_of_its_own_gets_warnings(tmp_path: Path) -> None:
