@@ -64,6 +64,7 @@ from shardkit.formats.rankfiles.flat import (
     without_tree,
     write_state,
 )
+from shardkit.formats.torchsave.classes import refuse_objects
 from shardkit.formats.torchsave.file import TensorRef, TorchFile, UnreadableTensor
 
 _WRITERS = {
@@ -91,6 +92,8 @@ class _Weights:
     """Entries of the module that are not tensors."""
     lost: list[str] = field(default_factory=list)
     """Parameters whose values are in none of the files."""
+    of_classes: dict[str, str] = field(default_factory=dict)
+    """Parameters that are objects of classes whose values cannot be taken: the file and why."""
 
 
 def is_deepspeed(path: str) -> bool:
@@ -283,6 +286,7 @@ def _checkpoint(
 ) -> Checkpoint:
     if not weights.by_name:
         raise SourceError(f"{escape(tag.directory)} holds no weights", hint="give another checkpoint")
+    refuse_objects(weights.of_classes, (file.source for file in weights.files))
     catalog = build_catalog(path, weights.files, weights.by_name)
     catalog.objects = tuple(weights.objects)
     lost = [(name, "a parameter whose values are in none of the files") for name in weights.lost]
@@ -336,9 +340,12 @@ def _assemble(
 
     for name in dict.fromkeys(chain(main.module, whole, masters, main.frozen, main.shared)):
         weight = own(name) or own(_target(name, main.shared)) or _as_stored(name, main, numbers)
+        stored = main.module.get(name)
         if weight is not None:
             weights.by_name[name] = weight
-        elif isinstance(main.module.get(name), (TensorRef, UnreadableTensor, type(None))):
+        elif isinstance(stored, UnreadableTensor) and stored.value is not None:
+            weights.of_classes[name] = f"{main.file.name}: {stored.name}"
+        elif isinstance(stored, (TensorRef, UnreadableTensor, type(None))):
             weights.lost.append(name)
         else:
             weights.objects.append(name)

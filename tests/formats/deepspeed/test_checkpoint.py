@@ -27,6 +27,8 @@ from shardkit.formats.contract import Checkpoint
 from shardkit.formats.deepspeed.checkpoint import is_deepspeed, open_deepspeed
 from shardkit.formats.deepspeed.zero import joined_pieces, partitioned_pieces
 from shardkit.formats.registry import open_checkpoint, stray_weights
+from shardkit.formats.torchsave.classes import UnreadableClass
+from shardkit.operations.verify import verify
 
 Tensors = dict[str, torch.Tensor]
 GROUPS = (("embed.weight", "up.weight", "conv.weight"), ("up.bias", "scale", "norm.weight"))
@@ -320,6 +322,34 @@ def test_parameters_without_values_are_named(tmp_path: Path, deepspeed_classes: 
     checkpoint = open_deepspeed(str(root))
     assert not set(frozen()) & set(checkpoint.catalog.tensors)
     assert {name for name, _ in checkpoint.skipped} >= set(frozen())
+
+
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse")
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_frozen_parameter_of_a_class_is_not_left_out(
+    tmp_path: Path, stage: int, deepspeed_classes: Any
+) -> None:
+    """It is refused by name, and the checkpoint is whole. A trained one is read: its masters are plain."""
+    root = write_joined(tmp_path, 2, deepspeed_classes, stage=stage)
+    odd = torch.eye(3).to_sparse()
+
+    def put(name: str) -> None:
+        def edit(state: dict[str, Any]) -> None:
+            for each in (state["module"], state["frozen_param_fragments"]):
+                each.update({name: odd} if name in each else {})
+
+        change(root / "global_step2/mp_rank_00_model_states.pt", edit)
+
+    put("up.weight")
+    assert_same(read(open_deepspeed(str(root))), truth())
+    put("frozen.weight")
+    with pytest.raises(
+        UnreadableClass, match=r"frozen\.weight: .*mp_rank_00_model_states\.pt: torch's sparse"
+    ):
+        open_deepspeed(str(root))
+    found = verify(root, full=True)
+    assert found.ok
+    assert "frozen.weight" in found.warnings[0]
 
 
 def test_paddings_between_parameters(tmp_path: Path, deepspeed_classes: Any) -> None:
