@@ -18,7 +18,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region, Shape
+from shardkit.core.regions import Region, Shape, intersect
 
 if TYPE_CHECKING:
     import os
@@ -432,6 +432,26 @@ def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
     )
     for name in names:
         chosen.copy_tensor(catalog, name, name)
+    return chosen
+
+
+def subset_within(catalog: Catalog, wanted: Mapping[str, Sequence[Region]]) -> Catalog:
+    """Return the same without paths, with those chunks alone in which some regions lie: a tensor may have none.
+
+    Args:
+        catalog: with all chunks of the tensors.
+        wanted: regions of each tensor, in elements; the tensors in the order that the result is to have.
+    """
+    chosen, table = replace(subset(catalog, ()), paths=None), catalog.chunks
+    for name, regions in wanted.items():
+        entry = catalog.tensors[name]
+        rows = [
+            row
+            for row, held in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True)
+            if any(intersect(held, region) is not None for region in regions)
+        ]
+        chunks = ((table.file[row], table.start[row], table.nbytes[row], table.region(row)) for row in rows)
+        chosen.add_tensor(name, entry.dtype, entry.shape, chunks)
     return chosen
 
 

@@ -20,6 +20,7 @@ from shardkit.files import storage
 FOLLOW = "pass --follow-links if you trust whoever made the links"
 FOLLOW_OR_COPY = f"{FOLLOW}, or copy the directory with its links resolved (cp -rL)"
 DOWNLOAD_AGAIN = "the file is damaged or incomplete: download it again"
+_MOST_KEPT = 64  # descriptors
 # Errors of opening a file that are about the machine or the moment, not about the file.
 _OF_THE_MACHINE = (
     errno.EIO,
@@ -54,7 +55,9 @@ def is_about_links(error: ShardkitError) -> bool:
 
 
 @contextmanager
-def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple[int, int]]:
+def open_regular(
+    path: str, name: str, *, follow: bool = True, opened: dict[str, int] | None = None
+) -> Iterator[tuple[int, int]]:
     """Open a regular file for reading and give (descriptor, size in bytes).
 
     Never waits: a FIFO, a device or a directory is refused without a byte being read.
@@ -64,20 +67,51 @@ def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple
         name: how to call it in messages.
         follow: open a symbolic link too; one is always opened where `FOLLOWS_LINKS` is set. The link is judged as
             it is opened: it may have been something else before.
+        opened: descriptors by path. One is taken from there if it is of the file that is there now, and put there in
+            place of being closed.
 
     Raises:
         SourceError: there is no such file, or it is not a regular one.
         ResourceError: it may not be opened, or the machine cannot.
     """
+    fd = -1 if opened is None else opened.pop(path, -1)
+    if fd >= 0 and not _is_at(fd, path):
+        storage.close_fd(fd)
+        fd = -1
+    if fd < 0:
+        fd = _open(path, name, follow=follow)
+    is_kept = False
+    try:
+        status = storage.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device"
+            raise SourceError(
+                f"{escape(name)}: expected a regular file, found {kind}",
+                hint="put the real file in its place",
+            )
+        yield fd, status.st_size
+        is_kept = opened is not None and len(opened) < _MOST_KEPT
+    finally:
+        if is_kept:
+            assert opened is not None
+            opened[path] = fd
+        else:
+            storage.close_fd(fd)
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """True if an open file is what lies at a path."""
+    try:
+        return os.path.samestat(storage.fstat(fd), status_of(path))
+    except OSError:
+        return False
+
+
+def _open(path: str, name: str, *, follow: bool) -> int:
     try:
         # O_NONBLOCK: opening a FIFO for reading otherwise waits for a writer.
-        fd = storage.open_fd(
-            path,
-            os.O_RDONLY
-            | os.O_NONBLOCK
-            | os.O_CLOEXEC
-            | (0 if follow or FOLLOWS_LINKS.get() else os.O_NOFOLLOW),
-        )
+        no_follow = 0 if follow or FOLLOWS_LINKS.get() else os.O_NOFOLLOW
+        return storage.open_fd(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | no_follow)
     except FileNotFoundError:
         raise SourceError(f"{escape(name)}: no such file", hint="download the missing file") from None
     except PermissionError as error:
@@ -93,17 +127,6 @@ def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple
         reason = getattr(error, "strerror", None) or str(error)
         refused = ResourceError if getattr(error, "errno", None) in _OF_THE_MACHINE else SourceError
         raise refused(f"{escape(name)}: cannot be opened: {reason}") from None
-    try:
-        status = storage.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device"
-            raise SourceError(
-                f"{escape(name)}: expected a regular file, found {kind}",
-                hint="put the real file in its place",
-            )
-        yield fd, status.st_size
-    finally:
-        storage.close_fd(fd)
 
 
 def stamp_of(fd: int) -> FileStamp:

@@ -75,7 +75,7 @@ class _Read(NamedTuple):
 
 
 def add_checksums(catalog: Catalog, path: str) -> None:
-    """Give files that record no CRC-32 the checksums of their manifests, if there are any.
+    """Give files that record no CRC-32 the checksums of their manifests, if there are any, and if chunks lie in such files.
 
     Args:
         catalog: of raw extents; its files get checksums.
@@ -85,7 +85,7 @@ def add_checksums(catalog: Catalog, path: str) -> None:
         IntegrityError: files have the recorded sizes but other tensors.
         ResourceError: a manifest may not be read.
     """
-    if any(_lacks(file) for file in catalog.files):
+    if any(_lacks(catalog.files[number]) for number in set(catalog.chunks.file)):
         find_manifests([catalog], path)
 
 

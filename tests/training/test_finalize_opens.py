@@ -1,4 +1,4 @@
-"""What a rank opens of a pre-sharded directory: each file once, and no more of them where there are more ranks."""
+"""What a rank opens of a sharded directory: each file once, and no more of them where there are more ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import shardkit
 from shardkit.errors import SourceError
-from tests.training.stores_world import VERBS, Model
+from tests.training.stores_world import VERBS, Model, shard
 from tests.worlds.ranks import Ranks
 
 pytestmark = pytest.mark.dist
@@ -53,7 +55,7 @@ def opened(directory: Path) -> Iterator[Counter[str]]:
         _opened = None
 
 
-two, four, eight = Ranks(__name__, 2, first=make), Ranks(__name__, 4), Ranks(__name__, 8)
+eight, two, four = Ranks(__name__, 8, first=make), Ranks(__name__, 2), Ranks(__name__, 4)
 
 
 def opens_few_files(load: Callable[[str], nn.Module], out: Path) -> None:
@@ -81,6 +83,76 @@ def test_four_ranks(load: Callable[[str], nn.Module], out: Path) -> None:
 @eight.test_each(VERBS)
 def test_eight_ranks(load: Callable[[str], nn.Module], out: Path) -> None:
     opens_few_files(load, out)
+
+
+def save_by_torch(out: Path) -> Path:
+    """Save with torch alone, from all ranks; each finds the same values as in the Hub model."""
+    saved = out / f"torch-{dist.get_world_size()}"
+    torch.manual_seed(0)
+    dcp.save(shard(Model()).state_dict(), checkpoint_id=saved)
+    return saved
+
+
+def opens_few_files_of_others(out: Path) -> None:
+    rank, saved = dist.get_rank(), save_by_torch(out)
+    whole = load_file(out / "hub/model.safetensors")
+    for load in VERBS.values():
+        with opened(saved) as found:
+            model = load(str(saved))
+        for name, value in model.state_dict().items():
+            assert isinstance(value, DTensor)
+            assert torch.equal(value.full_tensor(), whole[name])
+        files = {name: times for name, times in found.items() if name.endswith(".distcp")}
+        assert files.pop(f"__{rank}_0.distcp") == 1
+        assert set(files.values()) <= {1}, found
+        assert len(files) <= 4  # of them a few bytes are compared between ranks
+        assert found[".metadata"] <= 3
+
+
+@two.test
+def test_two_ranks_of_what_torch_saved(out: Path) -> None:
+    opens_few_files_of_others(out)
+
+
+@four.test
+def test_four_ranks_of_what_torch_saved(out: Path) -> None:
+    opens_few_files_of_others(out)
+
+
+@eight.test
+def test_eight_ranks_of_what_torch_saved(out: Path) -> None:
+    opens_few_files_of_others(out)
+
+
+@four.test
+def test_fewer_ranks_than_saved(out: Path) -> None:
+    """Each needs the records of two files; the directory was made before this group started."""
+    rank, saved = dist.get_rank(), out / "torch-8"
+    with opened(saved) as found:
+        VERBS["load_into"](str(saved))
+    files = {name for name in found if name.endswith(".distcp")}
+    assert {f"__{2 * rank}_0.distcp", f"__{2 * rank + 1}_0.distcp"} <= files
+    assert len(files) <= 2 + 4
+
+
+@eight.test
+def test_a_damaged_record_is_named_on_all_ranks(out: Path) -> None:
+    """Only rank 5 opens it."""
+    damaged = out / "damaged"
+    if dist.get_rank() == 0:
+        shutil.copytree(out / "torch-8", damaged)
+        path = damaged / "__5_0.distcp"
+        content = bytearray(path.read_bytes())
+        at = content.index(b"PK\x01\x02")  # the directory of the first record
+        content[at : at + 4] = b"none"
+        path.write_bytes(content)
+    dist.barrier()
+    with pytest.raises(SourceError) as caught:
+        VERBS["load_into"](str(damaged))
+    assert caught.value.message == "1 records cannot be read"
+    (problem,) = caught.value.problems
+    assert problem.startswith("rank 5: layers.0.")
+    assert "__5_0.distcp" in problem
 
 
 @two.test

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -26,6 +26,7 @@ from shardkit.files.stores import SCHEMES, is_remote
 from shardkit.osft.plan import Target
 
 if TYPE_CHECKING:
+    from shardkit.core.regions import Region
     from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
     from shardkit.keys.rule_sets import Padding
 
@@ -96,6 +97,11 @@ class DcpFolder(Protocol):
 
     def select(self, names: Collection[str]) -> Catalog:
         """Return a catalog of some tensors, in the order given, whose extents are raw bytes."""
+
+    def select_within(
+        self, wanted: Mapping[str, Sequence[Region]], opened: dict[str, int] | None = None
+    ) -> Catalog:
+        """Return the same with those chunks alone in which some regions lie; no other record is opened."""
 
     def foresee(self, names: Collection[str], *, opens_all: bool = False) -> Catalog:
         """Return the same for one of several processes: its `records` are opened as far as this one reads them."""

@@ -19,8 +19,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardkit.core.catalog import MIN_COLUMNS, MIN_TOTAL, Catalog, SourceFile, TensorEntry, subset
-from shardkit.core.regions import Shape, find_tiling_error
+from shardkit.core.catalog import (
+    MIN_COLUMNS,
+    MIN_TOTAL,
+    Catalog,
+    SourceFile,
+    TensorEntry,
+    subset,
+    subset_within,
+)
+from shardkit.core.regions import Region, Shape, find_tiling_error
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
 from shardkit.files import storage
@@ -71,6 +79,24 @@ class DcpDirectory:
         if not self.has_records:
             return subset(self.catalog, names)
         return select_raw(self.catalog, self.transforms, names)
+
+    def select_within(
+        self, wanted: Mapping[str, Sequence[Region]], opened: dict[str, int] | None = None
+    ) -> Catalog:
+        """Return the same with those chunks alone in which some regions lie: the records of no others are opened.
+
+        It is for records that were put through no extension.
+
+        Args:
+            wanted: regions of each tensor, in elements; a tensor may have none.
+            opened: descriptors by path, which are taken from there and put there.
+
+        Raises:
+            SourceError, IntegrityError, ResourceError: as `select`.
+        """
+        assert self.has_records
+        assert not self.transforms
+        return select_raw(subset_within(self.catalog, wanted), {}, tuple(wanted), opened=opened)
 
     def foresee(self, names: Collection[str], *, opens_all: bool = False) -> Catalog:
         """Return the same for one of several processes: it opens few records before it knows what it reads.

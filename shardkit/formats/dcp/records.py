@@ -79,7 +79,13 @@ _MAX_WINDOW = 1 << 27  # bytes a decompressor may keep; torch's default level ta
 Transforms = Mapping[int, tuple[str, ...]]
 
 
-def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str]) -> Catalog:
+def select_raw(
+    catalog: Catalog,
+    transforms: Transforms,
+    names: Collection[str],
+    *,
+    opened: dict[str, int] | None = None,
+) -> Catalog:
     """Return a catalog of some of the tensors whose extents are the chunks' bytes; encoding "raw".
 
     Their records are opened and compared with what the catalog says. No other record is opened, and no data
@@ -89,6 +95,7 @@ def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str])
         catalog: with encoding "torch-record".
         transforms: by chunk, the extensions that a record was put through.
         names: in the order that the result is to have.
+        opened: as for `open_regular`; gets some of the files that are not in a store.
 
     Raises:
         SourceError: records that are damaged, or transformed in a way that cannot be undone here.
@@ -96,7 +103,7 @@ def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str])
         IntegrityError: records that are intact, but not what `.metadata` says.
         ResourceError: a file may not be read.
     """
-    scan = _Scan(catalog, transforms, names)
+    scan = _Scan(catalog, transforms, names, opened)
     chosen, num_unrecorded = scan.chosen, 0
     pointer = _BulkPointer(chosen, scan.scanner) if len(chosen.chunks) >= MIN_TOTAL else None
     for number, fd, source, rows in scan.files():
@@ -458,8 +465,14 @@ def _attach(catalog: Catalog, row: int, file: SourceFile) -> None:
 class _Scan:
     """Opens the records of some tensors, file by file and front to back, and collects their problems."""
 
-    def __init__(self, catalog: Catalog, transforms: Transforms, names: Collection[str]) -> None:
-        self.chosen = subset(catalog, names)
+    def __init__(
+        self,
+        catalog: Catalog,
+        transforms: Transforms,
+        names: Collection[str],
+        opened: dict[str, int] | None = None,
+    ) -> None:
+        self.chosen, self._opened = subset(catalog, names), opened
         self.packed = _packed_chunks(catalog, transforms, self.chosen)
         """By chunk of `chosen`; `files` leaves these out."""
         check_transforms(self.packed)
@@ -498,8 +511,10 @@ class _Scan:
     def _open(self, file: int, rows: Sequence[int], opened: ExitStack) -> int:
         """Open a file. Of one in a store, what lies around the data of its records is fetched at once."""
         source, table = self.chosen.files[file], self.chosen.chunks
-        fd, _ = opened.enter_context(open_regular(source.path, source.name, follow=False))
-        if is_remote(source.path):
+        is_far = is_remote(source.path)
+        kept = None if is_far else self._opened
+        fd, _ = opened.enter_context(open_regular(source.path, source.name, follow=False, opened=kept))
+        if is_far:
             expect_records(fd, ((table.start[row], table.nbytes[row]) for row in rows))
         return fd
 

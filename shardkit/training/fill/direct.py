@@ -54,7 +54,7 @@ def fill_direct(
             for item in mine:
                 if item.region.num_elements:
                     regions.setdefault(item.entry.fqn, []).append(item.region)
-            catalog = weights.located(regions).catalog
+            catalog = weights.located(regions, opened).catalog
             check = SourceCheck(catalog) if check_source else None
             sources = stack.enter_context(SourceFiles(catalog.files, check=check, opened=opened))
             reads = [

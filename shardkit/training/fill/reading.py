@@ -56,6 +56,10 @@ SourceRank = Literal["global", "node", "replica"]
 KeyRules = tuple[tuple[str, str], ...]
 """(prefix of a model's names, the Hub's prefix in its place), as `keys.renaming.KeyRule` spells them."""
 
+OpenChunks = Callable[[Mapping[str, Sequence[Region]], dict[str, int] | None], Catalog]
+"""Makes a catalog with the chunks of some regions, by stored name. Files that it opens it takes from descriptors by path,
+and puts some there."""
+
 _STRAIGHT_NBYTES = 16 * MIB  # of one system call, so that two threads share a large tensor
 _APART_NBYTES = 256 << 10  # runs of a box that begin so far from each other are fetched one by one
 STAGED_NBYTES = 4 * MIB  # of a thread's buffer: copying out of it is fastest if it fits the processor's cache
@@ -94,7 +98,7 @@ class Weights:
     """Where it lies, for messages."""
     catalog: Catalog
     """Of the tensors that the model wants, under their stored names; extents are raw bytes. If there is an
-    `open_chunks`, it has no chunks yet."""
+    `open_chunks`, it has no chunks yet, or records in their place."""
     names: Mapping[str, str]
     """The model's FQN -> stored name. A tie may have all of its names here, or one of them."""
     identity: str
@@ -128,23 +132,30 @@ class Weights:
     """Of the names of tied tensors, those that the Hub's files have."""
     hub_made: Mapping[str, Expression] = field(default_factory=dict)
     """FQN -> what it is made of in the Hub's files, where that is another form."""
-    open_chunks: Callable[[Mapping[str, Sequence[Region]]], Catalog] | None = None
-    """Makes a catalog with the chunks of some regions, by stored name."""
+    open_chunks: OpenChunks | None = None
+    """Opens what this rank reads, and nothing else."""
 
-    def located(self, wanted: Mapping[str, Sequence[Region]] | None = None) -> Weights:
+    def located(
+        self,
+        wanted: Mapping[str, Sequence[Region]] | None = None,
+        opened: dict[str, int] | None = None,
+    ) -> Weights:
         """Return these weights with the chunks in which some regions lie.
 
         Args:
             wanted: regions of tensors, in elements, by stored name; None is everything.
+            opened: as for `OpenChunks`.
 
         Raises:
             IntegrityError, SourceError: the record of where they lie is damaged or missing.
+            ResourceError: a file may not be read.
         """
         if self.open_chunks is None:
             if not self.made_of:
                 return self
             return replace(self, catalog=bind(self.catalog, self.made_of, self.convert), made_of={})
-        stored: dict[str, list[Region]] = {}
+        # All have an entry, also where this rank reads nothing of them: the ranks count together what they compared.
+        stored: dict[str, list[Region]] = {name: [] for name in self.catalog.tensors}
         if wanted is None:
             wanted = {name: [full_region(entry.shape)] for name, entry in self.catalog.tensors.items()}
         for name, regions in wanted.items():
@@ -156,7 +167,7 @@ class Weights:
             for region in regions if are_boxes else [full_region(made.shape)]:
                 for part, below in read_regions(made, region):
                     stored.setdefault(part, []).append(below)
-        found = replace(self, catalog=self.open_chunks(stored), open_chunks=None)
+        found = replace(self, catalog=self.open_chunks(stored, opened), open_chunks=None)
         return found.located()
 
     def stored_names(self) -> set[str]:

@@ -18,6 +18,7 @@ from shardkit import formats
 from shardkit._version import major
 from shardkit.core.catalog import Catalog, TensorEntry, subset
 from shardkit.core.dtypes import BY_NAME
+from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError
 from shardkit.files import manifest, storage
@@ -53,7 +54,7 @@ from shardkit.operations.environment import package_version
 from shardkit.osft.plan import Target, factor_of, stored_targets
 from shardkit.training.fill.from_rank import RankSource
 from shardkit.training.fill.presharded import Presharded, open_presharded
-from shardkit.training.fill.reading import KeyRules, Weights
+from shardkit.training.fill.reading import KeyRules, OpenChunks, Weights
 from shardkit.training.ranks.local import ExpectedTensor
 
 _ATTRIBUTE = "_shardkit_key_rules"
@@ -205,6 +206,8 @@ class _Stored:
     tensor, and a rank that opens all of a thousand others' opens nothing else for long."""
     hub_names: Mapping[str, str] | None
     """Stored name -> the Hub's; None if that is not known."""
+    open_chunks: OpenChunks | None = None
+    """See `Weights`."""
     derived: Mapping[str, Expression] = field(default_factory=dict)
     """What names below the root were made of in the Hub's files, as a manifest says."""
     config: Mapping[str, object] | None = None
@@ -287,7 +290,7 @@ def find_weights(
         key_rules=_key_rules(stored, found.names),
         tied=tuple(fqn for fqn in _tied(ties, found.names) if found.names[fqn] not in stored.further_names),
         hub_made=_hub_made(source, stored, found.converted),
-        open_chunks=source.presharded.open_chunks if source.presharded is not None else None,
+        open_chunks=stored.open_chunks,
     )
 
 
@@ -423,6 +426,7 @@ def _of_records(source: Source, wanted: list[str]) -> _Stored:
         has_hub_names=presharded is not None and presharded.has_hub_names,
         further_names=frozenset(presharded.ties if presharded is not None else ()),
         select=partial(subset, catalog),
+        open_chunks=None if presharded is None else lambda wanted, _: presharded.open_chunks(wanted),
         identity=lambda _: source.path if presharded is None else presharded.digest,
         sampled_files=_A_HANDFUL if presharded is not None else 0,
         notes=(*catalog.notes, *notes) if presharded is None else tuple(_other_versions(presharded)),
@@ -456,12 +460,16 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) ->
     names, notes = _select(source, wanted)
     config = next((read_config(directory) for directory in checkpoint.assets), None)
     rules, digest = saved_key_rules(checkpoint), _file_digest(checkpoint.catalog.directory)
+    dcp = checkpoint.dcp
+    # What decoding proves is counted by one rank for all: it looks at all records that were put through extensions.
+    has_records = dcp is not None and dcp.has_records and not dcp.transforms
     return _Stored(
         names=names,
         hub_names=None if rules is None else _renamed(names, rules),
         derived=saved_derived(checkpoint),
         further_names=frozenset(name for _, *others in recorded_names(checkpoint).ties for name in others),
-        select=partial(_selected, checkpoint),
+        select=partial(_selected, checkpoint) if not has_records else partial(subset, checkpoint.catalog),
+        open_chunks=partial(_open_chunks, checkpoint) if has_records else None,
         identity=lambda catalog: [digest, _rows(catalog)],
         sampled_files=_MANY if digest is None else _A_HANDFUL,
         config=config,
@@ -472,6 +480,16 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) ->
 
 def _selected(checkpoint: Checkpoint, names: Collection[str]) -> Catalog:
     catalog = checkpoint.select(names)
+    add_checksums(catalog, checkpoint.path)
+    return catalog
+
+
+def _open_chunks(
+    checkpoint: Checkpoint, wanted: Mapping[str, Sequence[Region]], opened: dict[str, int] | None
+) -> Catalog:
+    """Return a catalog with the records of some regions: a rank that opens those of all ranks opens a thousand files."""
+    assert checkpoint.dcp is not None
+    catalog = checkpoint.dcp.select_within(wanted, opened)
     add_checksums(catalog, checkpoint.path)
     return catalog
 

@@ -312,7 +312,7 @@ def test_a_checkpoint_is_opened_for_the_models_tensors_alone(
     assert_is(weights, reference)
     assert not weights.unused
     assert all("exp_avg" not in name for name in weights.catalog.tensors)
-    assert weights.catalog.encoding == "raw"
+    assert weights.located().catalog.encoding == "raw"
 
 
 @pytest.mark.parametrize("damage", ["truncate", "no .metadata", "other list", "no list", "no file"])
