@@ -14,6 +14,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardkit
+from shardkit import formats
+from shardkit.errors import SourceError
+from shardkit.files import manifest, storage
 from shardkit.formats.dcp import directory
 
 
@@ -60,6 +63,40 @@ def test_one_source_is_parsed_once(
     parsed.clear()
     verb(run, tmp_path / "out")
     assert parsed == ["step-2"]
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda source, out: shardkit.consolidate(source, out),
+        lambda source, out: shardkit.reshard(source, out, world_size=3),
+    ],
+)
+def test_a_manifest_is_opened_three_times(
+    verb: Callable[[Path, Path], object], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its kind in the first bytes, for all that it says, and for its checksums."""
+    seen, open_fd = list[Path](), storage.open_fd
+
+    def spy(path: str, *given: Any, **named: Any) -> int:
+        seen.append(Path(path))
+        return open_fd(path, *given, **named)
+
+    monkeypatch.setattr(storage, "open_fd", spy)
+    verb(run / "step-2", tmp_path / "out")
+    assert seen.count(run / "step-2" / manifest.NAME) == 3
+
+
+def test_a_manifest_that_has_changed_is_read_again(run: Path) -> None:
+    checkpoint, path = formats.open(str(run / "step-2")), run / "step-2" / manifest.NAME
+    first = checkpoint.manifest
+    assert isinstance(first, manifest.Presharded)
+    assert checkpoint.manifest is first
+    path.write_text("{}")
+    with pytest.raises(SourceError):
+        _ = checkpoint.manifest
+    path.unlink()
+    assert checkpoint.manifest is None
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -7,6 +7,7 @@ Internal: import from `shardkit`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,12 +16,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import Catalog, FileStamp
 from shardkit.core.text import escape, nearest
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.home import names_in
 from shardkit.files.links import read_inside
+from shardkit.files.manifest import Manifest
 from shardkit.files.remote.hub import SCHEME, address_of, names_repo
 from shardkit.files.stores import SCHEMES, is_remote
 from shardkit.osft.plan import Target
@@ -176,6 +178,28 @@ class Checkpoint:
     """What is stored as factors, where the catalog has dense weights in their place."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
+    parsed: dict[str, tuple[FileStamp | None, Manifest | None]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """See `manifest`. Whatever this checkpoint is replaced with has it too."""
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest that lies with its files; None if there is none. It is parsed once, and again if it changes.
+
+        Raises:
+            SourceError, IntegrityError, ResourceError: as `manifest.read`.
+        """
+        path, stamp = os.path.join(self.catalog.directory, manifest.NAME), None
+        if not self.catalog.directory or not storage.lexists(path):
+            return None
+        with contextlib.suppress(OSError):  # reading says what is wrong
+            stamp = FileStamp.of(storage.stat(path))
+        known, found = self.parsed.get(path, (None, None))
+        if stamp is None or known != stamp:
+            found = manifest.read(self.catalog.directory)
+            self.parsed[path] = stamp, found
+        return found
 
     def opened_at(self, directory: str) -> DcpFolder | None:
         """Return the opened DCP directory if it is the one at a path, so that nobody parses it again; else None."""

@@ -306,14 +306,11 @@ def read_key_rules(found: manifest.Manifest | None) -> tuple[KeyRule, ...] | Non
 
 
 def _manifest_of(checkpoint: Checkpoint) -> manifest.Manifest | None:
-    directory = checkpoint.catalog.directory
-    if not directory:
-        return None
     if checkpoint.writer == "shardkit":
-        return manifest.read(directory)
+        return checkpoint.manifest
     # In the form of a trainer, preshard's manifest counts too.
     try:
-        found = manifest.read(directory)
+        found = checkpoint.manifest
     except IntegrityError:  # who compares checksums warns of it
         return None
     is_there = isinstance(found, manifest.Presharded) and found.root is not None
