@@ -60,7 +60,7 @@ from shardkit.training.model.hidden import find_hidden
 from shardkit.training.model.initialise import not_repeated
 from shardkit.training.model.states import extra_states
 from shardkit.training.ranks.agree import agreed, gather_json, world
-from shardkit.training.ranks.listings import share_listings
+from shardkit.training.ranks.listings import is_looked_at, share_listings
 from shardkit.training.ranks.local import ExpectedTensor, buffer_places, describe, places
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".distcp", ".pt", ".pth", ".ckpt", ".metadata", ".json")
@@ -266,10 +266,10 @@ def prepare(
 
 
 def _look(model: str | None, asked: _Asked) -> None:
-    """Look at what lies in a store, before other ranks do."""
+    """Look at what lies in a store or has headers, before other ranks do."""
     if model is not None and is_remote(model):
         find_config(model, None)
-    if isinstance(asked.source, str) and is_remote(asked.source):
+    if isinstance(asked.source, str) and is_looked_at(asked.source):
         asked.open(asked.source, asked.revision, asked.variant)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardkit
-from shardkit.errors import SourceError
+from shardkit.errors import LayoutError, SourceError
 from tests.training.stores_world import VERBS, Model, shard
 from tests.worlds.ranks import Ranks
 
@@ -33,6 +34,15 @@ def make(out: Path) -> None:
     (out / "hub").mkdir()
     torch.manual_seed(0)
     save_file(Model().state_dict(), out / "hub/model.safetensors")
+    shards = out / "shards"
+    shards.mkdir()
+    names = {}
+    for number, name in enumerate(Model().state_dict()):
+        names[name] = f"model-{number % 4 + 1:05}-of-00004.safetensors"
+    for file in set(names.values()):
+        tensors = load_file(out / "hub/model.safetensors")
+        save_file({name: tensors[name] for name in names if names[name] == file}, shards / file)
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     for size in (2, 4, 8):
         shardkit.preshard(out / "hub", out / f"sharded-{size}", world_size=size, wrap="none")
     sys.addaudithook(_note)  # in all ranks of all groups: they are forks
@@ -62,7 +72,8 @@ def opens_few_files(load: Callable[[str], nn.Module], out: Path) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     with opened(out / f"sharded-{size}") as found:
         load(str(out / f"sharded-{size}"))
-    assert set(found.values()) == {1}, found
+    assert found["."] == (2 if rank == 0 else 1)  # rank 0 looks whether there is something to look up for all
+    assert {times for name, times in found.items() if name != "."} == {1}, found
     own = {".", "shardkit.json", f"__{rank}_0.distcp", f"__{rank}_0.chunks.json"}
     assert own <= found.keys()
     others = found.keys() - own
@@ -155,11 +166,35 @@ def test_a_damaged_record_is_named_on_all_ranks(out: Path) -> None:
     assert "__5_0.distcp" in problem
 
 
+@four.test_each(VERBS)
+def test_one_rank_reads_the_headers_of_a_hub_model_for_all(
+    load: Callable[[str], nn.Module], out: Path
+) -> None:
+    with opened(out / "shards") as found:
+        model = load(str(out / "shards"))
+    files = {name: times for name, times in found.items() if name.endswith(".safetensors")}
+    assert len(files) == 4
+    assert set(files.values()) == {2 if dist.get_rank() == 0 else 1}
+    whole = load_file(out / "hub/model.safetensors")
+    for name, value in model.state_dict().items():
+        assert isinstance(value, DTensor)
+        assert torch.equal(value.full_tensor(), whole[name])
+
+
 @two.test
-def test_a_hub_model_is_opened_for_its_header_and_to_be_read(out: Path) -> None:
-    with opened(out / "hub") as found:
-        VERBS["load_into"](str(out / "hub"))
-    assert found["model.safetensors"] == 2
+def test_a_header_of_another_file_is_not_taken(out: Path) -> None:
+    """Ranks whose files lie elsewhere read their own: here one has other names."""
+    source = out / "hub"
+    if dist.get_rank() == 1:
+        source = out / "renamed"
+        source.mkdir()
+        tensors = load_file(out / "hub/model.safetensors")
+        save_file({f"other.{name}": value for name, value in tensors.items()}, source / "model.safetensors")
+    dist.barrier()
+    with torch.device("meta"):
+        model = Model()
+    with pytest.raises(LayoutError, match="rank 1"):
+        shardkit.load_into(model, source)
 
 
 @eight.test

@@ -37,6 +37,7 @@ from shardkit.files.strict_json import (
     read_exactly,
     stamp_of,
 )
+from shardkit.formats.hub import shared_headers
 from shardkit.transfer.images import Hole, Piece, TensorHoles
 
 # safetensors 0.8, tensor.rs: MAX_HEADER_SIZE
@@ -97,10 +98,14 @@ def read_header(path: str, name: str) -> SafetensorsHeader:
 
     Source: safetensors 0.8, safetensors/src/tensor.rs, SafeTensors::read_metadata and Metadata::validate.
     """
-    with open_regular(path, name) as (fd, size):
-        length = text_length(read_exactly(fd, 0, min(size, LENGTH_BYTES), name), size, name)
-        text, stamp = read_exactly(fd, LENGTH_BYTES, length, name), stamp_of(fd)
-    return check_header(text, size, name, stamp)
+    known = shared_headers.take(path)
+    if known is None:
+        with open_regular(path, name) as (fd, size):
+            length = text_length(read_exactly(fd, 0, min(size, LENGTH_BYTES), name), size, name)
+            known = read_exactly(fd, LENGTH_BYTES, length, name), stamp_of(fd)
+        shared_headers.note(path, *known)
+    text, stamp = known
+    return check_header(text, stamp.size, name, stamp)
 
 
 def text_length(start: bytes, size: int, name: str) -> int:
