@@ -23,6 +23,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, BinaryIO, cast
 
 from shardkit.core.catalog import Catalog
@@ -54,6 +55,8 @@ _CONFIGS, _MAX_CONFIG = (".json", ".py"), 16 << 20
 _copies: dict[tuple[str, frozenset[tuple[str, int]]], str] = {}
 
 _Path = str | os.PathLike[str]
+
+_listed: ContextVar[dict[str, list[str]] | None] = ContextVar("listed", default=None)
 
 
 def open_fd(path: _Path, flags: int, mode: int = 0o777) -> int:
@@ -137,7 +140,25 @@ def access(path: _Path, mode: int) -> bool:
 
 def listdir(path: _Path) -> list[str]:
     """As `os.listdir`."""
-    return stores.names(str(path)) if is_remote(path) else os.listdir(path)
+    if is_remote(path):
+        return stores.names(str(path))
+    known = _listed.get()
+    if known is None:
+        return os.listdir(path)
+    place = os.path.join(os.getcwd(), path).rstrip("/")
+    if place not in known:
+        known[place] = os.listdir(path)
+    return list(known[place])
+
+
+@contextlib.contextmanager
+def listed_once() -> Iterator[None]:
+    """List each directory on disk once meanwhile, or as a decorator: nothing may be written that is looked for later."""
+    token = _listed.set({})
+    try:
+        yield
+    finally:
+        _listed.reset(token)
 
 
 def scandir(path: str) -> Any:

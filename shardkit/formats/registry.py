@@ -229,6 +229,11 @@ def open_checkpoint(
     source, revision = stores.settled(source, revision)
     if format == _HUB.name or revision is not None or variant is not None or not storage.lexists(source):
         return _open_hub(source, revision=revision, variant=variant, headers_only=headers_only)
+    return _open_local(source, format)
+
+
+@storage.listed_once()  # all ranks of a job list a directory with files of all ranks
+def _open_local(source: str, format: str | None) -> Checkpoint:
     directory = home_of(directory_of(source))
     if storage.isdir(directory):
         _check_listing(directory)
