@@ -154,6 +154,12 @@ def why_quantised(tensors: Mapping[str, Held], config: Mapping[str, Any] | None 
     return _why([*_scale_names(tensors), *_packed(tensors)])
 
 
+def may_be_quantised(tensors: Mapping[str, Held]) -> bool:
+    """True if some tensors may be numbers of quantised weights: what a config says of how they are made belongs to them."""
+    fp8 = any(held.dtype.name in _NUMBERS for held in tensors.values())
+    return fp8 or holds_narrow(tensors) or bool(_packed(tensors))
+
+
 def holds_narrow(tensors: Mapping[str, Held]) -> bool:
     """True if some tensor may be the packed or small numbers of a quantised one."""
     return any(_narrow(tensors))

@@ -25,10 +25,10 @@ CARD = "README.md"
 _OWN_CARD = re.compile(rb"---\nbase_model: (\S+)  # https://huggingface\.co/\1\n---\n")
 
 # transformers 5.23: CONFIG_NAME, GENERATION_CONFIG_NAME, the tokenizers' `vocab_files_names`, the processors'
-# `*_NAME`, CHAT_TEMPLATE_DIR; sentence_transformers 5: modules.json and what it names.
+# `*_NAME`, CHAT_TEMPLATE_DIR; ModelOpt's hf_quant_config.json; sentence_transformers 5: modules.json and what it names.
 _BY_TOOLS = tuple(
     """
-    config.json generation_config.json tokenizer* special_tokens_map.json added_tokens.json vocab.*
+    config.json hf_quant_config.json generation_config.json tokenizer* special_tokens_map.json added_tokens.json vocab.*
     vocab-* merges.txt bpe.codes spm.model spiece.model source.spm target.spm sentencepiece* *.tiktoken
     tekken.json byte_maps.json dict.txt emoji.json entity_vocab.json normalizer.json
     prophetnet.tokenizer spm_char.model target_vocab.json word_pronunciation.json word_shape.json

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog
@@ -36,6 +36,7 @@ from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.formats.hub.tokenizer import Tokenizer
+from shardkit.keys.quantised import EXPORT_CONFIG, plain_config
 from shardkit.operations.casts import BASE, KEEP
 from shardkit.transfer.plan import TransferPlan, build_plan
 
@@ -84,17 +85,23 @@ def main_dtype(tensors: Sequence[OutputTensor], base: Base | None) -> DType | No
     return most_bytes((tensor.dtype, tensor.nbytes) for tensor in tensors)
 
 
-def model_assets(base: Base | None, dtype: DType | None, *, untie: bool) -> tuple[list[Asset], list[str]]:
+def model_assets(
+    base: Base | None, dtype: DType | None, *, untie: bool, is_plain: bool
+) -> tuple[list[Asset], list[str]]:
     """Return what to write beside a model's weights, and what to tell about it.
 
     Args:
         base: the model that the checkpoint was trained from, if it is known.
         dtype: of the weights; None if the config's is right.
         untie: the config must say that embeddings are not tied.
+        is_plain: no weights are quantised, whatever the base's are: nothing may say how they would be.
     """
     if base is None:
         return [], []
     assets, notes = _card(base) if base.is_given else ([], [])
+    if is_plain:
+        base, said = _without_quantisation(base)
+        notes += said
     for name, path in base.assets.items():
         if name == CARD and base.is_given:
             continue
@@ -107,6 +114,18 @@ def model_assets(base: Base | None, dtype: DType | None, *, untie: bool) -> tupl
         else:
             assets.append(Asset(name, path, b""))
     return assets, notes
+
+
+def _without_quantisation(base: Base) -> tuple[Base, list[str]]:
+    """Return a base whose files do not say how weights are quantised, and what to tell about it."""
+    assets = {name: path for name, path in base.assets.items() if name != EXPORT_CONFIG}
+    config = None if base.config is None else plain_config(base.config)
+    gone = [
+        *(["quantization_config"] if config != base.config else ()),
+        *(base.assets.keys() - assets.keys()),
+    ]
+    notes = [f"{' and '.join(gone)} of {escape(base.label)} left out: the weights are plain"] if gone else []
+    return replace(base, assets=assets, config=config), notes
 
 
 def _card(base: Base) -> tuple[list[Asset], list[str]]:

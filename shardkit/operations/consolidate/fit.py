@@ -76,6 +76,7 @@ def check_fit(
     allow_missing: bool,
     allow_unexpected: bool,
     is_part: bool,
+    is_plain: bool = True,
     why_not_rules: Sequence[str] = (),
     rows: Sequence[TokenRows] = (),
     hint: str = "",
@@ -92,6 +93,7 @@ def check_fit(
         allow_missing: names of the base may be missing.
         allow_unexpected: there may be others.
         is_part: a person asked for a part of the model.
+        is_plain: no weights of the checkpoint are quantised.
         why_not_rules: why key rules that know all names of the output, or most, were not applied.
         rows: vocabularies of which the base's shapes have the output's rows here.
         hint: what to do about other rows; empty if there are none.
@@ -102,7 +104,9 @@ def check_fit(
             unexpected or of another shape, and what is asked of the base but is no part by itself.
     """
     if base is not None and base.is_given:
-        _refuse_no_plain_model(base)
+        refuse_adapter(base)
+        if is_plain:
+            _refuse_quantised(base)
     theirs = base_shapes(base)
     if base is None or theirs is None:
         return Fit()
@@ -279,9 +283,8 @@ def _short(carried: Iterable[str], base: Base, rows: Sequence[TokenRows]) -> Ite
             yield name
 
 
-def _refuse_no_plain_model(base: Base) -> None:
-    """Refuse a base whose config is not that of the model which was trained."""
-    refuse_adapter(base)
+def _refuse_quantised(base: Base) -> None:
+    """Refuse a base whose config is not that of the model with plain weights which was trained."""
     method = method_of(base.config)  # what can be dequantised has none any more
     if method is not None:
         raise LayoutError(

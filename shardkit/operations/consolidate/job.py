@@ -41,6 +41,7 @@ from shardkit.formats.hub.tokenizer import Tokenizer
 from shardkit.keys.check import compare_with_base, find_gaps, refuse_factors
 from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, made_name, under_names
 from shardkit.keys.names import in_order
+from shardkit.keys.quantised import may_be_quantised
 from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
 from shardkit.keys.rule_sets import Padding, bind_in_form, choose_shipped, config_for, foreign_type
 from shardkit.keys.rules import Binding, RuleSet
@@ -749,6 +750,7 @@ def _fit(
         fill=options.fill_from_base,
         allow_missing=options.allow_missing,
         allow_unexpected=options.allow_unexpected,
+        is_plain=not may_be_quantised(checkpoint.catalog.tensors),
         is_part=options.naming.chooses_part,
         why_not_rules=chosen.why_not_rules,
         rows=vocabulary.changed,
@@ -941,7 +943,8 @@ def _assets(
     else:
         config = base.config if base else None
         untie = ties.untied and ties_embeddings(config) is not False and may_be_untied(config)
-        assets, changed = model_assets(base, main_dtype(tensors, base), untie=untie)
+        is_plain = not may_be_quantised({tensor.fqn: tensor for tensor in tensors})
+        assets, changed = model_assets(base, main_dtype(tensors, base), untie=untie, is_plain=is_plain)
     return (assets if tokenizer is None else with_tokenizer(assets, tokenizer)), changed
 
 

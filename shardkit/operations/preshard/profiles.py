@@ -26,6 +26,7 @@ from shardkit.formats.contract import HubModel
 from shardkit.formats.hub.assets import asset_patterns, list_assets
 from shardkit.formats.hub.repo import fetch_files
 from shardkit.formats.torchsave.writer import Plain, plain_record
+from shardkit.keys.quantised import EXPORT_CONFIG
 from shardkit.keys.rule_sets import shipped
 from shardkit.layout.choice.factored import factors_below
 from shardkit.layout.layout import Layout
@@ -269,6 +270,7 @@ def find_assets(profile: Profile, model: HubModel) -> Assets:
             f"--profile {profile.name}: there is no config.json beside the weights, and the trainer needs it",
             hint="give the directory of a whole model",
         )
+    found.pop(EXPORT_CONFIG, None)  # what is presharded is plain
     return Assets({os.path.join(profile.assets, name): path for name, path in found.items()}, refused)
 
 
