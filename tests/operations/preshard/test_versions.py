@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +83,38 @@ class TestOnADisk:
         assert {path.name: path.read_bytes() for path in out.iterdir() if path.suffix == ".distcp"} == {
             path.name: path.read_bytes() for path in other.iterdir() if path.suffix == ".distcp"
         }
+
+    def test_a_pool_says_what_one_part_found(
+        self, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        installed = environment.package_version
+
+        class Pool:
+            def submit(self, verb: Callable[..., Any], **options: Any) -> Future[Any]:
+                has_old = options["part"] == "2/3"  # neither the one that begins nor the one that commits
+                monkeypatch.setattr(
+                    environment,
+                    "package_version",
+                    lambda name: OLD if has_old and name == "transformers" else installed(name),
+                )
+                done = Future[Any]()
+                done.set_result(verb(**options))
+                return done
+
+        told = list[str]()
+        result = shardkit.preshard(
+            hub,
+            tmp_path / "out",
+            world_size=4,
+            executor=Pool(),  # type: ignore[arg-type]
+            num_parts=3,
+            on_warning=told.append,
+        )
+        (warning,) = [each for each in result.warnings if "begun with" in each]
+        assert warning.startswith(
+            f"begun with transformers {installed('transformers')}, and goes on with transformers {OLD}"
+        )
+        assert warning in told
 
     def test_a_commit(self, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         out = tmp_path / "out"
