@@ -23,7 +23,7 @@ from shardkit.core.text import escape
 from shardkit.files.digest import crc32, crc32_combine
 
 if TYPE_CHECKING:
-    from shardkit.core.catalog import Ints
+    pass
 
 Span = tuple[int, int]
 """(first byte, end) in the file."""
@@ -92,18 +92,6 @@ class Verdict(NamedTuple):
     wrong: Difference | None
 
 
-class _Columns(NamedTuple):
-    """All entries, to look up very many at a time."""
-
-    table_of: Ints
-    """The number of each file's table."""
-    keys: Ints
-    """Of each entry the number of its table, shifted to the left, with its first byte; in ascending order."""
-    nbytes: Ints
-    crcs: Ints
-    shift: int
-
-
 class Entries:
     """All entries of a catalog's files, numbered.
 
@@ -138,7 +126,6 @@ class Entries:
             if not catalog.files[index].decode:
                 self._plain_files.setdefault(at, index)
         self._digest: int | None = None
-        self._columns: _Columns | None = None
 
     def __len__(self) -> int:
         return self.firsts[-1]
@@ -196,65 +183,6 @@ class Entries:
             if stop > limit:
                 return None
         return entry, limit, table.crcs[row] != 0
-
-    def find_whole(self, files: Ints, starts: Ints, nbytes: Ints) -> Ints:
-        """Return the entry that is the same bytes as a range, for very many ranges of files.
-
-        Returns:
-            The entries' numbers; -1 where the range is not all of one, or no CRC-32 is recorded of it, or where it is
-            read in parts.
-        """
-        import numpy as np
-
-        table_of, keys, lengths, crcs, shift = self._in_columns()
-        tables = table_of[files]
-        wanted = (tables << shift) + starts
-        entries = np.searchsorted(keys, wanted)
-        entries[entries == len(keys)] = 0
-        if not len(keys):
-            return entries - 1
-        found = (
-            (tables >= 0) & (keys[entries] == wanted) & (lengths[entries] == nbytes) & (crcs[entries] != 0)
-        )
-        if self.marks:
-            found &= ~np.isin(entries, np.array(list(self.marks), dtype=np.int64))
-        entries[~found] = -1
-        return entries
-
-    def of_whole(self, entries: Ints) -> tuple[Ints, Ints]:
-        """Return the bytes of entries that `find_whole` found, and the recorded CRC-32s."""
-        columns = self._in_columns()
-        return columns.nbytes[entries], columns.crcs[entries]
-
-    def _in_columns(self) -> _Columns:
-        with self._lock:
-            if self._columns is None:
-                self._columns = self._make_columns()
-            return self._columns
-
-    def _make_columns(self) -> _Columns:
-        import numpy as np
-
-        last = max((table.stops[-1] for table in self.tables if len(table)), default=0)
-        held = [(number, table) for number, table in enumerate(self.tables) if len(table)]
-        # What is recorded of foreseen records is seen while they are read.
-        if self._catalog.is_foreseen or len(self.tables) << last.bit_length() >= 1 << 63:
-            held = []
-
-        def column(name: str) -> Ints:
-            parts = [np.frombuffer(getattr(table, name), dtype=np.int64) for _, table in held]
-            return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
-
-        starts = column("starts")
-        numbers = np.array([number for number, _ in held], dtype=np.int64)
-        numbers = np.repeat(numbers, [len(table) for _, table in held])
-        return _Columns(
-            table_of=np.array(self.table_of, dtype=np.int64),
-            keys=(numbers << last.bit_length()) + starts,
-            nbytes=column("stops") - starts,
-            crcs=column("crcs"),
-            shift=last.bit_length(),
-        )
 
     def find_all(self, number: int, start: int, stop: int) -> Iterator[Span]:
         """Yield each part of a range of a file that one run can hold."""

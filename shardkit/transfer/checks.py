@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import sub
@@ -35,7 +35,7 @@ from shardkit.transfer.chains import (
 )
 
 if TYPE_CHECKING:
-    from shardkit.core.catalog import Ints
+    pass
 
 NOT_RECORDED = "no CRC-32 is recorded"
 IN_PART = "only a part was needed"
@@ -150,17 +150,6 @@ class SourceCheck:
                 else:
                     others.append(run)
         return Evidence(right, others)
-
-    def add_right(self, entries: array[int]) -> None:
-        """Take very many entries that were read whole and are as recorded. May be called from any thread."""
-        import numpy as np
-
-        numbers = np.unique(np.frombuffer(entries, dtype=np.int64))
-        with self._lock:
-            states = np.frombuffer(self._states, dtype=np.uint8)
-            before = states[numbers]
-            self._seen_bytes += int(self.entries.of_whole(numbers[before == _UNREAD])[0].sum())
-            states[numbers[before != _DIFFERENT]] = _EQUAL
 
     def _compare(self, run: Run, recorded: int) -> None:
         """Take a run that is a whole entry."""
@@ -539,7 +528,6 @@ class Runs:
         self._table, self._entry, self._start, self._stop, self._limit = -1, -1, 0, 0, 0
         self._crc, self._fqn, self._has_crc = 0, "", False
         self._ended: list[Run] = []
-        self._right = array("q")
 
     def add(self, file: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
         """Report bytes that were read; return their CRC-32, None if nothing is recorded."""
@@ -560,24 +548,6 @@ class Runs:
         if table != self._table or start != self._stop or stop > self._limit:
             self._begin(table, start, stop, fqn)
         self._join(crc, stop)
-
-    def find_whole(self, files: Ints, starts: Ints, nbytes: Ints) -> Ints:
-        """Return the entry that each range is all of, as `Entries.find_whole`: the reader takes its CRC-32."""
-        return self._entries.find_whole(files, starts, nbytes)
-
-    def add_whole(self, entries: Ints, crcs: Ints, fqn_of: Callable[[int], str]) -> None:
-        """Report very many ranges for which `find_whole` found an entry.
-
-        Args:
-            entries: their numbers.
-            crcs: of the bytes that were read.
-            fqn_of: names the tensor that a range was read for, by its place in these columns.
-        """
-        is_right = self._entries.of_whole(entries)[1] == crcs
-        self._right.frombytes(entries[is_right].tobytes())
-        for at in (~is_right).nonzero()[0].tolist():
-            start, stop, _ = self._entries[int(entries[at])]
-            self._ended.append(Run(int(entries[at]), start, stop, int(crcs[at]), fqn_of(at)))
 
     def take_over(self, runs: Iterable[Run]) -> None:
         """Report runs that another thread read and this one uses too."""
@@ -631,12 +601,7 @@ class Runs:
     def take(self) -> Evidence:
         """Hand over what was read since the last call, and return it."""
         ended = self.collect()
-        evidence = self._check.add(self._check.joined(ended)) if ended else Evidence(array("q"), [])
-        if self._right:
-            self._check.add_right(self._right)
-            evidence.right.extend(self._right)
-            self._right = array("q")
-        return evidence
+        return self._check.add(self._check.joined(ended)) if ended else Evidence(array("q"), [])
 
 
 def _length(extent: Sequence[int]) -> int:

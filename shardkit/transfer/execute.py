@@ -30,7 +30,7 @@ from shardkit.transfer.fill import CrcPiece, Filler, Scatter, Stretch, crc_of, i
 from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan, plan_reading
 from shardkit.transfer.sources import SourceFiles, is_far
-from shardkit.transfer.stream import Controls, Differs, Turns, compared
+from shardkit.transfer.stream import Controls, Differs, compared
 
 _BUFFER_BYTES = MIB  # fits the processor's cache; 8 MiB is slower on every file system that was tried
 _BAND_BYTES = 16 * MIB
@@ -103,11 +103,6 @@ class ExecuteOptions:
         return max(min(_BAND_BYTES, self.max_memory_bytes // (8 * self.jobs)), 64 * KIB)
 
     @property
-    def window_bytes(self) -> int:
-        """Output bytes that a thread puts together at a time where chunks are many and small."""
-        return 2 * self.band_bytes
-
-    @property
     def recent_bytes(self) -> int:
         """Source bytes that all threads together keep from small reads, for neighbouring records."""
         return min(_RECENT_BYTES, self.max_memory_bytes // 16)
@@ -115,8 +110,6 @@ class ExecuteOptions:
     def buffers_bytes(self, plan: TransferPlan) -> int:
         """Return the most bytes of all buffers together that a plan takes."""
         each = 2 * self.buffer_bytes + self.band_bytes // 2  # a stream, a conversion, and a gathered band
-        if plan.windowed:
-            each += self.window_bytes
         if plan.scattered:
             each = max(each, 4 * self.band_bytes)
         return self.jobs * each + self.recent_bytes
@@ -201,7 +194,6 @@ class Execution:
             digests=options.digests,
             check=self._check,
             advance=progress.advance,
-            turns=Turns(are_short=not is_far(plan.catalog)),
             infinite=options.infinite,
         )
         self._stop, self._is_over, self._lock = threading.Event(), threading.Event(), threading.Lock()
@@ -353,7 +345,6 @@ class Execution:
                 sources,
                 self._controls,
                 buffer_bytes=self._options.buffer_bytes,
-                window_bytes=self._options.window_bytes,
                 band_bytes=self._options.band_bytes // 4,  # fits the cache
                 share_extents=self._options.share_extents,
             )

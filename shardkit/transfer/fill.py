@@ -29,7 +29,6 @@ from shardkit.transfer.images import Hole, Image, Piece
 from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
 from shardkit.transfer.sources import Reader, SourceFiles, bands
 from shardkit.transfer.stream import Controls, Segment, Stream, read_back, segments_of, write_all
-from shardkit.transfer.windows import Window
 
 # A file system on a network answers in about as long as it takes to send so much.
 _MIN_PART = 64 * KIB
@@ -59,7 +58,6 @@ class Filler:
         sources: how to read.
         controls: what all threads follow.
         buffer_bytes: size of the output buffer, and of the conversion buffer where one is needed.
-        window_bytes: output bytes that are put together at a time where chunks are many and small.
         band_bytes: bytes of a gathered tensor that are held at a time; a thread holds twice as many.
         share_extents: clone the whole blocks of large ranges that are copied as they are, where the file
             system does not refuse.
@@ -72,7 +70,6 @@ class Filler:
         controls: Controls,
         *,
         buffer_bytes: int,
-        window_bytes: int,
         band_bytes: int,
         share_extents: bool,
     ) -> None:
@@ -80,7 +77,6 @@ class Filler:
         self._reader, self._silent_reader = sources.reader(), sources.reader(compares=False)
         self._digests, self._check, self._advance = controls.digests, controls.check, controls.advance
         self._buffer, self._raw, self._band_bytes = bytearray(buffer_bytes), bytearray(), band_bytes
-        self._window_bytes, self._window = window_bytes, bytearray()
         self._converters: dict[tuple[DType, DType], Converter] = {}
         self._fd = -1
         self._clones: list[tuple[Move, int, str]] = []
@@ -90,37 +86,15 @@ class Filler:
         """Write the pieces of a task into an open image."""
         self._fd = fd
         self._clones.clear()
-        stretch, window = Stretch(), None
+        stretch = Stretch()
         stream = Stream(fd, image.name, 0, self._buffer, settles=task.begin)
         with self._reader, self._silent_reader:
             for index, piece in enumerate(image.pieces(task.start, task.stop), task.start):
-                source = self._plan.streamed[piece.fqn] if piece.fqn in self._plan.windowed else None
-                if source is not None and source.dtype is piece.dtype:
-                    if window is None:
-                        stream.flush()  # what the window settles is all written
-                        window = self._new_window(image, task)
-                    window.put(piece, source)
-                    continue
-                if window is not None:
-                    self._end_window(window, stretch)
-                    stream.step_over(window.stop - stream.position)
-                    window = None
                 self._write_piece(piece, index, image, stream, stretch)
-            if window is not None:
-                self._end_window(window, stretch)
             stream.flush()
             self._share(image.name)
             stretch.read = self._reader.take_runs()
         return stretch
-
-    def _new_window(self, image: Image, task: Task) -> Window:
-        self._window = self._window or bytearray(self._window_bytes)
-        return Window(self._fd, image.name, self._reader, self._window, self._controls, settles=task.begin)
-
-    def _end_window(self, window: Window, stretch: Stretch) -> None:
-        window.flush()
-        stretch.segments += window.segments
-        stretch.data_crcs += window.data_crcs
 
     def _write_piece(self, piece: Piece, index: int, image: Image, stream: Stream, stretch: Stretch) -> None:
         start, frame, fqn, first, nbytes, dtype = piece

@@ -30,9 +30,6 @@ from shardkit.core.regions import Region, Shape, flat_offset, intersect, is_cont
 from shardkit.transfer.convert import needs_torch
 from shardkit.transfer.images import Hole, Image, ImageSet, TensorHoles
 
-# Windows pay for tensors of at least so many chunks, of at most so many bytes on average, where there are so
-# many such chunks in all.
-_MIN_CHUNKS, _MAX_CHUNK_BYTES, _MIN_WINDOWED = 16, 64 << 10, 16384
 _SMALL_TASK_NBYTES = 1 << 20  # the same where tasks follow the source
 _FAR_NBYTES = 8 << 20  # two places are one where so little lies between them
 _TASK_NBYTES = 128 << 20  # a thread's share of one image: small enough to balance, large enough to matter
@@ -101,8 +98,6 @@ class TransferPlan:
     tasks: tuple[Task, ...]
     streamed: dict[str, FlatSource]
     """Tensors whose holes are streamed, by the source's name."""
-    windowed: frozenset[str]
-    """The streamed tensors whose chunks are many and small: windows of the output fill them."""
     gathered: frozenset[str]
     """Tensors whose holes are gathered, by the source's name."""
     scattered: dict[str, tuple[tuple[int, Hole], ...]]
@@ -175,7 +170,6 @@ def build_plan(
             task for number, image in enumerate(images) for task in _tasks(number, image, _TASK_NBYTES)
         ),
         streamed=streamed,
-        windowed=_windowed(streamed),
         gathered=frozenset(gathered),
         scattered=scattered,
         filled=filled,
@@ -192,17 +186,6 @@ def _read(every: Iterable[TensorHoles], made_of: Mapping[str, str]) -> Iterator[
     """Yield what is read for some holes: once for each tensor, and once for all factors of a weight."""
     yield from (holes.source for holes in every if holes.source not in made_of)
     yield from dict.fromkeys(made_of.values())
-
-
-def _windowed(streamed: dict[str, FlatSource]) -> frozenset[str]:
-    """Return the tensors of many small chunks; none where there are few such chunks in all."""
-    names, total = set[str](), 0
-    for name, source in streamed.items():
-        count = len(source.starts)
-        if count >= _MIN_CHUNKS and source.stops[-1] * source.dtype.itemsize <= count * _MAX_CHUNK_BYTES:
-            names.add(name)
-            total += count
-    return frozenset(names) if total >= _MIN_WINDOWED else frozenset()
 
 
 def _are_runs(sizes: Iterable[Shape], shape: Shape) -> bool:

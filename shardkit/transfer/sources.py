@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import dropwhile, islice
 from typing import TYPE_CHECKING
@@ -36,7 +36,6 @@ from shardkit.transfer.checks import Rest, Runs, SourceCheck
 if TYPE_CHECKING:
     import numpy
 
-    from shardkit.core.catalog import Ints
 
 MAX_BORROWED = 64
 """Most descriptors that one reader borrows."""
@@ -341,20 +340,6 @@ class Reader:
         if self._sources.on_read is not None:
             self._sources.on_read(self._sources.path(file), start, memoryview(data))
         return None if self._runs is None else self._runs.add(file, start, data, fqn)
-
-    def find_whole(self, files: Ints, starts: Ints, nbytes: Ints) -> Ints:
-        """Return the entry that each of very many ranges of files on disk is all of; -1 where it has to be told by itself.
-
-        The ranges with an entry are told together, with `tell_whole`.
-        """
-        if self._runs is None or self._sources.on_read is not None:
-            return files * 0 - 1
-        return self._runs.find_whole(files, starts, nbytes)
-
-    def tell_whole(self, entries: Ints, crcs: Ints, fqn_of: Callable[[int], str]) -> None:
-        """Report that the bytes of entries were read, as `Runs.add_whole`."""
-        if self._runs is not None:
-            self._runs.add_whole(entries, crcs, fqn_of)
 
     def mark(self, file: int, places: Iterable[int]) -> None:
         """Mark bytes of a file where others begin or end their reading: no run goes on there."""

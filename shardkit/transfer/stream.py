@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,36 +18,12 @@ from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.transfer.images import Frame
 
-_SHORT_SECONDS = 100e-6  # for a call and what belongs to it; a tenth of that is usual out of the page cache
 _FREE = "free some space or choose another destination, then run the same command again"
 WRITTEN_GAP = 4096
 """Gaps between pieces of at most so many bytes are written as zeros: cheaper than another system call."""
 
 Segment = tuple[int, int, int]
 """(first byte, bytes, CRC-32) of a part of a file."""
-
-
-class Turns:
-    """Lets one thread at a time make very many short calls: two would wait for the interpreter after each call.
-
-    The others write meanwhile. Calls that wait for a disk or a server are made by all threads at once.
-
-    Args:
-        are_short: what is expected of the first calls.
-    """
-
-    def __init__(self, *, are_short: bool) -> None:
-        self._lock, self._are_short = threading.Lock(), are_short
-
-    def make(self, calls: Callable[[], int]) -> None:
-        """Make calls, in turn where they are short; `calls` returns how many they were."""
-        if not self._are_short:
-            calls()
-            return
-        with self._lock:
-            began = time.perf_counter()
-            count = calls()
-            self._are_short = time.perf_counter() - began <= max(count, 1) * _SHORT_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +36,6 @@ class Controls:
     """Called between reads; raises to stop."""
     advance: Callable[[int], None]
     """Told the bytes that filled holes."""
-    turns: Turns
-    """Taken by threads that read very many small parts."""
     infinite: Callable[[str, DType], None]
     """Told of a tensor, and of the dtype in which finite values of it became infinite; may be told again."""
     cloning: threading.Lock = field(default_factory=threading.Lock)

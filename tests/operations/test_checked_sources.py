@@ -22,7 +22,7 @@ from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
 from shardkit.operations.consolidate import ConsolidateResult
-from shardkit.transfer import checks, fill, sources, stream, windows
+from shardkit.transfer import checks, fill, sources, stream
 from tests.bits import flip
 from tests.corruption.outputs import columns
 from tests.formats.deepspeed.test_checkpoint import deepspeed_classes as deepspeed_classes
@@ -331,7 +331,7 @@ def test_the_same_bytes_are_summed_once(tmp_path: Path, move: str, monkeypatch: 
         summed.append(memoryview(data).nbytes)
         return int(crc32(data, crc))
 
-    for module in (checks, fill, sources, stream, windows):
+    for module in (checks, fill, sources, stream):
         monkeypatch.setattr(module, "crc32", noted)
     large = {"large": torch.arange(1_500_000.0), **TENSORS}
     saved = save_dcp(tmp_path / "c", large)
