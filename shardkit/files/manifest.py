@@ -16,13 +16,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, partial
-from itertools import islice
 from operator import attrgetter
 from types import NoneType
-from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from shardkit._version import __version__
 from shardkit.core.dtypes import BY_NAME
@@ -41,7 +40,6 @@ MAX_BYTES = 1 << 30
 _SIDECAR_ENDING = ".shardkit.json"
 _NUMBERS = range(1 << 62)
 _MAX_PROBLEMS = 100
-_BATCH = 4096  # tensors that are decoded at once
 _MAX_SHOWN = 200  # characters of a name or value
 
 # An `int` is a whole number from 0 on, below 2^62. What else a value has to be stands beside its type.
@@ -651,7 +649,7 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
             f"{shown}: kind: expected one of {', '.join(known)}, found {_found(kind)}", hint="update shardkit"
         )
     try:
-        manifest: Manifest = _decoder(known[kind])([content])[0]
+        manifest: Manifest = _decoder(known[kind])(content)
     except _Wrong as wrong:
         problems = [problem.removeprefix(".") for problem in wrong.problems]
         what = problems[0] if len(problems) == 1 else count(len(problems), "field")
@@ -670,11 +668,9 @@ class _Wrong(Exception):
         self.problems = list(problems)
 
 
-_Decoder = Callable[[list[Any]], list[Any]]
-"""Makes values of one type from JSON, a column at a time: one call decodes a field of many records.
-
-Raises `_Wrong` if any value is wrong. Its problems are complete if the column has one value. For a longer column
-`_each` decodes the values again, one by one."""
+_Key = TypeVar("_Key")
+_Decoder = Callable[[Any], Any]
+"""Makes a value of one type from JSON, or raises `_Wrong`."""
 
 
 def _key(item: dataclasses.Field[Any]) -> str:
@@ -713,114 +709,81 @@ def _records(kind: Any) -> _Decoder:
     # Slots are set directly: the `__init__` of a frozen class would look each of them up by name, for each record.
     setters = [getattr(kind, item.name).__set__ for item in fields(kind)]
 
-    def decode(values: list[Any]) -> list[Any]:
-        if set(map(type, values)) - {dict}:
-            raise _expected("an object", values[0])
-        columns = _columns(
-            (f".{key}", decode_part, [value.get(key, absent) for value in values])
-            for key, decode_part, absent in parts
-        )
-        found = [object.__new__(kind) for _ in values]
-        for set_field, column in zip(setters, columns, strict=True):
-            for _ in map(set_field, found, column):
-                pass
-        return found
+    def decode(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _expected("an object", value)
+        record, given = object.__new__(kind), value.get
+        decoded = _decode_all(((key, part, given(key, absent)) for key, part, absent in parts), ".{}".format)
+        for set_field, (_, item) in zip(setters, decoded, strict=True):
+            set_field(record, item)
+        return record
 
     return decode
 
 
 def _rows(decoders: list[_Decoder]) -> _Decoder:
-    def decode(values: list[Any]) -> list[Any]:
-        if set(map(type, values)) - {list} or set(map(len, values)) - {len(decoders)}:
-            raise _expected(f"a list of {len(decoders)}", values[0])
-        columns = _columns(
-            (f"[{at}]", decode_part, [value[at] for value in values])
-            for at, decode_part in enumerate(decoders)
-        )
-        return list(zip(*columns, strict=True))
+    def decode(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(decoders):
+            raise _expected(f"a list of {len(decoders)}", value)
+        items = zip(range(len(value)), decoders, value, strict=True)
+        return tuple(item for _, item in _decode_all(items, _at_index))
 
     return decode
 
 
-def _columns(parts: Iterable[tuple[str, _Decoder, list[Any]]]) -> list[list[Any]]:
-    """Decode the columns of some records, each with its place in a record; all that is wrong comes at once."""
-    columns, problems = list[list[Any]](), list[str]()
-    for place, decode, column in parts:
-        try:
-            columns.append(decode(column))
-        except _Wrong as wrong:
-            problems += (place + problem for problem in wrong.problems)
-    if problems:
-        raise _Wrong(problems)
-    return columns
-
-
 def _lists(decode_item: _Decoder) -> _Decoder:
-    def decode(values: list[Any]) -> list[Any]:
-        if set(map(type, values)) - {list}:
-            raise _expected("a list", values[0])
-        if len(values) == 1:
-            return [tuple(_each(decode_item, values[0], lambda at: f"[{at}]"))]
-        items = iter(decode_item([item for value in values for item in value]))
-        return [tuple(islice(items, len(value))) for value in values]
+    def decode(value: Any) -> Any:
+        if type(value) is not list:
+            raise _expected("a list", value)
+        items = ((index, decode_item, item) for index, item in enumerate(value))
+        return tuple(item for _, item in _decode_all(items, _at_index))
 
     return decode
 
 
 def _mappings(decode_item: _Decoder) -> _Decoder:
-    def decode_one(value: Any) -> Any:
+    def decode(value: Any) -> Any:
         if type(value) is not dict:
             raise _expected("an object", value)
-        names, problems = list(value), list[str]()
-        for start in range(0, len(names), _BATCH):
-            batch = names[start : start + _BATCH]
-            try:
-                found = _each(decode_item, [value[name] for name in batch], partial(_place, batch))
-            except _Wrong as wrong:
-                problems += wrong.problems
-                if len(problems) >= _MAX_PROBLEMS:
-                    break
-            else:
-                value.update(zip(batch, found, strict=True))  # in place: memory holds most tensors only once
-        if problems:
-            raise _Wrong(problems)
+        for name, item in _decode_all(((name, decode_item, value[name]) for name in value), _at_name):
+            value[name] = item  # in place: memory holds each tensor only once
         return value
-
-    return lambda values: [decode_one(value) for value in values]
-
-
-def _optional(decode_given: _Decoder) -> _Decoder:
-    def decode(values: list[Any]) -> list[Any]:
-        given = iter(decode_given([value for value in values if value is not None]))
-        return [None if value is None else next(given) for value in values]
 
     return decode
 
 
-def _each(decode: _Decoder, values: list[Any], place: Callable[[int], str]) -> list[Any]:
-    """Decode some values; problems begin with `place(at)`, where `at` is the index of the wrong value."""
-    try:
-        return decode(values)
-    except _Wrong:
-        problems = list[str]()
-    for at, value in enumerate(values):
+def _decode_all(
+    items: Iterable[tuple[_Key, _Decoder, Any]], place: Callable[[_Key], str]
+) -> Iterator[tuple[_Key, Any]]:
+    """Yield each key and its decoded value; raise all that is wrong at the end, up to a limit.
+
+    Args:
+        items: (key, decoder, value) of each.
+        place: what stands before a problem of the value with that key.
+    """
+    problems = list[str]()
+    for key, decode, value in items:
         try:
-            decode([value])
+            yield key, decode(value)
         except _Wrong as wrong:
-            problems += (place(at) + problem for problem in wrong.problems)
-        if len(problems) >= _MAX_PROBLEMS:
-            break
-    raise _Wrong(problems)
+            problems += (place(key) + problem for problem in wrong.problems)
+            if len(problems) >= _MAX_PROBLEMS:
+                break
+    if problems:
+        raise _Wrong(problems)
+
+
+def _optional(decode_given: _Decoder) -> _Decoder:
+    return lambda value: None if value is None else decode_given(value)
 
 
 def _scalars(kinds: set[type], what: str, is_good: Callable[[Any], object] | None = None) -> _Decoder:
-    def decode(values: list[Any]) -> list[Any]:
-        if set(map(type, values)) - kinds:  # by exact type: True is an int to isinstance
-            raise _expected(what, values[0])
-        # A file could choose numbers that all have one hash, so only text goes into a set.
-        if is_good and not all(map(is_good, set(values) if kinds == {str} else values)):
-            raise _expected(what, values[0])
-        return values
+    def decode(value: Any) -> Any:
+        if type(value) not in kinds or (
+            is_good and not is_good(value)
+        ):  # by exact type: True is an int to isinstance
+            raise _expected(what, value)
+        return value
 
     return decode
 
@@ -839,12 +802,16 @@ _SCALARS: Mapping[Any, _Decoder] = {
     bool: _scalars({bool}, "true or false"),
     str | int: _scalars({str, int}, "an integer from 0 on", _is_name_or_count),
     int | float: _scalars({int, float}, "a number from 0 on", partial(_is_between, 0.0, sys.float_info.max)),
-    object: list,
+    object: lambda value: value,
 }
 
 
-def _place(names: list[str], at: int) -> str:
-    return f'["{escape(names[at][:_MAX_SHOWN])}"]'
+def _at_name(name: str) -> str:
+    return f'["{escape(name[:_MAX_SHOWN])}"]'
+
+
+def _at_index(index: int) -> str:
+    return f"[{index}]"
 
 
 def _expected(what: str, value: object) -> _Wrong:
