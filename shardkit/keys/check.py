@@ -103,13 +103,14 @@ def other_numbers_of_experts(ours: Mapping[str, Shape], base: Mapping[str, Shape
     }
 
 
-def refuse_factors(names: Iterable[str], wanted: Iterable[str] = ()) -> None:
+def refuse_factors(names: Iterable[str], wanted: Iterable[str] = (), hint: str | None = None) -> None:
     """Refuse weights that are stored as the factors of orthogonal subspace fine-tuning.
 
     Args:
         names: the names that a model is made from.
         wanted: names of that model, where they are known. A model that has factors itself takes them as they
             are.
+        hint: what to do instead, where more is known than that consolidate folds whole sets.
 
     Raises:
         SourceError: there are such factors.
@@ -124,8 +125,7 @@ def refuse_factors(names: Iterable[str], wanted: Iterable[str] = ()) -> None:
         f"{count(len(modules), 'matrix is', 'matrices are')} stored as factors of orthogonal subspace fine-tuning "
         f"(OSFT), which are not weights{lost}",
         problems=[f"{escape(module)}: {escape(name)}" for module, name in reversed(modules.items())],
-        hint="consolidate folds whole sets of factors: name the checkpoint that has all of them; of PEFT's OSF name the "
-        "adapter's own directory, and --base",
+        hint=hint or "consolidate folds whole sets of factors: name the checkpoint that has all of them",
     )
 
 

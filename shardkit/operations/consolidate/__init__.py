@@ -33,7 +33,6 @@ from shardkit.keys.select import Naming
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as, parse_rules
 from shardkit.operations.consolidate.assets import earlier_assets
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
-from shardkit.operations.consolidate.osf import merge_osf
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
 from shardkit.operations.destination import is_file_of, label_of, write_sidecar
 from shardkit.operations.parts.agreement import Command, Share, as_share
@@ -103,8 +102,7 @@ def consolidate(
     """Write a sharded checkpoint as a Hub model: safetensors, config, tokenizer.
 
     Args:
-        checkpoint: a checkpoint, or a run's directory, whose newest complete checkpoint is taken. Or the directory of a
-            PEFT adapter of type OSF, which is merged into `base`.
+        checkpoint: a checkpoint, or a run's directory, whose newest complete checkpoint is taken.
         output: the directory to make; by default beside the checkpoint and named after it.
         base: the model that it was trained from, a directory or a repo id. Config and tokenizer are taken from it, and
             names and shapes must be the same. By default it is what the trainer put into the checkpoint.
@@ -350,10 +348,9 @@ def _consolidate(
     sidecar = recording.check_file([path, resolved.path], overwrite=may_be_ours)
     writer.describes_elsewhere = sidecar is not None
     opened, base = _open(taken, request, options)
-    merged = merge_osf(opened, base)
     # What is there is compared as a whole, whatever this process would write of it.
     moved = replace(writer.writing, share=None) if writer.exists else writer.writing
-    job = _decide(merged, base, options, moved, opens_all=request.opens_all, on_step=on_step)
+    job = _decide(opened, base, options, moved, opens_all=request.opens_all, on_step=on_step)
     if is_remote(path):
         job = job.marked(writer.hash_in_store(job)[:8])
     writer.check_beside(

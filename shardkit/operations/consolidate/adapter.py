@@ -27,6 +27,7 @@ from shardkit.formats.hub.adapter import (
     Settings,
     adapted_model,
     find_settings,
+    is_adapter,
     merge_command,
     read_settings,
 )
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     import torch
 
 STEM = "adapter_model"  # peft 0.21, SAFETENSORS_WEIGHTS_NAME
+_BY_PEFT = "PEFT merges it into a model that lies elsewhere"
 _BLOCK_BYTES = 64 << 20  # of float32 values that are computed at a time
 
 
@@ -174,14 +176,24 @@ def _merged(checkpoint: Checkpoint, names: Mapping[str, str], settings: Settings
 
 def _adapter_alone(checkpoint: Checkpoint, base: Base | None) -> SourceError:
     """Return the error for an adapter that is to be merged into weights that the checkpoint does not hold."""
-    directory, first = "ADAPTER", "write the adapter without --merge-lora first; "
-    if checkpoint.hub is not None:
-        directory, first = checkpoint.hub.directory, ""
-    model = base.label if base is not None and base.is_given else adapted_model(directory)
+    hint = merged_by_peft(checkpoint, base)
+    if hint is None:
+        command = merge_command(
+            "ADAPTER", base.label if base is not None and base.is_given else None, "merged"
+        )
+        hint = f"write the adapter without --merge-lora first; {_BY_PEFT}: {command}"
     return SourceError(
-        f"{escape(checkpoint.path)}: an adapter alone, without the weights that it was trained on",
-        hint=f"{first}PEFT merges it into a model that lies elsewhere: {merge_command(directory, model, 'merged')}",
+        f"{escape(checkpoint.path)}: an adapter alone, without the weights that it was trained on", hint=hint
     )
+
+
+def merged_by_peft(checkpoint: Checkpoint, base: Base | None) -> str | None:
+    """Return how PEFT itself merges an adapter in PEFT's own files; None for any other checkpoint."""
+    if checkpoint.hub is None or not is_adapter(storage.listdir(checkpoint.hub.directory)):
+        return None
+    directory = checkpoint.hub.directory
+    model = base.label if base is not None and base.is_given else adapted_model(directory)
+    return f"{_BY_PEFT}: {merge_command(directory, model, 'merged')}"
 
 
 def _settings_of(checkpoint: Checkpoint, base: Base | None, given: str | None) -> Settings | None:

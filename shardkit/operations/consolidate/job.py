@@ -68,7 +68,7 @@ from shardkit.operations.casts import (
     held_folded,
 )
 from shardkit.operations.consolidate.adapter import STEM as ADAPTER_STEM
-from shardkit.operations.consolidate.adapter import Chosen, Select, choose_tensors
+from shardkit.operations.consolidate.adapter import Chosen, Select, choose_tensors, merged_by_peft
 from shardkit.operations.consolidate.assets import (
     Asset,
     TrainedModule,
@@ -436,9 +436,9 @@ def _choose(
     naming = options.naming
     if not naming.chooses_names:
         # First: otherwise their names would be refused because they fit nothing.
-        refuse_factors(checkpoint.catalog.tensors)
+        refuse_factors(checkpoint.catalog.tensors, hint=merged_by_peft(checkpoint, base))
     selection = _select(checkpoint, base, naming, sieve.undecided)
-    refuse_factors(selection.names)
+    refuse_factors(selection.names, hint=merged_by_peft(checkpoint, base))
     _refuse_objects(checkpoint.catalog.objects, selection)
     chosen = choose_tensors(
         checkpoint,
