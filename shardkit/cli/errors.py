@@ -54,6 +54,13 @@ def report(error: BaseException, args: Sequence[str]) -> int:
     return int(content["exit_code"])
 
 
+GONE = {
+    "--allow-unsafe-store": "a store without conditional requests is refused: write into a local directory, and copy that "
+    "with the store's own tool",
+}
+"""Options that earlier versions had -> what to do instead."""
+
+
 def report_usage(error: click.ClickException, root: click.Context, args: Sequence[str]) -> int:
     """Print what click says of a command that was typed wrongly, like any other error; return the exit code.
 
@@ -72,7 +79,8 @@ def report_usage(error: click.ClickException, root: click.Context, args: Sequenc
             problems=[
                 f"usage: {context.command_path} {' '.join(context.command.collect_usage_pieces(context))}"
             ],
-            hint=f"`{context.command_path} --help` shows its options",
+            hint=GONE.get(getattr(error, "option_name", ""))
+            or f"`{context.command_path} --help` shows its options",
         ),
         args,
     )

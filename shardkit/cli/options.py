@@ -394,11 +394,6 @@ writing = group(
         metavar="DIR",
         help="Continue from this .OUTPUT.shardkit-... directory, which another host left.",
     ),
-    click.option(
-        "--allow-unsafe-store",
-        is_flag=True,
-        help="Write into a store that has no conditional requests; nobody else may write there.",
-    ),
 )
 moving = group(
     click.option(

@@ -140,8 +140,6 @@ class Writing:
     """What of the job this process carries out, where several do; None for all of it."""
     command: Command | None = None
     """The call that other processes repeat; there is one where there is a share."""
-    allow_unsafe_store: bool = False
-    """Write into a store that cannot tell which of two runs ended first."""
     recorded: Sequence[str] = ()
     """What was asked for of the record of the output, and the plan does not tell: "sha256", "manifest"."""
 
@@ -161,13 +159,8 @@ class Writing:
         """Refuse what cannot be done in a store.
 
         Raises:
-            UsageError: it is asked to go on with a directory, or to write parts where none can tell who was first.
+            UsageError: it is asked to go on with a directory.
         """
-        if self.share is not None and self.allow_unsafe_store:
-            raise UsageError(
-                f"{escape(output)}: parts need a store with conditional requests: --part goes without --allow-unsafe-store",
-                hint="write with one process, or into a local directory that you copy with the store's own tool",
-            )
         if self.resume_from is not None:
             raise UsageError(
                 "--resume-from names a directory, and a store has none",
@@ -678,7 +671,6 @@ class Writer:
             progress=self._progress,
             resume=self.writing.resume,
             overwrites=self.writing.overwrite,
-            is_unsafe=self.writing.allow_unsafe_store,
             versions=_versions_of(job),
             on_resumed=partial(self._warn_of_versions, job),
         )

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 import shardkit
 from shardkit.cli import main
+from shardkit.cli.errors import GONE
 from shardkit.errors import ARGUMENTS, FLAGS, VALUED, as_arguments, speaking_options
 
 PACKAGE = Path(shardkit.__file__).parent
@@ -117,6 +118,11 @@ CASES = {
         "globs are about whole names",
     ),
     "a typo in an option": ("preshard tiny x --worldsize 4", "no such option", "shows its options"),
+    "an option that is gone": (
+        "preshard tiny s3://b/x --world-size 4 --allow-unsafe-store",
+        "no such option '--allow-unsafe-store'",
+        "copy that with the store's own tool",
+    ),
     "a typo in a command": ("inspct tiny", "closest name: inspect", "shows its options"),
     "a typo in a dtype": (
         "preshard tiny x --world-size 4 --dtype bf61",
@@ -241,6 +247,7 @@ def test_options_and_commands_that_texts_name_exist():
     known = {option for verb in verbs for option in options_of(verb)} | {"--help", "--version"} | OTHERS
     keys = main.get_command(click.Context(main), "keys")
     known |= {option for each in keys.commands.values() for param in each.params for option in param.opts}
+    known |= GONE.keys()
     for file, text in strings():
         assert not set(OPTION.findall(text)) - known, file
         for verb in re.findall(r"`shardkit ([a-z]+)", text):

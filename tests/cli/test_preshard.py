@@ -213,7 +213,6 @@ def test_options_reach_the_library(run, monkeypatch):
         "dry_run": True,
         "resume": False,
         "resume_from": None,
-        "allow_unsafe_store": False,
         "executor": None,
         "num_parts": None,
         "part": None,

@@ -26,7 +26,6 @@ SURFACE = {
         "--add-prefix",
         "--allow-missing",
         "--allow-unexpected",
-        "--allow-unsafe-store",
         "--ask-class",
         "--base",
         "--base-revision",
@@ -173,7 +172,6 @@ SURFACE = {
         "PATH",
     ],
     "preshard": [
-        "--allow-unsafe-store",
         "--attribute",
         "--check-source",
         "--dequantize",
@@ -222,7 +220,6 @@ SURFACE = {
         "SOURCE",
     ],
     "reshard": [
-        "--allow-unsafe-store",
         "--check-source",
         "--digest",
         "--dry-run",

@@ -80,7 +80,6 @@ def consolidate(
     manifest_file: str | os.PathLike[str] | None = None,
     sha256: bool = False,
     overwrite: bool = False,
-    allow_unsafe_store: bool = False,
     strict: bool = False,
     dry_run: bool = False,
     resume: bool = True,
@@ -145,7 +144,6 @@ def consolidate(
         manifest_file: write the same to this file once the output is complete; for `verify(..., manifest=...)`.
         sha256: take the sha256 of every file too, for the manifest.
         overwrite: replace an existing Hub model, whole and in one step.
-        allow_unsafe_store: write into a store that has no conditional requests, if nobody else does.
         strict: refuse a run directory in which a newer checkpoint had to be passed over.
         dry_run: decide and check everything, and write nothing.
         resume: go on with an interrupted run of the same plan if its process is known to be dead.
@@ -218,7 +216,6 @@ def consolidate(
         resume_from=resume_from,
         share=share,
         command=command,
-        allow_unsafe_store=allow_unsafe_store,
         recorded=[name for name, asked in (("sha256", sha256), ("manifest", manifest)) if asked],
     )
     request = _Request(

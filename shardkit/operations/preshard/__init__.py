@@ -117,7 +117,6 @@ def preshard(
     revision: str | None = None,
     variant: str | None = None,
     overwrite: bool = False,
-    allow_unsafe_store: bool = False,
     dry_run: bool = False,
     holdings: bool = False,
     resume: bool = True,
@@ -169,7 +168,6 @@ def preshard(
         revision: branch, tag or commit of a repo.
         variant: "fp16" for `model.fp16.safetensors` and the like.
         overwrite: replace an existing checkpoint, whole and in one step.
-        allow_unsafe_store: write into a store that has no conditional requests, if nobody else does.
         dry_run: decide and check everything, and write nothing. Of a repo's safetensors files that are not in
             the cache, only the headers are read.
         holdings: tell too which rank and which file holds which bytes, for pictures.
@@ -248,7 +246,6 @@ def preshard(
             resume_from=resume_from,
             share=share,
             command=command,
-            allow_unsafe_store=allow_unsafe_store,
             recorded=["sha256"] if sha256 else [],
         ),
         progress=progress,

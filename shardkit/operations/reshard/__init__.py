@@ -103,7 +103,6 @@ def reshard(
     optimizer_dtype: str = "keep",
     no_optimizer: bool = False,
     overwrite: bool = False,
-    allow_unsafe_store: bool = False,
     strict: bool = False,
     dry_run: bool = False,
     resume: bool = True,
@@ -133,7 +132,6 @@ def reshard(
         optimizer_dtype: the same for the optimizer's state.
         no_optimizer: leave the optimizer's state out, whatever it holds: it is not opened. Everything else is written.
         overwrite: replace an existing checkpoint, whole and in one step.
-        allow_unsafe_store: write into a store that has no conditional requests, if nobody else does.
         strict: refuse a run directory in which a newer checkpoint had to be passed over.
         dry_run: decide and check everything, and write nothing.
         resume: go on with an interrupted run of the same plan if its process is known to be dead.
@@ -193,7 +191,6 @@ def reshard(
             resume_from=resume_from,
             share=share,
             command=command,
-            allow_unsafe_store=allow_unsafe_store,
             recorded=["sha256"] if sha256 else [],
         ),
         looks_late=True,

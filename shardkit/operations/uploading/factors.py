@@ -67,8 +67,7 @@ class FactoredUpload:
             ResourceError: the local disk fails.
         """
         upload = self._upload
-        if not upload.is_unsafe:
-            check_conditions(upload.target.path)  # before hours of computing
+        check_conditions(upload.target.path)  # before hours of computing
         if StoredFiles(upload).is_named:
             # Whoever reads the output that is there must not get the factors of two machines.
             upload = replace(upload, plan_hash=hashlib.sha256(self._by.encode()).hexdigest())

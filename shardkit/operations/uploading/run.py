@@ -66,8 +66,6 @@ class Upload:
     progress: Progress
     resume: bool
     overwrites: bool
-    is_unsafe: bool
-    """Write into a store that has no conditional requests."""
     versions: Mapping[str, str] | None = None
     """Of packages that decided the plan, for whoever goes on."""
     on_resumed: Callable[[Sequence[Mapping[str, str]]], object] = lambda _: None
@@ -90,8 +88,7 @@ class Upload:
             IncompleteError, ResourceError: the store fails; what was finished is kept.
             IntegrityError: as `Execution.run`; nothing of the output is kept.
         """
-        if not self.is_unsafe:
-            check_conditions(self.target.path)
+        check_conditions(self.target.path)
         return _Run(self, check).run()
 
 
@@ -187,9 +184,6 @@ class StoredFiles:
         at_once(lambda name: self._send(os.path.join(directory, name), self.path(name)), names)
         self.marker = data = _read(os.path.join(directory, self._target.marker))
         last_look()
-        if self._upload.is_unsafe:
-            self._store.put(self.marker_path, data, int(crc32(data)))
-            return
         shown = escape(self._target.path)
         if self._store.put_if(self.marker_path, data, int(crc32(data)), replaced):
             return
@@ -215,7 +209,7 @@ class StoredFiles:
             return
         data = _read(file)
         crc = int(crc32(data))
-        if not self._target.is_flat or self._upload.overwrites or self._upload.is_unsafe:
+        if not self._target.is_flat or self._upload.overwrites:
             self._store.put(path, data, crc)
         elif not self._store.put_if(path, data, crc, None):
             check_same(path, data)
@@ -399,7 +393,7 @@ def check_conditions(path: str) -> None:
         raise UsageError(
             f"{escape(path)}: the store ignores conditions (If-None-Match, If-Match), so that of two runs that end at the "
             "same time both would think that theirs is the output",
-            hint="--allow-unsafe-store writes all the same, if you are sure that nobody else does",
+            hint="write into a local directory, and copy that with the store's own tool",
         )
 
 

@@ -572,8 +572,6 @@ def test_what_parts_cannot_do_in_a_store(served: Served, out: str) -> None:
     served.proxy.drops = ("if-none-match", "if-match")
     with pytest.raises(UsageError, match="the store ignores conditions"):
         WRITES["preshard"](served.home, out, part="1/2")
-    with pytest.raises(UsageError, match="part goes without allow_unsafe_store=True"):
-        WRITES["preshard"](served.home, out, part="1/2", allow_unsafe_store=True)
     with pytest.raises(UsageError, match="push_to_hub"):
         WRITES["consolidate"](served.home, out, part="1/2", push_to_hub="a/b")
     with pytest.raises(UsageError, match="no part was begun"):
