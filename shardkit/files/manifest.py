@@ -370,6 +370,8 @@ class SavedState:
     metadata: File | None = None
     """`.metadata`; early versions did not list it."""
     files: tuple[SavedFile, ...]
+    others: tuple[File, ...] | None = None
+    """Files of a Hub model that lie beside the shards; None if there are none."""
     crc32: Crc32 | None = None
 
 
@@ -441,7 +443,7 @@ def sidecar_of(path: str) -> str:
 
 def all_files(manifest: Manifest) -> tuple[SavedFile, ...]:
     """Return every file that a manifest lists, those beside the weights last."""
-    others = manifest.others if isinstance(manifest, (Presharded, HubModel)) else None
+    others = None if isinstance(manifest, FileList) else manifest.others
     return (*manifest.files, *(others or ()))
 
 

@@ -40,6 +40,7 @@ from shardkit.training.fill.reading import (
 )
 from shardkit.training.fill.samples import kept_open, take_samples, versions
 from shardkit.training.fill.source import Source, find_weights, has_factors, open_source, remember
+from shardkit.training.kept import remember_files
 from shardkit.training.model.between import check_hidden, check_new_ties, release, say_put_back
 from shardkit.training.model.buffers import (
     class_buffers,
@@ -223,6 +224,7 @@ def load_into(
     _fill_computed(own, made, unlike, filled)
     _prove(model, shards, filled, None, own)
     remember(model, supply.weights)
+    remember_files(model, supply.weights.assets if supply.weights is not None else ())
     return model
 
 

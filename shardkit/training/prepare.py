@@ -37,6 +37,7 @@ from shardkit.training.fill.source import (
     has_factors,
     open_source,
 )
+from shardkit.training.kept import remember_files
 from shardkit.training.model.between import note_prepared
 from shardkit.training.model.buffers import InitBuffers
 from shardkit.training.model.build import MULTIPLE, BuildModel, align_vocab, build_model, find_config
@@ -218,11 +219,13 @@ def prepare(
     if dtype is None and isinstance(build_model, (str, os.PathLike)):
         dtype = _stored_dtype(build_model, asked)
     with agreed("building the model"):
+        home = None
+        if of_model is not None:
+            home = find_config(of_model, revision if of_model == given else None)
         plain = _build(
-            build_model,
+            build_model if home is None else home,
             dtype=dtype,
             init_buffers=init_buffers,
-            revision=revision if isinstance(build_model, str) and build_model == source else None,
             trust_remote_code=trust_remote_code,
             dequantize=dequantize,
             seed=seed,
@@ -262,6 +265,10 @@ def prepare(
         notes=notes,
     )
     note_prepared(ctx, find_hidden(plain.model, plain.moved))
+    own = of_model if is_remote(of_model) else home
+    remember_files(
+        plain.model, (own, *(found.weights.assets if found.weights is not None else ())), tokenizer
+    )
     return ctx
 
 

@@ -7,6 +7,7 @@ A rank that fails or is killed does not change what was there before.
 
     .<name>.shardkit-<owner>/data/    while it is written
     <name>/.metadata, __R_N.distcp    stock `dcp.load` reads {"model": ..., "optimizer": ..., "extra": ...}
+    <name>/huggingface/               config and tokenizer of the Hub model, where they are known
     <name>/shardkit.json              world, mesh, units, ties, key rules, files
 
 Names of one tensor share one record.
@@ -49,6 +50,7 @@ from shardkit.layout.naming import transformers_root
 from shardkit.training.checkpointable import checkpointable
 from shardkit.training.diagnostics.diagnose import diagnose
 from shardkit.training.fill.source import HubForm, recall
+from shardkit.training.kept import Kept
 from shardkit.training.optimizer import refuse_copies, stepped_by
 from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
 from shardkit.training.ranks.local import fsdp1_units, reshard, with_root
@@ -84,7 +86,8 @@ def save(
     """Save a model from all its ranks; a collective. What was at `path` stays whole until this is whole.
 
     `shardkit consolidate`, `reshard` and `inspect` read it, and stock torch does:
-    `dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=path)`.
+    `dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=path)`. Config and tokenizer of the Hub model, where
+    they are known, lie beside the shards in `huggingface/`: consolidate needs no base.
 
     Args:
         model: wrapped by FSDP2, FSDP1, tensor parallelism, DDP, or plain; with weights.
@@ -118,18 +121,21 @@ def save(
             with agreed(_PHASE, group):
                 files = stack.enter_context(writing_to(place))
                 state = stack.enter_context(checkpoint_state(model, optimizers, extra, aliases))
+                kept = Kept(model, _state_paths(model), state[MODEL]) if leads else None
             if leads:
                 _warn_of_classes(state)
             writer = Writer(place, aliases, files)
             _write(checkpointable(state), writer, group)
-            told = gather_json(recall(model), group, phase=_PHASE)
+            told = gather_json(recall(model, (*state[MODEL], *aliases)), group, phase=_PHASE)
             form = next((HubForm(*each) for each in told if each is not None), HubForm(None, {}))
             with agreed(_PHASE, group):
-                if leads:
-                    _describe(model, writer, aliases, form, group)
+                if kept is not None:
+                    _describe(model, writer, aliases, form, group, kept.write(place))
         with agreed(_PHASE, group):
             if lead is not None:
                 lead.commit(writer.metadata(), overwrite=overwrite, beside=writer.beside)
+            if kept is not None and lead is not None:
+                kept.note(lead.place if is_remote(lead.path) else lead.path)
     except BaseException:
         if lead is not None:
             lead.discard()
@@ -257,8 +263,9 @@ def _describe(
     aliases: Mapping[str, str],
     form: HubForm,
     group: dist.ProcessGroup | None,
+    others: tuple[manifest.File, ...],
 ) -> None:
-    """Check what all ranks wrote, then write the manifest."""
+    """Check what all ranks wrote, then write the manifest; `others` lie beside the shards already."""
     forget()
     missing = [
         f"{escape(name)}: {size} bytes were written"
@@ -289,6 +296,7 @@ def _describe(
             manifest.SavedFile(name=name, size=storage.getsize(os.path.join(writer.path, name)))
             for name in sorted(writer.files)
         ),
+        others=others or None,
     )
     write_small(os.path.join(writer.path, manifest.NAME), manifest.dump(content))
 

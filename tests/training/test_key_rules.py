@@ -57,6 +57,14 @@ RULES = {
 TWICE = ("qwen2-vl", "llava-tied")
 
 
+class Task(nn.Module):
+    """As a LightningModule has its model."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+
 def make_hub(out: Path) -> None:
     for name in RULES:
         models.save(name, out / name)
@@ -98,6 +106,7 @@ def test_training_goes_on_from_what_was_saved(name: str, out: Path) -> None:
     dcp.save(get_model_state_dict(model), checkpoint_id=out / f"{name}-flat")
     again = start(out / name, out / f"{name}-saved")
     save(again, out / f"{name}-again")
+    save(Task(again), out / f"{name}-task")
     expected, found = whole(model), whole(again)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[key], found[key]) for key in expected)
@@ -142,8 +151,15 @@ def test_what_shardkit_saved_knows_the_names(out: Path, name: str, kind: str, tm
     done = shardkit.consolidate(out / f"{name}-{kind}", tmp_path / "hub")
     assert_is(tmp_path / "hub", out / name)
     assert [rule[:2] for rule in done.renamed] == RULES[name]
-    (warning,) = done.warnings
-    assert "there is no config.json" in warning
+    assert done.warnings == ()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", TWICE)
+def test_a_model_below_another_keeps_its_names(out: Path, name: str, tmp_path: Path) -> None:
+    done = shardkit.consolidate(out / f"{name}-task", tmp_path / "hub")
+    assert_is(tmp_path / "hub", out / name)
+    assert done.warnings == ()
 
 
 @pytest.mark.dist
@@ -185,6 +201,9 @@ def test_fused_experts_become_single_ones_with_a_base_and_are_warned_of_without(
     done = shardkit.consolidate(tmp_path / "saved", tmp_path / "hub", base=tmp_path / "moe")
     assert_is(tmp_path / "hub", tmp_path / "moe")
     assert any("taken apart" in note for note in done.notes)
+    done = shardkit.consolidate(tmp_path / "saved", tmp_path / "own-config")
+    assert_is(tmp_path / "own-config", tmp_path / "moe")
+    shutil.rmtree(tmp_path / "saved/huggingface")
     done = shardkit.consolidate(tmp_path / "saved", tmp_path / "bare")
     assert any("experts fused" in warning for warning in done.warnings)
     assert done.renamed == ()
@@ -208,6 +227,8 @@ def test_rules_stay_with_a_model(tmp_path: Path) -> None:
     assert recall(model) == expected
     assert recall(_Compiled(model)) == expected
     assert recall(nn.Sequential(model)) is None  # a part of another model: its names are others
+    assert recall(nn.Sequential(model), ["0.0.weight", "1.weight"]) is None
+    assert recall(nn.Sequential(model), ["0.0.weight", "0.0.bias"]) == HubForm((("0.0.", "net."),), {}, [])
     assert "_shardkit_key_rules" not in model.state_dict()
     save(model, tmp_path / "some")
     done = shardkit.consolidate(tmp_path / "some", tmp_path / "hub")

@@ -19,6 +19,7 @@ from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.training import save_target
 from tests.formats.dcp.samples import quiet
+from tests.training import models
 from tests.worlds import stores as servers
 from tests.worlds.processes import run_script
 
@@ -133,6 +134,28 @@ def test_a_save_is_replaced_on_request_alone(served: Served, tmp_path: Path) -> 
     assert len(shardkit.gc(path, older_than=0).removed) == 1
     assert len(keys(path)) == len(before)
     assert shardkit.verify(path, full=True).problems == ()
+
+
+@pytest.mark.parametrize("source", ["disk", "store"])
+def test_config_and_tokenizer_are_kept_there(served: Served, source: str, tmp_path: Path) -> None:
+    path, hub = f"{S3}/kept-{source}", str(tmp_path / "hub")
+    models.save("llama-tied", hub)
+    (tmp_path / "hub/tokenizer.json").write_text("{}")
+    if source == "store":
+        shardkit.consolidate(hub, f"{S3}/kept-hub")
+        hub = f"{S3}/kept-hub"
+    model = shardkit.load_into(models.reference("llama-tied", seed=7), hub)
+    shardkit.save(model, path)
+    shardkit.save(model, path, overwrite=True)
+    folder = os.path.basename(home_of(path))
+    kept = {f"{folder}/huggingface/{name}" for name in ("config.json", "tokenizer.json")}
+    assert kept < keys(path)
+    assert shardkit.verify(path, full=True).problems == ()
+    assert len(shardkit.gc(path, older_than=0).removed) == 1
+    assert kept < keys(path)
+    done = shardkit.consolidate(path, tmp_path / "out")
+    assert done.warnings == ()
+    assert {"config.json", "tokenizer.json"} <= set(done.assets)
 
 
 @pytest.mark.dist

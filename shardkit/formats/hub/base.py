@@ -32,6 +32,7 @@ from shardkit.osft.plan import weight_of
 from shardkit.transfer.sources import same_bytes
 
 SAVED_ROOT = "model"  # what `shardkit.save` puts a model's names under
+SAVED_ASSETS = "huggingface"  # where it puts config and tokenizer, as verl does
 _TRAINER_STATE = "trainer_state.json"  # transformers' Trainer saves the model that it trains beside it
 
 

@@ -132,6 +132,8 @@ class Weights:
     """Of the names of tied tensors, those that the Hub's files have."""
     hub_made: Mapping[str, Expression] = field(default_factory=dict)
     """FQN -> what it is made of in the Hub's files, where that is another form."""
+    assets: tuple[str, ...] = ()
+    """Directories that have the config and tokenizer of these weights."""
     open_chunks: OpenChunks | None = None
     """Opens what this rank reads, and nothing else."""
 

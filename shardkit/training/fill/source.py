@@ -23,10 +23,10 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError
 from shardkit.files import manifest, storage
 from shardkit.files.home import path_in
-from shardkit.formats.contract import Checkpoint, HubModel
+from shardkit.formats.contract import Checkpoint, HubModel, inner
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dequantize import take_plain, why_scaled
-from shardkit.formats.hub.base import recorded_names, saved_derived, saved_key_rules
+from shardkit.formats.hub.base import SAVED_ASSETS, recorded_names, saved_derived, saved_key_rules
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.recorded import add_checksums
 from shardkit.keys.check import refuse_factors
@@ -219,6 +219,8 @@ class _Stored:
     further_names: frozenset[str] = frozenset()
     """Stored names of tied tensors that the Hub's files have under another name."""
     quantised: str | None = None
+    assets: tuple[str, ...] = ()
+    """Directories with config and tokenizer."""
     notes: tuple[str, ...] = ()
 
 
@@ -290,6 +292,7 @@ def find_weights(
         key_rules=_key_rules(stored, found.names),
         tied=tuple(fqn for fqn in _tied(ties, found.names) if found.names[fqn] not in stored.further_names),
         hub_made=_hub_made(source, stored, found.converted),
+        assets=stored.assets,
         open_chunks=stored.open_chunks,
     )
 
@@ -418,6 +421,7 @@ def _of_records(source: Source, wanted: list[str]) -> _Stored:
     """Describe a pre-sharded directory, or the memory of a rank."""
     catalog, presharded = source.catalog, source.presharded
     names, notes = _select(source, wanted)
+    assets = None if presharded is None else inner(source.path, SAVED_ASSETS)
     return _Stored(
         names=names,
         hub_names=_renamed(names, (presharded.key_rules if presharded is not None else None) or ()),
@@ -429,6 +433,7 @@ def _of_records(source: Source, wanted: list[str]) -> _Stored:
         open_chunks=None if presharded is None else lambda wanted, _: presharded.open_chunks(wanted),
         identity=lambda _: source.path if presharded is None else presharded.digest,
         sampled_files=_A_HANDFUL if presharded is not None else 0,
+        assets=() if assets is None else (assets,),  # `reshard` takes them along
         notes=(*catalog.notes, *notes) if presharded is None else tuple(_other_versions(presharded)),
     )
 
@@ -452,6 +457,7 @@ def _of_hub(checkpoint: Checkpoint, model: HubModel) -> _Stored:
         identity=lambda _: [manifest.to_json(file) for file in model.identity.files],
         config=model.config,
         quantised=why_quantised({}, model.config),
+        assets=(model.directory,),
         notes=model.catalog.notes,
     )
 
@@ -463,6 +469,8 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) ->
     dcp = checkpoint.dcp
     # What decoding proves is counted by one rank for all: it looks at all records that were put through extensions.
     has_records = dcp is not None and dcp.has_records and not dcp.transforms
+    # What `save` wrote beside them is the config of the live model, whose tensors these are.
+    is_plain = checkpoint.dequantized is not None or checkpoint.writer == "shardkit"
     return _Stored(
         names=names,
         hub_names=None if rules is None else _renamed(names, rules),
@@ -473,7 +481,8 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) ->
         identity=lambda catalog: [digest, _rows(catalog)],
         sampled_files=_MANY if digest is None else _A_HANDFUL,
         config=config,
-        quantised=None if checkpoint.dequantized is not None else why_quantised({}, config),
+        quantised=None if is_plain else why_quantised({}, config),
+        assets=checkpoint.assets,
         notes=(*checkpoint.notes, *notes),
     )
 
@@ -587,13 +596,31 @@ def remember(model: nn.Module, weights: Weights | None) -> None:
         setattr(model, _ATTRIBUTE, HubForm(weights.key_rules, derived, weights.tied))
 
 
-def recall(model: nn.Module) -> HubForm | None:
-    """Return what was kept with a model, whatever it has been wrapped in since; None if nothing was."""
+def recall(model: nn.Module, names: Collection[str] = ()) -> HubForm | None:
+    """Return what was kept with a model, whatever it has been wrapped in since; None if nothing was.
+
+    Args:
+        model: all of what is saved. The model may lie below it, as in a LightningModule, if it is all that is saved.
+        names: of everything that is saved.
+    """
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     for path, module in inner.named_modules():
-        if clean_name(path):
-            break
         form: HubForm | None = getattr(module, _ATTRIBUTE, None)
         if form is not None:
-            return form
+            return form if not clean_name(path) else _below(form, f"{clean_name(path)}.", names)
     return None
+
+
+def _below(form: HubForm, prefix: str, names: Collection[str]) -> HubForm | None:
+    """Return what was kept with a model for one that has it below a prefix; None if that is not all of it."""
+    if not names or form.key_rules is None:
+        return None
+    if any(not name.startswith(prefix) or base_name(name) != name for name in names):
+        return None
+    own = [name.removeprefix(prefix) for name in names]
+    hub = apply_key_rules([KeyRule(old, new, 0) for old, new in form.key_rules], own).names
+    return HubForm(
+        key_rules({f"{prefix}{name}": hub.get(name, name) for name in own}),
+        {f"{prefix}{fqn}": made for fqn, made in form.derived.items()},
+        [f"{prefix}{fqn}" for fqn in form.tied],
+    )

@@ -25,7 +25,7 @@ from shardkit.errors import LayoutError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.home import home_of
 from shardkit.formats.contract import NAME_A_REPO, absent, meant_path
-from shardkit.formats.hub.assets import CONFIG
+from shardkit.formats.hub.assets import CONFIG, asset_patterns
 from shardkit.formats.hub.files import OTHER_FILES
 from shardkit.formats.registry import recognise
 from shardkit.keys.names import clean_name
@@ -170,7 +170,6 @@ _BUILD_WITH_MEMORY = (
     "in place; what its code makes of weights that are not in the state dict has to be made again after that"
 )
 _BUILD_IT = "give a function that builds the model"
-_CODE_FILES = (CONFIG, "generation_config.json", "*.py")
 
 
 def build_model(
@@ -355,7 +354,7 @@ def find_config(what: str, revision: str | None) -> str:
     if repo is None:
         raise absent(what, hint=f"check the path, or {NAME_A_REPO}")
     try:
-        directory = fetch_files(repo.id, _CODE_FILES, revision=repo.revision)
+        directory = fetch_files(repo.id, asset_patterns(), revision=repo.revision)
     except ShardkitError as error:
         raise meant_path(what, error) from error
     if not storage.lexists(os.path.join(directory, CONFIG)):

@@ -1,0 +1,242 @@
+"""The files of a Hub model that `save` puts beside its shards, so that consolidate needs no base.
+
+    <name>/huggingface/config.json, generation_config.json, tokenizer.json, ...
+
+A live model of transformers says itself what its config is by now. Everything else comes from the directory of the Hub
+model that it was prepared or loaded from, as it lies there when the first rank saves. Weights are never copied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from shardkit.core.text import escape, listed
+from shardkit.errors import ShardkitError
+from shardkit.files import manifest, storage
+from shardkit.files.stores import is_remote
+from shardkit.files.strict_json import FOLLOWS_LINKS, read_small
+from shardkit.formats.hub.assets import (
+    CARD,
+    CONFIG,
+    GENERATION_CONFIG,
+    MODULES,
+    card_of,
+    is_own_card,
+    is_tokenizer_file,
+    is_weights,
+    list_assets,
+    module_folders,
+)
+from shardkit.formats.hub.base import SAVED_ASSETS
+from shardkit.formats.hub.directory import repo_id_of
+from shardkit.layout.classes import is_transformers
+from shardkit.operations.consolidate.assets import dump_config
+from shardkit.training.diagnostics.diagnose import plain_class
+from shardkit.training.save_target import write_small
+
+_ATTRIBUTE = "_shardkit_hub_files"
+_MAX_BYTES = 256 << 20
+_OF_TRANSFORMERS = (
+    "transformers",
+    "transformers_modules",
+)  # the second is that of models with their own code
+
+_Read = Callable[[], bytes]
+
+
+class HubFiles(NamedTuple):
+    """Where the files of the Hub model are that a model began with."""
+
+    directories: tuple[str, ...]
+    """The first that has a config counts; the others give what it lacks."""
+    follows_links: bool = False
+    """Links that leave them are read too."""
+    tokenizer: object = None
+    """The live one, where it was given."""
+    last: str | None = None
+    """Where the last save has put them, for when the directories are gone."""
+
+
+def remember_files(model: nn.Module, directories: Iterable[str | None], tokenizer: object = None) -> None:
+    """Keep with a model where its config and tokenizer are, for `save`; change nothing if that is not known."""
+    found = tuple(dict.fromkeys(each for each in directories if each is not None))
+    live = tokenizer if hasattr(tokenizer, "save_pretrained") else None
+    if found or live is not None:
+        setattr(model, _ATTRIBUTE, HubFiles(found, FOLLOWS_LINKS.get(), live))
+
+
+class Kept:
+    """What is kept of one model.
+
+    Args:
+        model: all of what is saved.
+        paths: of all modules, as state dicts have them, outermost first.
+        names: of the tensors that are saved.
+    """
+
+    def __init__(
+        self, model: nn.Module, paths: Iterable[tuple[str, nn.Module]], names: Collection[str]
+    ) -> None:
+        pairs = list(paths)
+        self._root = next((pair for pair in pairs if is_transformers(pair[1])), None)
+        self._holder = next((pair for pair in pairs if _ATTRIBUTE in vars(pair[1])), None)
+        buffers = {f"{path}.{name}".lstrip(".") for path, module in pairs for name in module._buffers}
+        path = (self._root or self._holder or ("", model))[0]
+        # A config that is about a part of the model would say of the whole what is not true.
+        self._is_whole = not path or all(name.startswith(f"{path}.") for name in names if name not in buffers)
+
+    def write(self, place: str) -> tuple[manifest.File, ...]:
+        """Write the files below a directory; warn of those that cannot be read. No files without a config.
+
+        Raises:
+            OSError, ResourceError: the system or the store refuses to write.
+        """
+        problems = list[str]()
+        files = self._files(problems) if self._is_whole else {}
+        written = list[manifest.File]()
+        for name, read in sorted(files.items()) if CONFIG in files else ():
+            try:
+                data = read()
+            except (ShardkitError, OSError) as error:
+                problems.append(f"{escape(name)}: {error}")
+                continue
+            path = os.path.join(place, SAVED_ASSETS, name)
+            if not is_remote(path):
+                storage.make_directories(os.path.dirname(path))
+            write_small(path, data)
+            described = manifest.describe_bytes(f"{SAVED_ASSETS}/{name}", data, digest=True, sha256=False)
+            written.append(manifest.File(name=described.name, size=described.size, crc32=described.crc32))
+        if problems:
+            warnings.warn(
+                f"not kept beside the checkpoint: {'; '.join(problems)}; consolidate takes it from --base MODEL",
+                stacklevel=3,
+            )
+        return tuple(written)
+
+    def note(self, path: str) -> None:
+        """Note where a finished save has the files: the Hub model's directory may be gone by the next one."""
+        if self._holder is not None:
+            module = self._holder[1]
+            setattr(
+                module,
+                _ATTRIBUTE,
+                getattr(module, _ATTRIBUTE)._replace(last=os.path.join(path, SAVED_ASSETS)),
+            )
+
+    def _files(self, problems: list[str]) -> dict[str, _Read]:
+        holder = None if self._holder is None else getattr(self._holder[1], _ATTRIBUTE)
+        found = dict[str, _Read]() if holder is None else _beside(holder, problems)
+        if self._root is not None:
+            found |= _live_configs(self._root[1], problems)
+        if holder is not None and holder.tokenizer is not None and CONFIG in found:
+            live = _live_tokenizer(holder.tokenizer, problems)
+            if live:
+                found = {name: read for name, read in found.items() if not is_tokenizer_file(name)} | live
+        return found
+
+
+def _beside(files: HubFiles, problems: list[str]) -> dict[str, _Read]:
+    """Return what is beside the weights of the Hub model that a model began with."""
+    found, absent = dict[str, _Read](), list[str]()
+    token = FOLLOWS_LINKS.set(files.follows_links)
+    try:
+        for directory in (*files.directories, files.last):
+            try:
+                there = {} if directory is None else _of_directory(directory, problems)
+            except (ShardkitError, OSError) as error:
+                absent.append(str(error))
+                continue
+            has_tokenizer = any(map(is_tokenizer_file, found))
+            has_config = CONFIG in found
+            for name, read in there.items():
+                is_code = name.endswith(".py") and has_config
+                if not (is_code or (has_tokenizer and is_tokenizer_file(name))):
+                    found.setdefault(name, read)
+    finally:
+        FOLLOWS_LINKS.reset(token)
+    if absent and not any(map(is_tokenizer_file, found)):
+        problems += absent
+    return found
+
+
+def _of_directory(directory: str, problems: list[str]) -> dict[str, _Read]:
+    """Return the files of one directory, without weights, and without a card that is about the base.
+
+    Raises:
+        SourceError, ResourceError: it is gone, or may not be listed.
+    """
+    assets, _ = list_assets(directory)
+    folders = module_folders(directory)
+    weights = [name for name in assets if is_weights(name)]
+    if weights:  # a model with these modules would be without their weights
+        problems.append(f"{escape(MODULES)} and what it names, for the weights there ({listed(weights)})")
+        inside = tuple(f"{folder}/" for folder in folders)
+        assets = {
+            name: path for name, path in assets.items() if not name.startswith(inside) and name != MODULES
+        }
+    found = {name: _reader(path, name) for name, path in assets.items() if name != CARD}
+    repo_id = repo_id_of(directory)
+    if repo_id is not None:
+        found[CARD] = _constant(card_of(repo_id))
+    elif CARD in assets and is_own_card(read_small(assets[CARD], CARD, _MAX_BYTES)):
+        found[CARD] = _reader(assets[CARD], CARD)
+    return found
+
+
+def _reader(path: str, name: str) -> _Read:
+    return lambda: read_small(storage.realpath(path), name, _MAX_BYTES)
+
+
+def _constant(data: bytes) -> _Read:
+    return lambda: data
+
+
+def _live_configs(model: Any, problems: list[str]) -> dict[str, _Read]:
+    """Return the configs of a model of transformers, as `save_pretrained` would write them.
+
+    A generation config that transformers has made of the config is none: the Hub model's own counts.
+    """
+    found = dict[str, _Read]()
+    try:
+        config = json.loads(model.config.to_json_string())
+        config["architectures"] = [_class_name(model)]
+        if os.path.isabs(str(config.get("_name_or_path", ""))):
+            del config["_name_or_path"]
+        found[CONFIG] = _constant(dump_config(config))
+        generation = getattr(model, "generation_config", None)
+        if generation is not None and not getattr(generation, "_from_model_config", False):
+            content = json.loads(generation.to_json_string())
+            content.pop("compile_config", None)
+            found[GENERATION_CONFIG] = _constant(dump_config(content))
+    except Exception as error:  # code of the model's own
+        problems.append(f"the config of {escape(type(model).__name__)}: {escape(str(error))}")
+    return found
+
+
+def _class_name(model: nn.Module) -> str:
+    """Return the name by which transformers knows a model's class, however it has been subclassed."""
+    known = (each for each in type(model).__mro__ if each.__module__.partition(".")[0] in _OF_TRANSFORMERS)
+    found = next(known).__name__
+    return plain_class(model) if found == "PreTrainedModel" else found
+
+
+def _live_tokenizer(tokenizer: Any, problems: list[str]) -> dict[str, _Read]:
+    """Return the files that a tokenizer writes of itself."""
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            tokenizer.save_pretrained(scratch)
+            return {
+                name: _constant(read_small(path, name, _MAX_BYTES))
+                for name, path in list_assets(scratch)[0].items()
+                if is_tokenizer_file(name)
+            }
+        except Exception as error:  # code of the tokenizer's own
+            problems.append(f"the tokenizer, a {escape(type(tokenizer).__name__)}: {escape(str(error))}")
+            return {}
