@@ -256,6 +256,8 @@ class OsftModule:
     orthogonality: Measure | None = None
     """Largest absolute value that U'U - I and VV' - I, over frozen and trained directions, make of vectors of ones and
     minus ones."""
+    crc32: Crc32 | None = None
+    """Of the dense weight that the factors were computed of, in the source's dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,7 +124,7 @@ class DcpOutput:
                 for fqn, made in self.derived.items()
             ),
             dequantized=self.dequantized,
-            osft=_with_measured(self.osft, measured, self.root),
+            osft=_with_measured(self.osft, measured, self.root, has_digests=self.digest != "none"),
             vocab_size=self.vocab_size,
             dtype=self.cast,
             dtype_rules=tuple((rule.glob, rule.dtype) for rule in self.dtype_rules) or None,
@@ -157,7 +157,7 @@ class DcpOutput:
 
 
 def _with_measured(
-    osft: manifest.Osft | None, measured: Mapping[str, Measured], root: str
+    osft: manifest.Osft | None, measured: Mapping[str, Measured], root: str, *, has_digests: bool
 ) -> manifest.Osft | None:
     if osft is None or not measured:
         return osft
@@ -170,6 +170,7 @@ def _with_measured(
                 algorithm=found[path].algorithm,
                 error=found[path].error,
                 orthogonality=found[path].orthogonality,
+                crc32=found[path].weight_crc32 if has_digests else None,
             )
             for path, module in osft.modules.items()
         },

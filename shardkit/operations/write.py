@@ -558,7 +558,7 @@ class Writer:
         share, part, source = self.writing.share, None, CheckedSource()
         divided = None if share is None else self._divided(job, describe, share, factors)
         if divided is None or not divided.is_committed:
-            source = self._compare(job, describe, exists)
+            source = self._compare(job, describe, exists, factors)
         self.was_there, self.has_committed = True, divided is None
         if divided is not None:
             divided.give_way()
@@ -568,7 +568,9 @@ class Writer:
             part = divided.all_done(share)
         self._note(job.plan, source, finished=0, free=free_bytes(self.path), part=part)
 
-    def _compare(self, job: Job, describe: Describe, exists: UsageError) -> CheckedSource:
+    def _compare(
+        self, job: Job, describe: Describe, exists: UsageError, factors: FactoredJob | None
+    ) -> CheckedSource:
         """Find out whether what is at the destination is what the job would write; return how much of it was compared.
 
         Raises:
@@ -583,6 +585,7 @@ class Writer:
             describe=describe,
             options=self.options,
             progress=self._progress,
+            factors=factors,
         )
         check, problems = None, list[str]()
         is_known = not self.describes_elsewhere and (

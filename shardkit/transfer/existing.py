@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shardkit.core.catalog import FileStamp
+from shardkit.core.catalog import Catalog, FileStamp
 from shardkit.core.text import escape
 from shardkit.core.threads import Progress
 from shardkit.errors import ShardkitError
@@ -46,6 +46,19 @@ class Describes(Protocol):
         """Write the rest."""
 
 
+class Factored(Protocol):
+    """Weights that become factors, as `operations.parts.factors.FactoredJob` has it."""
+
+    @property
+    def crcs(self) -> Mapping[str, int]:
+        """CRC-32 of each factor."""
+
+    def take_over(
+        self, found: Mapping[str, object], catalog: Catalog, jobs: int, /, *, is_known: bool
+    ) -> list[str]:
+        """Take what manifests say of factors; return why they are not of these weights."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Existing:
     """An output that is there, and a job that would make one of its name.
@@ -62,6 +75,8 @@ class Existing:
     describe: Callable[[str], AbstractContextManager[Describes]]
     options: ExecuteOptions
     progress: Progress
+    factors: Factored | None
+    """The weights that become factors; None if there are none."""
 
     def is_recorded(self, plan_hash: str) -> bool:
         """True if this user's cache says that a run of this plan has made these very files.
@@ -120,10 +135,9 @@ class Existing:
             finished: files that are known to be of this plan.
             check: compares what is read with what the source records.
         """
-        if self.plan.filled and not finished:
-            return [*self.otherwise(), "no record says what its factors were computed of"]
         try:
-            problems = list(self._differences(finished, check))
+            problems = self._other_factors(is_known=bool(finished))
+            problems = problems or list(self._differences(finished, check))
         except Differs as differs:
             name = escape(differs.name)
             what = (
@@ -135,11 +149,6 @@ class Existing:
         return [*(self.otherwise() if problems else ()), *problems]
 
     def _differences(self, finished: Mapping[str, FileDigest], check: SourceCheck | None) -> Iterator[str]:
-        if (
-            self.plan.filled
-        ):  # what was measured of factors is not known any more; the journal vouches for the rest
-            yield from self._other_hashes()
-            return
         staging = Staging.create(self.path)
         with contextlib.ExitStack() as stack:
             stack.callback(staging.discard)
@@ -155,7 +164,8 @@ class Existing:
                     progress=self.progress,
                     check=check,
                 )
-                descriptions.finish(*execution.run())
+                digests, scattered = execution.run()
+                descriptions.finish(digests, {**scattered, **(self.factors.crcs if self.factors else {})})
             for here, _, names in storage.walk(staging.data):
                 for name in sorted(names):
                     relative = os.path.relpath(os.path.join(here, name), staging.data)
@@ -183,20 +193,32 @@ class Existing:
             if there is not None:
                 yield from _other_options(there, here)
 
-    def _other_hashes(self) -> Iterator[str]:
-        """Yield that files have a sha256 in a manifest that is there and should not, or the other way round."""
-        for there, _ in self._said():
-            files = [each for each in (there or {}).get("files", ()) if isinstance(each, dict)]
-            if any("sha256" in each for each in files) != ("sha256" in self.recorded):
-                yield "sha256: it was asked for either there or here"
+    def _other_factors(self, *, is_known: bool) -> list[str]:
+        """Take what was measured of factors from the manifests that are there; return why they are not of this plan.
 
-    def _said(self) -> Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]:
-        """Yield each manifest that is there, and what the job would say in its place as far as that is decided."""
+        Args:
+            is_known: they are known to be of it.
+        """
+        if self.factors is None:
+            return []
+        found = {
+            record.root or "": _parsed(os.path.join(self.path, folder))
+            for folder, record in self._records()
+            if isinstance(record, manifest.Presharded)
+        }
+        return self.factors.take_over(found, self.plan.catalog, self.options.jobs, is_known=is_known)
+
+    def _records(self) -> Iterator[tuple[str, object]]:
+        """Yield what the job's manifests say before anything was written, by their folders."""
         records = self.decided.get("folders")
         if not isinstance(records, Mapping):  # by folder; else all files lie in one
             folders = {os.path.dirname(image.name) for image in self.plan.images}
             records = dict.fromkeys(folders, self.decided.get("description"))
-        for folder, record in records.items():
+        yield from records.items()
+
+    def _said(self) -> Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]:
+        """Yield each manifest that is there, and what the job would say in its place as far as that is decided."""
+        for folder, record in self._records():
             if isinstance(record, manifest.KINDS):
                 here = json.loads(json.dumps(record, default=manifest.to_json))
                 yield _read(os.path.join(self.path, folder)), here
@@ -236,6 +258,13 @@ def _record(plan_hash: str, recorded: Sequence[str], directory: str) -> bytes:
 def _read(directory: str) -> dict[str, Any] | None:
     try:
         return manifest.load(manifest.read_bytes(directory), manifest.NAME)
+    except ShardkitError:
+        return None
+
+
+def _parsed(directory: str) -> manifest.Manifest | None:
+    try:
+        return manifest.read(directory)
     except ShardkitError:
         return None
 

@@ -106,7 +106,7 @@ def _parsed(content: Mapping[str, Any], path: str) -> FactorNote | None:
         type(each) is float for each in numbers
     ):
         return None
-    if not (source is None or isinstance(source, dict)):
+    if type(target.get("weight_crc32")) is not int or not (source is None or isinstance(source, dict)):
         return None
     return FactorNote(target=target, source=source, computed_by=by)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import parse_size
@@ -25,6 +26,7 @@ from shardkit.operations.preshard.profiles import Profile
 from shardkit.osft.plan import OsftPlan, Target, parse_ranks
 from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactoredWeight
 from shardkit.transfer.factors.fill import Factoring, FactorRun, Filling, Measured, choose_num_workers
+from shardkit.transfer.factors.recorded import other_weights, recorded
 
 OPERATIONS_PER_S = 20e9
 """Of one core, on the safe side: a virtual core at 2.5 GHz does 30e9 with 512 to 2048 directions. A weight that is nearly
@@ -176,7 +178,41 @@ class OsftRun:
     def fill(self, filling: Filling) -> dict[str, int]:
         """Fill the holes of all factors; return the CRC-32 of each, by its name in the catalog."""
         self.measured.update(FactorRun(self.factoring, filling).run())
+        return self.crcs
+
+    @property
+    def crcs(self) -> dict[str, int]:
+        """CRC-32 of each factor, by its name in the catalog."""
         return {name: crc for each in self.measured.values() for name, crc in each.whole.items()}
+
+    def take_over(
+        self, found: Mapping[str, object], catalog: Catalog, jobs: int, /, *, is_known: bool
+    ) -> list[str]:
+        """Take what manifests say of factors; return why these are not of the job's weights.
+
+        Args:
+            found: the manifests that are there, by what stands before the model's own names.
+            catalog: has the weights.
+            jobs: threads that read them.
+            is_known: they are known to be of these weights.
+
+        Raises:
+            IntegrityError, ResourceError: as `other_weights`.
+        """
+        weights, known = self.factoring.weights, dict[str, Measured]()
+        for root, content in found.items():
+            if isinstance(content, manifest.Presharded):
+                known |= dict(recorded(weights, content, root))
+        if any(weight.target.path not in known for weight in weights):
+            return ["its manifest has no such factors"]
+        if not is_known:
+            if any(each.weight_crc32 is None for each in known.values()):
+                return ["no record says what its factors were computed of"]
+            other = other_weights(weights, known, catalog, jobs)
+            if other:
+                return [f"{name}: its factors were computed of other values" for name in other]
+        self.measured.update(known)
+        return []
 
     def result(self, part: Part | None, *, record_bytes: int) -> OsftResult:
         """Return what it costs, and how good it is if it has run.

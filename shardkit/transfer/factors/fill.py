@@ -57,6 +57,8 @@ class Measured:
     """CRC-32 of each factor's bytes, by its name in the catalog."""
     is_resumed: bool
     """An interrupted run had computed them."""
+    weight_crc32: int | None = None
+    """Of the dense weight, as it is stored."""
 
 
 def measured_of(weight: FactoredWeight, told: Mapping[str, Any], *, is_resumed: bool) -> Measured:
@@ -68,6 +70,7 @@ def measured_of(weight: FactoredWeight, told: Mapping[str, Any], *, is_resumed: 
         orthogonality=told["orthogonality"],
         whole={shorts[short]: crc for short, crc in told["whole"].items()},
         is_resumed=is_resumed,
+        weight_crc32=told.get("weight_crc32"),
     )
 
 
@@ -357,9 +360,9 @@ class FactorRun:
                 workers.enter_context(worker)
         catalog = self._plan.catalog
         with files.reader() as reader:
-            worker.read(catalog, weight.source, reader, weight.target.weight)
+            crc = worker.read(catalog, weight.source, reader, weight.target.weight)
             read = reader.take_runs()
-        answer = worker.ask(self._request(weight), self._stop)
+        answer = {**worker.ask(self._request(weight), self._stop), "weight_crc32": crc}
         told = None if self._check is None else self._check.dump(read)
         names = {image.name for image, _ in self._holes(weight)} - set(self._filling.finished)
         noting.add(_Written(names, {"path": weight.target.path, **answer}, told))

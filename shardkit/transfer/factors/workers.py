@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any
@@ -24,6 +25,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import IncompleteError, ResourceError, ShardkitError
+from shardkit.files.digest import crc32
 from shardkit.transfer.bound import read_box
 from shardkit.transfer.sources import Reader
 
@@ -92,8 +94,8 @@ class Worker:
                 assert pipe is not None
                 pipe.close()
 
-    def read(self, catalog: Catalog, name: str, reader: Reader, fqn: str) -> None:
-        """Put a matrix into the worker's memory.
+    def read(self, catalog: Catalog, name: str, reader: Reader, fqn: str) -> int:
+        """Put a matrix into the worker's memory, and return the CRC-32 of its bytes.
 
         Args:
             catalog: of raw extents.
@@ -104,14 +106,11 @@ class Worker:
         Raises:
             IntegrityError, ResourceError: as `Reader.read_into`.
         """
-        entry = catalog.tensors[name]
-        rows, columns = entry.shape
-        row_nbytes = columns * entry.dtype.itemsize
-        step = max(_BAND_NBYTES // row_nbytes, 1)
-        for first in range(0, rows, step):
-            region = Region((first, 0), (min(step, rows - first), columns))
-            data = read_box(catalog, name, region, reader, fqn).tobytes()
-            self._memory[first * row_nbytes : first * row_nbytes + len(data)] = data
+        start, crc = 0, 0
+        for data in rows_of(catalog, name, reader, fqn):
+            self._memory[start : start + len(data)] = data
+            start, crc = start + len(data), int(crc32(data, crc))
+        return crc
 
     def ask(self, request: dict[str, Any], stop: threading.Event) -> dict[str, Any]:
         """Send a request and return the answer; both as `child` describes them.
@@ -155,6 +154,16 @@ class Worker:
             hint="what was finished is kept: run the same command again to resume"
             + (", with fewer --jobs if memory ran out" if status == -9 else ""),
         )
+
+
+def rows_of(catalog: Catalog, name: str, reader: Reader, fqn: str) -> Iterator[bytes]:
+    """Yield the bytes of a matrix, some rows at a time; arguments and errors as `Worker.read`."""
+    entry = catalog.tensors[name]
+    rows, columns = entry.shape
+    step = max(_BAND_NBYTES // (columns * entry.dtype.itemsize), 1)
+    for first in range(0, rows, step):
+        region = Region((first, 0), (min(step, rows - first), columns))
+        yield read_box(catalog, name, region, reader, fqn).tobytes()
 
 
 def _memory(opened: contextlib.ExitStack, nbytes: int) -> int:
