@@ -36,11 +36,14 @@ from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.staging import (
     IS_THERE,
+    Kept,
     Owner,
     Staging,
+    nothing,
     place_directory,
     prefix_of,
     remove_abandoned,
+    remove_but,
     rename_noreplace,
 )
 from shardkit.files.strict_json import parse_object, read_small
@@ -70,10 +73,11 @@ class SharedStaging:
     Args:
         destination: absolute.
         path: where it lies, or will lie.
+        kept: what stays of it when it is removed.
     """
 
-    def __init__(self, destination: str, path: str) -> None:
-        self.destination, self.path = destination, path
+    def __init__(self, destination: str, path: str, kept: Kept) -> None:
+        self.destination, self.path, self._kept = destination, path, kept
         self.record = os.path.join(path, "plan.json")
         self.data = os.path.join(path, "data")
         self.done = os.path.join(path, "done")
@@ -84,10 +88,11 @@ class SharedStaging:
         self._committed = os.path.join(path, "committed.json")
 
     @classmethod
-    def of_plan(cls, destination: str, plan_hash: str) -> SharedStaging:
+    def of_plan(cls, destination: str, plan_hash: str, kept: Kept) -> SharedStaging:
         """Return the one of a plan, whether it exists or not."""
         parent, name = os.path.split(destination)
-        return cls(destination, os.path.join(parent, prefix_of(name) + _MARK + plan_hash[:_HASH_DIGITS]))
+        path = os.path.join(parent, prefix_of(name) + _MARK + plan_hash[:_HASH_DIGITS])
+        return cls(destination, path, kept)
 
     def read_record(self) -> bytes:
         """Return the content of `plan.json`.
@@ -150,7 +155,7 @@ class SharedStaging:
         if self.exists:
             return False
         fresh = Staging.create(self.destination)
-        here = SharedStaging(self.destination, fresh.path)
+        here = SharedStaging(self.destination, fresh.path, self._kept)
         try:
             for directory in (here.done, here.factors.path, here.parts, here._work):
                 storage.mkdir(directory)
@@ -320,7 +325,7 @@ class SharedStaging:
         mark = self.path + _DONE
         try:
             if storage.lexists(mark):  # of an earlier commit of the same plan
-                _remove(self.destination, mark)
+                _remove(self.destination, mark, self._kept)
             storage.rename(self.path, mark)
         except FileNotFoundError:  # another process has removed all
             return
@@ -421,8 +426,8 @@ class SharedStaging:
         Raises:
             ResourceError: the system refuses.
         """
-        _remove(self.destination, self.path)
-        remove_abandoned(self.destination)  # of a process that died while it did this
+        _remove(self.destination, self.path, self._kept)
+        remove_abandoned(self.destination, self._kept)  # of a process that died while it did this
 
     def give_up(self) -> None:
         """Put back what was moved aside, and remove the rest.
@@ -587,8 +592,8 @@ def _is_record_of(path: str, directory: str) -> bool:
         return False
 
 
-def _remove(destination: str, path: str) -> None:
-    """Remove a directory: under a name of a run of this process first, so that nobody goes on in it."""
+def _remove(destination: str, path: str, kept: Kept) -> None:
+    """Remove a directory but what is kept: under a name of a run of this process first, so that nobody goes on in it."""
     owner = Owner.new_run()
     parent, name = os.path.split(destination)
     taken = os.path.join(parent, prefix_of(name) + str(owner))
@@ -601,16 +606,17 @@ def _remove(destination: str, path: str) -> None:
     except OSError as error:
         raise ResourceError(f"cannot remove {escape(path)}: {error.strerror}") from error
     else:
-        storage.remove_tree(taken)
+        remove_but(taken, kept(taken))
     finally:
         owner.end()
 
 
-def remove_marks(destination: str, *, only_old: bool = False) -> None:
+def remove_marks(destination: str, kept: Kept, *, only_old: bool = False) -> None:
     """Remove what says that parts have committed; nothing that is under way.
 
     Args:
         destination: absolute.
+        kept: what stays.
         only_old: leave what says it of the output that is there now.
 
     Raises:
@@ -618,18 +624,20 @@ def remove_marks(destination: str, *, only_old: bool = False) -> None:
     """
     for path in _beside(destination, _DONE):
         if not (only_old and _is_record_of(os.path.join(path, _COMMITTED), destination)):
-            _remove(destination, path)
+            _remove(destination, path, kept)
 
 
 def has_commits(destination: str) -> bool:
     """True if what is at a destination was committed by parts, and was not touched since."""
     marks = [path.removesuffix(_DONE) for path in _beside(destination, _DONE)]
-    return any(SharedStaging(destination, path).is_committed for path in (*marks, *_beside(destination)))
+    return any(
+        SharedStaging(destination, path, nothing).is_committed for path in (*marks, *_beside(destination))
+    )
 
 
-def shared_of(destination: str) -> list[SharedStaging]:
+def shared_of(destination: str, kept: Kept) -> list[SharedStaging]:
     """Return the shared staging directories of a destination, whatever their plans."""
-    return [SharedStaging(destination, path) for path in _beside(destination)]
+    return [SharedStaging(destination, path, kept) for path in _beside(destination)]
 
 
 def destination_of_parts(path: str) -> str | None:

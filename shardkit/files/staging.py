@@ -37,8 +37,19 @@ from shardkit.files.digest import crc32
 
 IS_THERE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 """What a rename onto something says."""
+OWNER = "owner.json"
 _ENDING = ".shardkit-"
+_REPLACED = ("data", "data.old", "replaced")
 _MAX_NAME_BYTES = 120  # of the destination's name in the staging directory's; a name has at most 255
+
+
+Kept = Callable[[str], Collection[str]]
+"""Returns what stays of a staging directory, by its path: files of a person, relative to it."""
+
+
+def nothing(path: str) -> Collection[str]:
+    """Keep nothing: the directory lies in a place of shardkit's own."""
+    return ()
 
 
 class Staging:
@@ -53,6 +64,8 @@ class Staging:
         self.look: Callable[[str], object] = lambda path: None
         """Given the path of the old content once it has lost its name, so that nobody adds anything to it. Whatever it
         raises is raised, and the old content is at the destination again."""
+        self.kept: Kept = nothing
+        """What stays of it when it is removed."""
         self.is_kept = False
         """It was not committed, and somebody may go on with it: an error does not remove it."""
 
@@ -126,7 +139,7 @@ class Staging:
 
     def _write_owner(self) -> None:
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": str(self._owner)}
-        storage.write_file(os.path.join(self.path, "owner.json"), json.dumps(owner).encode())
+        storage.write_file(os.path.join(self.path, OWNER), json.dumps(owner).encode())
 
     def release(self) -> None:
         """Leave the directory to whoever resumes."""
@@ -191,6 +204,14 @@ class Staging:
             return path
         raise AssertionError("there is always another number")
 
+    def _others(self) -> list[str]:
+        """Return what is kept. What was exchanged has been looked through (`look`)."""
+        return [
+            name
+            for name in self.kept(self.path)
+            if not (self.is_committed and name.partition(os.sep)[0] in _REPLACED)
+        ]
+
     def _appeared(self) -> UsageError:
         aside = [f"what was there before: {escape(self._aside)}"] if storage.lexists(self._aside) else []
         return UsageError(f"{escape(self.destination)} appeared while it was being written", problems=aside)
@@ -252,15 +273,25 @@ class Staging:
         storage.sync_directory(os.path.dirname(self.destination))
 
     def discard(self) -> None:
-        """Remove the staging directory and all in it, once nothing in it has to go back."""
+        """Remove the staging directory and all in it but what is kept, once nothing in it has to go back."""
         try:
             self._put_back()
         except (OSError, UsageError):  # the only copy of what was at the destination
             pass
         else:
-            storage.remove_tree(self.path)
+            with contextlib.suppress(OSError):
+                remove_but(self.path, self._others())
         finally:
             self.release()
+
+
+def remove_but(path: str, kept: Collection[str]) -> None:
+    """Remove a directory, as far as the system lets us, but files that are kept, relative to it."""
+    if not kept:
+        storage.remove_tree(path)
+        return
+    with contextlib.suppress(OSError):
+        storage.remove_all_but(path, kept)
 
 
 def journal_of(path: str) -> str:
@@ -322,13 +353,13 @@ def has_aside(path: str) -> bool:
     return storage.lexists(os.path.join(path, "data.old"))
 
 
-def give_up(destination: str, path: str, kept: Callable[[str], Collection[str]]) -> bool:
+def give_up(destination: str, path: str, kept: Kept) -> bool:
     """Remove a staging directory, whoever owned it; first what it has moved aside goes back.
 
     Args:
         destination: absolute.
         path: of the staging directory.
-        kept: returns what stays of a staging directory, by its path: files, relative to it.
+        kept: what stays.
 
     Returns:
         False if more stays: another process has taken it, what was moved aside cannot go back, or the system refuses.
@@ -353,12 +384,15 @@ def give_up(destination: str, path: str, kept: Callable[[str], Collection[str]])
     return not storage.lexists(staging.path)
 
 
-def remove_abandoned(destination: str) -> None:
-    """Remove what dead runs left beside `destination`; taken over first, so that nobody else can meanwhile."""
+def remove_abandoned(destination: str, kept: Kept) -> None:
+    """Remove what dead runs left beside `destination`; taken over first, so that nobody else can meanwhile.
+
+    Args:
+        destination: absolute.
+        kept: what stays.
+    """
     for path in abandoned(destination):
-        staging = Staging._take(destination, path)
-        if staging is not None:
-            staging.discard()
+        give_up(destination, path, kept)
 
 
 def recover(destination: str) -> None:

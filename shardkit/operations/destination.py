@@ -24,6 +24,7 @@ from shardkit.files.staging import (
 )
 from shardkit.files.stores import is_remote
 from shardkit.formats.owned import Made, OutputKind, refusal
+from shardkit.operations.parts.foreign import foreign_in
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 _CHOOSE = "choose another name"
@@ -320,7 +321,8 @@ def write_sidecar(
         UsageError: it exists, or is a person's.
         ResourceError: the system refuses.
     """
-    remove_abandoned(path)
+    own = os.path.join("data", os.path.basename(path))
+    remove_abandoned(path, lambda left: [name for name in foreign_in(left) if name != own])
     staging = Staging.create(path)
     written = os.path.join(staging.data, os.path.basename(path))
     with contextlib.ExitStack() as stack:

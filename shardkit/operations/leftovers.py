@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -15,9 +14,10 @@ from typing import Literal
 
 from shardkit.core.text import count, escape, format_size, in_shell, listed
 from shardkit.errors import ShardkitError, SourceError, UsageError
-from shardkit.files import manifest, storage
+from shardkit.files import storage
 from shardkit.files.shared import destination_of_parts
 from shardkit.files.staging import (
+    OWNER,
     Owner,
     destination_of,
     give_up,
@@ -28,17 +28,10 @@ from shardkit.files.staging import (
     owner_of,
 )
 from shardkit.files.strict_json import parse_object, read_small
-from shardkit.formats.dcp import METADATA, chunk_list
-from shardkit.formats.hub.assets import is_asset
-from shardkit.formats.owned import is_nobodys
+from shardkit.operations.parts.foreign import files_in, foreign_in, stays
 from shardkit.transfer.journal import Journalled, read_journal
 
-_OWNER, _MAX_OWNER = "owner.json", 1 << 16
-_OF_RUNS = re.compile(
-    r"\.metadata(\..*)?|shardkit\.json|.*\.(distcp|chunks\.json|safetensors|safetensors\.index\.json|part)",
-    re.DOTALL,
-)
-"""Names of files that runs of every version write, whatever the job."""
+_MAX_OWNER = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +118,11 @@ def remove(destination: str, found: Collection[Leftover], *, also_unknown: bool)
 
 
 def warn_before(
-    found: Collection[Leftover], on_warning: Callable[[str], object] | None, *, also_unknown: bool
+    found: Collection[Leftover],
+    on_warning: Callable[[str], object] | None,
+    *,
+    also_unknown: bool,
+    shared: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Say what has to be said before runs are removed: who is at work, whose nobody can tell, what stays.
 
@@ -133,8 +130,10 @@ def warn_before(
         found: all of them.
         on_warning: told each warning.
         also_unknown: runs are removed too of which nobody can tell whether they are over.
+        shared: directories that parts share, and that are removed too.
     """
-    warnings = tuple(_before_removal(found, also_unknown))
+    of_parts = (stays(path, foreign) for path in shared if (foreign := foreign_in(path)))
+    warnings = (*_before_removal(found, also_unknown), *of_parts)
     if on_warning is not None:
         for warning in warnings:
             on_warning(warning)
@@ -154,64 +153,7 @@ def _before_removal(found: Collection[Leftover], also_unknown: bool) -> Iterator
                 "whether it is over"
             )
         if run.foreign and (run.owner == "dead" or also_unknown):
-            yield f"{shown}: not shardkit's, so this stays: {listed([*map(escape, run.foreign)])}"
-
-
-def foreign_in(path: str) -> list[str]:
-    """Return the files of a staging directory that shardkit has not put there, relative to it."""
-    said = read_journal(journal_of(path))
-    found = []
-    for name in _names(path):
-        top, _, below = name.partition("/")
-        if is_nobodys(name):
-            continue
-        if top == "data" and below:
-            found += [] if _is_own(os.path.join(path, top), below, said) else [name]
-        elif top in ("data.old", "replaced") and below:
-            # What goes back to its place is not removed.
-            goes_back = top == "data.old" and storage.lexists(os.path.join(path, "data"))
-            found += [] if goes_back or _is_listed(os.path.join(path, top), below) else [name]
-        elif name not in (_OWNER, os.path.basename(journal_of(path)), "plan.json"):
-            found.append(name)
-    return found
-
-
-def _names(path: str) -> Iterator[str]:
-    for here, folders, names in storage.walk(path):
-        links = [name for name in folders if storage.islink(os.path.join(here, name))]
-        yield from sorted(os.path.relpath(os.path.join(here, name), path) for name in (*names, *links))
-
-
-def _is_own(directory: str, name: str, said: Journalled) -> bool:
-    """True for a file of a run in its directory `data`; once that was exchanged, the old output lies there."""
-    if said.job is None or said.directory != storage.stat(directory).st_ino:
-        return _is_listed(directory, name) or name in said.finished
-    written = {file for file, _ in said.job.files}
-    return name in written or name in said.job.beside or name.removesuffix(".part") in _described(written)
-
-
-def _described(written: Collection[str]) -> set[str]:
-    """Return the names of what a run writes beside its files of tensors."""
-    folders = {os.path.dirname(name) for name in written} | {""}
-    beside = {os.path.join(folder, name) for folder in folders for name in (METADATA, manifest.NAME)}
-    indices = {"model.safetensors.index.json", "adapter_model.safetensors.index.json"}
-    return beside | indices | {chunk_list.name_for(name) for name in written}
-
-
-def _is_listed(directory: str, name: str) -> bool:
-    """True for a file of an output that was replaced, as far as its manifest or its own name says."""
-    return (
-        bool(_OF_RUNS.fullmatch(os.path.basename(name))) or is_asset(name) or name in _manifested(directory)
-    )
-
-
-def _manifested(directory: str) -> set[str]:
-    found = set[str]()
-    try:
-        said = manifest.read(directory)
-    except ShardkitError:
-        return found
-    return found if said is None else {file.name for file in manifest.all_files(said)}
+            yield stays(run.staging, run.foreign)
 
 
 def _look(destination: str, path: str, owner: Owner) -> Leftover:
@@ -225,7 +167,7 @@ def _look(destination: str, path: str, owner: Owner) -> Leftover:
         state = "alive"
     elif owner.is_provably_dead():
         state = "dead"
-    sizes = [_status(os.path.join(path, name)) for name in _names(path)]
+    sizes = [_status(os.path.join(path, name)) for name in files_in(path)]
     newest = max([each[1] for each in sizes], default=_status(path)[1])
     return Leftover(
         staging=path,
@@ -274,7 +216,7 @@ def _status(path: str) -> tuple[int, float]:
 
 def _read_owner(path: str) -> dict[str, object]:
     try:
-        return parse_object(read_small(os.path.join(path, _OWNER), _OWNER, _MAX_OWNER, follow=False), _OWNER)
+        return parse_object(read_small(os.path.join(path, OWNER), OWNER, _MAX_OWNER, follow=False), OWNER)
     except (OSError, ShardkitError, json.JSONDecodeError):
         return {}
 

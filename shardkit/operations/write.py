@@ -40,6 +40,7 @@ from shardkit.operations.environment import mixed_versions
 from shardkit.operations.parts.agreement import Agreement, Command, Committing, Share
 from shardkit.operations.parts.divided import Describer, Divided, PartResult
 from shardkit.operations.parts.factors import DividedWithFactors, FactoredJob, weights_of
+from shardkit.operations.parts.foreign import foreign_in, name_foreign, set_foreign_apart
 from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
 from shardkit.operations.parts.part import Part
 from shardkit.operations.uploading.factors import (
@@ -562,6 +563,7 @@ class Writer:
         self.was_there, self.has_committed = True, divided is None
         if divided is not None:
             divided.give_way()
+            self._say(name_foreign(self.path))
         if isinstance(share, Committing):
             share.on_end(False)
         elif divided is not None and share is not None:
@@ -602,7 +604,8 @@ class Writer:
         UsageError.raise_for(
             problems, f"{exists.message}, and is not what this command writes", hint=exists.hint
         )
-        remove_abandoned(self.path)
+        self._say(name_foreign(self.path))
+        remove_abandoned(self.path, foreign_in)
         return _summary(check, job.plan, self.options)
 
     def _note(
@@ -771,7 +774,7 @@ class Writer:
             if isinstance(share, Part):
                 result = divided.run(share)
                 if result.is_committed:
-                    self._warn_of(divided)
+                    self._say(divided.warnings())
                 if result.missing or result.is_committed:
                     return result, CheckedSource()
             self.has_committed = divided.commit()
@@ -789,20 +792,21 @@ class Writer:
             share.on_end(self.has_committed)
         if self.has_committed:
             divided.clean_up(keeps_mark=isinstance(share, Part))
-        self._warn_of(divided)
+            self._say(name_foreign(self.path))
+        self._say(divided.warnings())
         return result, _summary(divided.check, plan, self.options)
 
     def _warn_of_versions(self, job: Job, begun: Iterable[Mapping[str, str]]) -> None:
         """Warn, once, if what this process goes on with was begun with other versions of packages."""
         warning = mixed_versions(begun, _versions_of(job))
         if warning is not None and warning not in self._warnings:
-            self.warn([warning])
-            self._warnings += (warning,)
+            self._say([warning])
 
-    def _warn_of(self, divided: Divided) -> None:
-        warnings = divided.warnings()
-        self.warn(warnings)
-        self._warnings += warnings
+    def _say(self, warnings: Iterable[str]) -> None:
+        """Tell warnings, and keep them for the result."""
+        found = tuple(warnings)
+        self.warn(found)
+        self._warnings += found
 
     def _check_absent(self, divided: DividedOnDisk) -> None:
         """Refuse if something is at the destination that parts of this very plan have not made."""
@@ -894,10 +898,12 @@ class Writer:
         staging: Staging | None = None
         finished: dict[str, FileDigest] = {}
         try:
+            self._say(name_foreign(path, resume_from))
             plan_hash = hash_plan(job)
             check = SourceCheck(job.plan.catalog) if self.options.check_source else None
             staging = self._staging(plan_hash, resume_from)
-            remove_abandoned(path)  # of other plans, or to begin anew: their room may be needed
+            staging.kept = foreign_in
+            remove_abandoned(path, foreign_in)  # of other plans, or to begin anew: their room may be needed
             self._progress.start(job.plan.hole_bytes, self._verb)
             self._warn_of_versions(job, read_versions(staging.journal, staging.data))
             finished = _finished(job, plan_hash, staging, self._progress, check)
@@ -1072,6 +1078,7 @@ def _finished(
         if image.name in finished:
             progress.advance(job.output.data_nbytes[number])
     with _translated(staging.data):
+        set_foreign_apart(staging.path)
         storage.remove_all_but(staging.data, kept | finished.keys())
         # A file is made anew under the same name, and the journal vouches for it: after a power loss the name must
         # not stand for the earlier, half-written file.

@@ -25,6 +25,7 @@ from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.owned import OutputKind, refusal
 from shardkit.operations.destination import check_destination
+from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.uploading.place import Target, check_target
 from shardkit.operations.uploading.run import check_conditions
 
@@ -71,7 +72,7 @@ class _DiskLead:
     def __init__(self, path: str, overwrite: bool) -> None:
         _make_parents(path)
         self.path = check_destination(path, None, overwrite=overwrite)
-        remove_abandoned(self.path)
+        remove_abandoned(self.path, foreign_in)
         self._staging = Staging.create(self.path)
         self._staging.look = self._look
         self.place = self._staging.data

@@ -104,7 +104,7 @@ def test_a_run_of_this_process_is_over_when_it_is_released(tmp_path: Path) -> No
     first.release()
     assert abandoned(str(tmp_path / "out")) == [first.path]
     assert reclaimable_bytes(str(tmp_path / "out")) > 0
-    remove_abandoned(str(tmp_path / "out"))
+    remove_abandoned(str(tmp_path / "out"), lambda path: ())
     assert [path.name for path in tmp_path.iterdir()] == [os.path.basename(second.path)]
 
 
@@ -226,7 +226,7 @@ class TestMovedAside:
         assert names(Path(left) / "data") == ["new"]
 
     def test_before_the_rest_is_removed(self, between: Path, tmp_path: Path) -> None:
-        remove_abandoned(str(tmp_path / "out"))
+        remove_abandoned(str(tmp_path / "out"), lambda path: ())
         assert names(tmp_path) == ["out"]
         assert names(tmp_path / "out") == ["old"]
 
@@ -244,7 +244,7 @@ class TestMovedAside:
         (tmp_path / "out" / "theirs").touch()
         with pytest.raises(UsageError, match="something else is there") as caught:
             recover(str(tmp_path / "out"))
-        remove_abandoned(str(tmp_path / "out"))
+        remove_abandoned(str(tmp_path / "out"), lambda path: ())
         assert names(tmp_path / "out") == ["theirs"]
         (old,) = tmp_path.glob(".out.shardkit-*/data.old/old")
         assert str(old.parent.parent.parent) in caught.value.problems[0]
@@ -253,7 +253,7 @@ class TestMovedAside:
         (between / "data").rename(tmp_path / "out")
         recover(str(tmp_path / "out"))
         assert names(tmp_path / "out") == ["new"]
-        remove_abandoned(str(tmp_path / "out"))
+        remove_abandoned(str(tmp_path / "out"), lambda path: ())
         assert names(tmp_path) == ["out"]
 
     def test_half_of_it_is_never_put_back(self, between: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 from shardkit.files.shared import shared_of
 from shardkit.files.staging import abandoned, journal_of
 from shardkit.operations.parts.agreement import read_all
+from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.parts.notes import read_note
 from shardkit.transfer.journal import read_finished
 from tests.powerloss.disk import Disk, State, Tree
@@ -251,7 +252,7 @@ class Replay:
                         found.wrong.append(f"the journal vouches for {name}, which is damaged; {state.story}")
             for name in noted_files(str(place / NAME)):
                 is_resumable = True
-                (shared,) = shared_of(str(place / NAME))
+                (shared,) = shared_of(str(place / NAME), foreign_in)
                 if Path(shared.data, name).read_bytes() != self.new[name]:
                     found.wrong.append(f"a note vouches for {name}, which is damaged; {state.story}")
         return is_resumable
@@ -312,7 +313,7 @@ class Replay:
 def noted_files(destination: str) -> list[str]:
     """Return the files of parts under way that have a note, which another part would believe."""
     found = list[str]()
-    for shared, agreement in read_all([each for each in shared_of(destination) if each.is_open]):
+    for shared, agreement in read_all([each for each in shared_of(destination, foreign_in) if each.is_open]):
         for number, (name, size) in enumerate(agreement.files):
             found += [name] if read_note(shared, number, name, size) is not None else []
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import shardkit
 from shardkit.cli import main
 from shardkit.errors import SourceError
 from shardkit.files.staging import Staging
+from tests.torture.divided import committing, good, parts
 from tests.torture.harness import Place, Scenario, Scenarios, Server
 
 VERBS = ("preshard two jobs", "consolidate", "reshard two jobs")
@@ -120,6 +122,67 @@ def test_what_is_somebody_elses_is_named_and_stays(found: Scenarios, server: Ser
     assert {str(file.relative_to(left)) for file in left.rglob("*") if file.is_file()} == before
     assert {*shardkit.status(there.out, abort=True).runs[0].foreign} == before
     assert (left / "data/optimizer.bin").read_bytes() == b"mine"
+    there.remove()
+
+
+def put_there(left: Path) -> set[str]:
+    """Put a person's files into a directory of runs; return what they are."""
+    for name in ("notes.txt", "data/mine/results.csv", "data/optimizer.bin"):
+        (left / name).parent.mkdir(exist_ok=True)
+        (left / name).write_bytes(name.encode())
+    return {"notes.txt", "data/mine/results.csv", "data/optimizer.bin"}
+
+
+def kept_beside(there: Place) -> set[str]:
+    """Return what is left beside the output, by content; nothing but a person's files is."""
+    return {path.read_text() for left in there.staging() for path in left.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", [*VERBS, "preshard factors"])
+@pytest.mark.parametrize("way", ["the same command", "other options", "--no-resume", "failed"])
+def test_a_later_run_keeps_it(name: str, way: str, found: Scenarios, server: Server, place: Path) -> None:
+    """Whether it goes on in that directory or removes it."""
+    there = killed(found[name], server, place, 0.9)
+    (left,) = there.staging()
+    mine = put_there(left)
+    extra = {"other options": ["--digest", "none"], "--no-resume": ["--no-resume"]}.get(way, [])
+    if way == "failed":
+        fault = {"of": ["rename", "renameat2", "fsync"], "at": 12, "do": "errno", "errno": 5}
+        there.scenario.run(server, there.out, fault=fault)
+        assert kept_beside(there) >= mine
+    answer = there.scenario.run(server, there.out, extra=extra)
+    assert answer.code == 0, answer.err
+    if way != "other options":
+        there.check_is(there.scenario.expected)
+    assert kept_beside(there) == mine
+    (warning,) = [text for text in json.loads(answer.out)["warnings"] if "not shardkit's" in text]
+    assert all(each.rpartition("/")[2] in warning for each in mine)
+    there.remove()
+
+
+@pytest.mark.parametrize("way", ["abort", "commit", "late", "other parts"])
+def test_among_what_parts_share_too(way: str, found: Scenarios, server: Server, place: Path) -> None:
+    there = Place(found["preshard"], place)
+    first, last = parts(there.scenario, there.out, 2)
+    good(server.together([first]))
+    (shared,) = there.staging()
+    (shared / "notes.txt").write_text("notes.txt")
+    if way in ("commit", "late"):
+        good(server.together([last]))
+        there.check_is(there.scenario.expected)
+        good(server.together([committing(there.scenario, there.out) if way == "commit" else first]))
+    elif way == "abort":
+        (shared / "done" / "mine").write_text("of nobody")
+        (shared / "data" / "mine").write_text("mine")
+        shown = run("status", str(there.out), "--abort")
+        assert shown.exit_code == 0
+        assert f"{shared}: not shardkit's, so this stays: notes.txt, data/mine" in shown.stderr
+        assert kept_beside(there) == {"notes.txt", "mine"}
+    else:
+        good([there.scenario.run(server, there.out)])
+        (said,) = good(server.together([last]))
+        assert "notes.txt" in "".join(said["warnings"])
+    assert "notes.txt" in kept_beside(there)
     there.remove()
 
 

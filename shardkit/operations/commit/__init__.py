@@ -333,7 +333,8 @@ def status(
     stored, runs, shown = place.uncommitted(), place.runs(), escape(place.path)
     warnings: tuple[str, ...] = ()
     if abort:
-        warnings = warn_before(runs, on_warning, also_unknown=True)
+        shared = [each.path for each in found if not is_remote(each.path)]
+        warnings = warn_before(runs, on_warning, also_unknown=True, shared=shared)
         for staging in found:
             staging.give_up()
         place.give_up()

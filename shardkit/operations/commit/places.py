@@ -16,6 +16,7 @@ from shardkit.files.shared_store import shared_in_store
 from shardkit.files.staging import identity_of, remove_abandoned
 from shardkit.operations.leftovers import Leftover, leftovers
 from shardkit.operations.parts.agreement import Staging
+from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.parts.on_disk import absolute
 from shardkit.operations.uploading.factors import remove_records
 from shardkit.operations.uploading.status import MARKERS, StoredStatus, remove_uncommitted, uncommitted
@@ -56,7 +57,7 @@ class _Disk:
         self.path = absolute(output)
 
     def stagings(self) -> Sequence[Staging]:
-        return shared_of(self.path)
+        return shared_of(self.path, foreign_in)
 
     def identity(self) -> object:
         return identity_of(self.path)
@@ -65,9 +66,9 @@ class _Disk:
         return has_commits(self.path)
 
     def clean(self) -> None:
-        remove_marks(self.path)
+        remove_marks(self.path, foreign_in)
         if storage.lexists(self.path):
-            remove_abandoned(self.path)  # of a process that died after it had committed
+            remove_abandoned(self.path, foreign_in)  # of a process that died after it had committed
 
     def uncommitted(self) -> StoredStatus | None:
         return None
@@ -76,7 +77,7 @@ class _Disk:
         return leftovers(self.path)
 
     def give_up(self) -> None:
-        remove_marks(self.path)
+        remove_marks(self.path, foreign_in)
 
 
 class _Store:

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+from shardkit.core.catalog import Catalog
 from shardkit.core.text import count, escape
 from shardkit.core.threads import Progress
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError
@@ -30,6 +31,7 @@ from shardkit.files.shared import Found, SharedStaging
 from shardkit.files.strict_json import parse_object
 from shardkit.operations.parts.agreement import Agreement, Records, Staging, read_parts
 from shardkit.operations.parts.divided import Describer, Divided, PartResult, incomplete
+from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.parts.notes import Note
 from shardkit.operations.parts.on_disk import DividedOnDisk
 from shardkit.operations.parts.part import Part, share_of
@@ -59,6 +61,15 @@ class FactoredJob(Protocol):
 
     def fill(self, filling: Filling, /) -> Mapping[str, int]:
         """Fill the holes of all factors in this process alone; return the CRC-32 of each, by its name in the catalog."""
+
+    @property
+    def crcs(self) -> Mapping[str, int]:
+        """CRC-32 of each factor, by its name in the catalog."""
+
+    def take_over(
+        self, found: Mapping[str, object], catalog: Catalog, jobs: int, /, *, is_known: bool
+    ) -> list[str]:
+        """Take what manifests say of factors, by root; return why these are not of the job's weights."""
 
 
 def weights_of(job: FactoredJob) -> list[tuple[str, int]]:
@@ -528,7 +539,7 @@ class DividedWithFactors(WithFactors, DividedOnDisk):
         computed_by: str,
         **more: Any,
     ) -> None:
-        place = SharedStaging.of_plan(destination, agreement.plan).factors
+        place = SharedStaging.of_plan(destination, agreement.plan, foreign_in).factors
         self._factors = SharedFactors(
             place, factors, plan, compares=options.check_source, computed_by=computed_by
         )

@@ -19,6 +19,7 @@ from shardkit.files.shared import SharedStaging, note_name, remove_marks, shared
 from shardkit.files.staging import identity_of
 from shardkit.operations.parts.agreement import Agreement, read_all
 from shardkit.operations.parts.divided import Describer, Divided, PartResult
+from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.parts.notes import Note, read_note, remove_notes
 from shardkit.operations.parts.part import Part
 from shardkit.transfer.execute import ExecuteOptions
@@ -56,7 +57,7 @@ class DividedOnDisk(Divided):
         check_replaceable: Callable[[], object],
         remember: Callable[[str], object],
     ) -> None:
-        self.staging = SharedStaging.of_plan(destination, agreement.plan)
+        self.staging = SharedStaging.of_plan(destination, agreement.plan, foreign_in)
         super().__init__(destination, self.staging, agreement, plan, data_nbytes, options, progress)
         self._describe, self._overwrite, self._check_replaceable = describe, overwrite, check_replaceable
         self._before, self._is_lost, self._work, self._remember = before, False, "", remember
@@ -113,8 +114,8 @@ class DividedOnDisk(Divided):
             self.staging.reopen()
             if self.staging.is_committed:
                 return False
-            remove_marks(self._destination, only_old=True)
-            beside = shared_of(self._destination)
+            remove_marks(self._destination, foreign_in, only_old=True)
+            beside = shared_of(self._destination, foreign_in)
             closed = [escape(each.path) for each in beside if not each.is_open and each.exists]
             if not closed:
                 break
@@ -133,7 +134,9 @@ class DividedOnDisk(Divided):
             raise UsageError(
                 f"{escape(self._destination)} exists: another process has made it while this part began"
             )
-        others = read_all([each for each in shared_of(self._destination) if each.path != self.staging.path])
+        others = read_all(
+            [each for each in shared_of(self._destination, foreign_in) if each.path != self.staging.path]
+        )
         if others:
             if is_ours:
                 self.staging.remove()
@@ -199,10 +202,10 @@ class DividedOnDisk(Divided):
     def clean_up(self, *, keeps_mark: bool) -> None:
         if keeps_mark:
             self.staging.keep_mark()
-            remove_marks(self._destination, only_old=True)
+            remove_marks(self._destination, foreign_in, only_old=True)
         else:
             self.staging.remove()
-            remove_marks(self._destination)
+            remove_marks(self._destination, foreign_in)
 
     def _link_images(self, directory: str) -> Collection[str]:
         """Let the images lie beside what describes them. What is little more than a header is copied."""

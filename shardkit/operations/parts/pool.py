@@ -16,6 +16,7 @@ from shardkit.files.shared import remove_marks
 from shardkit.files.stores import is_remote
 from shardkit.operations.parts.agreement import Command, Committing
 from shardkit.operations.parts.divided import PartResult
+from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.parts.ray_pool import connected, import_ray
 
 RAY = "ray"
@@ -161,7 +162,7 @@ def _whole(verb: Callable[..., _R], options: Mapping[str, Any], results: list[_R
         committed = [verb(**options, part=Committing(check=lambda _: None, on_end=lambda _: None))]
     whole = next((each for each in committed if each.part is None or not each.part.by_another), committed[0])
     if not is_remote(whole.output):
-        remove_marks(whole.output)  # nobody comes late any more
+        remove_marks(whole.output, foreign_in)  # nobody comes late any more
     warnings = dict.fromkeys(warning for each in (whole, *results) for warning in each.warnings)
     # What else is of one part alone is left out.
     return replace(whole, part=None, moving_s=0, warnings=tuple(warnings))  # type: ignore[type-var]

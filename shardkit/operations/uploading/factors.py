@@ -22,7 +22,7 @@ from shardkit.core.text import escape
 from shardkit.errors import IncompleteError, Interrupted, ResourceError, UsageError
 from shardkit.files import cache, storage
 from shardkit.files.shared_store import StoredStaging
-from shardkit.files.staging import Staging, remove_abandoned
+from shardkit.files.staging import Staging, nothing, remove_abandoned
 from shardkit.operations.parts.agreement import Agreement
 from shardkit.operations.parts.factors import FactoredJob, SharedFactors, WithFactors
 from shardkit.operations.uploading.in_store import DividedInStore
@@ -83,7 +83,7 @@ class FactoredUpload:
             place = os.path.join(directory, _name(output))
             staging = (adopted(place, self._by) if self._upload.resume else None) or Staging.create(place)
             try:
-                remove_abandoned(place)  # of other plans, or to begin anew
+                remove_abandoned(place, nothing)  # of other plans, or to begin anew
                 yield staging
             except KeyboardInterrupt as interrupt:
                 staging.release()
@@ -191,7 +191,7 @@ class FactoredInStore(WithFactors, DividedInStore):
         """Give a directory that goes afterwards, with those of dead runs: the store has the records."""
         with _made_directory() as directory:
             beside = os.path.join(directory, _name(self._destination))
-            remove_abandoned(beside)
+            remove_abandoned(beside, nothing)
             staging = Staging.create(beside)
             try:
                 yield staging.data
@@ -209,7 +209,7 @@ def remove_records(output: str) -> None:
     """Remove what dead runs on this machine have computed for an output that they did not make."""
     directory = _directory()
     if directory is not None:
-        remove_abandoned(os.path.join(directory, _name(output)))
+        remove_abandoned(os.path.join(directory, _name(output)), nothing)
 
 
 def _name(output: str) -> str:

@@ -1,0 +1,132 @@
+"""Files in the directory of a run, or of parts, that shardkit has not put there: they are named, and never removed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator
+
+from shardkit.core.text import escape, listed
+from shardkit.errors import ShardkitError
+from shardkit.files import manifest, storage
+from shardkit.files.staging import OWNER, abandoned, journal_of, rename_noreplace
+from shardkit.formats.dcp import METADATA, chunk_list
+from shardkit.formats.hub.assets import is_asset
+from shardkit.formats.owned import is_nobodys
+from shardkit.operations.parts.agreement import Agreement
+from shardkit.transfer.journal import Journalled, read_journal
+
+_OF_PARTS = ("plan.json", "committed.json")
+_FOLDERS_OF_PARTS = ("done", "factors", "parts", "work")
+_APART = "kept"
+_OF_RUNS = re.compile(
+    r"\.metadata(\..*)?|shardkit\.json|.*\.(distcp|chunks\.json|safetensors|safetensors\.index\.json|part)",
+    re.DOTALL,
+)
+"""Names of files that runs of every version write, whatever the job."""
+
+
+def foreign_in(path: str) -> list[str]:
+    """Return the files of a staging directory that shardkit has not put there, relative to it."""
+    said, of_parts, found = read_journal(journal_of(path)), _of_parts(path), list[str]()
+    for name in files_in(path):
+        top, _, below = name.partition("/")
+        if is_nobodys(name):
+            continue
+        if (top == "data" or top.startswith("new-")) and below:
+            is_own = below in of_parts or _is_own(os.path.join(path, top), below, said)
+            found += [] if is_own else [name]
+        elif top in _FOLDERS_OF_PARTS and below and of_parts:
+            continue
+        elif top in ("data.old", "replaced") and below:
+            # What goes back to its place is not removed.
+            goes_back = top == "data.old" and storage.lexists(os.path.join(path, "data"))
+            found += [] if goes_back or _is_listed(os.path.join(path, top), below) else [name]
+        elif name not in (OWNER, os.path.basename(journal_of(path)), *_OF_PARTS):
+            found.append(name)
+    return found
+
+
+def _of_parts(path: str) -> set[str]:
+    """Return the names of the files that parts share there, with what describes them; empty if none do."""
+    place = os.path.join(path, "plan.json")
+    try:
+        names = {name for name, _ in Agreement.read(place).files}
+    except ShardkitError:
+        return set()
+    return names | _described(names)
+
+
+def files_in(path: str) -> Iterator[str]:
+    """Yield all files in a directory, relative to it; links to directories too."""
+    for here, folders, names in storage.walk(path):
+        links = [name for name in folders if storage.islink(os.path.join(here, name))]
+        yield from sorted(os.path.relpath(os.path.join(here, name), path) for name in (*names, *links))
+
+
+def _is_own(directory: str, name: str, said: Journalled) -> bool:
+    """True for a file of a run in its directory `data`; once that was exchanged, the old output lies there."""
+    if said.job is None or said.directory != storage.stat(directory).st_ino:
+        return _is_listed(directory, name) or name in said.finished
+    written = {file for file, _ in said.job.files}
+    return name in written or name in said.job.beside or name.removesuffix(".part") in _described(written)
+
+
+def _described(written: Collection[str]) -> set[str]:
+    """Return the names of what a run writes beside its files of tensors."""
+    folders = {os.path.dirname(name) for name in written} | {""}
+    beside = {os.path.join(folder, name) for folder in folders for name in (METADATA, manifest.NAME)}
+    indices = {"model.safetensors.index.json", "adapter_model.safetensors.index.json"}
+    return beside | indices | {chunk_list.name_for(name) for name in written}
+
+
+def _is_listed(directory: str, name: str) -> bool:
+    """True for a file of an output that was replaced, as far as its manifest or its own name says."""
+    return (
+        bool(_OF_RUNS.fullmatch(os.path.basename(name))) or is_asset(name) or name in _manifested(directory)
+    )
+
+
+def _manifested(directory: str) -> set[str]:
+    found = set[str]()
+    try:
+        said = manifest.read(directory)
+    except ShardkitError:
+        return found
+    return found if said is None else {file.name for file in manifest.all_files(said)}
+
+
+def stays(path: str, foreign: Collection[str]) -> str:
+    """Return the warning that files of a directory stay, given its path and theirs."""
+    return f"{escape(path)}: not shardkit's, so this stays: {listed([*map(escape, foreign)])}"
+
+
+def name_foreign(destination: str, resume_from: str | None = None) -> Iterator[str]:
+    """Yield a warning for each directory of a dead run with files that shardkit has not put there.
+
+    They stay when a run removes it, or goes on in it.
+
+    Args:
+        destination: absolute.
+        resume_from: another directory that a run goes on in.
+    """
+    for path in {*abandoned(destination), *([resume_from] if resume_from else [])}:
+        foreign = foreign_in(path)
+        if foreign:
+            yield stays(path, foreign)
+
+
+def set_foreign_apart(path: str) -> None:
+    """Move what shardkit has not put among the files of a run to where no run looks: this one goes on with the others.
+
+    Args:
+        path: of the run's staging directory.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    for name in foreign_in(path):
+        if name.startswith("data" + os.sep):
+            target = os.path.join(path, _APART, os.path.relpath(name, "data"))
+            storage.make_directories(os.path.dirname(target))
+            rename_noreplace(os.path.join(path, name), target)
