@@ -52,7 +52,7 @@ _MARK = "parts-"
 _HASH_DIGITS = 16
 _DONE = ".done"
 _NAME = re.compile(_MARK + r"[0-9a-f]{16}", re.ASCII)
-_NOTHING, _COMMITTED = "nothing", "committed.json"
+NOTHING, _COMMITTED = "nothing", "committed.json"
 _TAKEN = "new-"
 _MAX_BYTES, _MAX_TOLD_BYTES = 1 << 28, 1 << 16
 
@@ -394,7 +394,7 @@ class SharedStaging:
                 source = self.destination
         if source != self.destination:
             storage.mkdir(source)
-            storage.write_file(os.path.join(source, _NOTHING), b"")
+            storage.write_file(os.path.join(source, NOTHING), b"")
         try:
             storage.rename(source, self._replaced)
         except OSError as error:
@@ -404,7 +404,7 @@ class SharedStaging:
 
     def _has_replaced(self) -> bool:
         """True if an old output lies aside."""
-        note = os.path.join(self._replaced, _NOTHING)
+        note = os.path.join(self._replaced, NOTHING)
         return storage.lexists(self._replaced) and not storage.lexists(note)
 
     def _appeared(self) -> UsageError:

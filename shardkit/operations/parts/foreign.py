@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError
 from shardkit.files import manifest, storage
+from shardkit.files.shared import NOTHING
 from shardkit.files.staging import OWNER, abandoned, journal_of, rename_noreplace
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.hub.assets import is_asset
@@ -39,8 +40,9 @@ def foreign_in(path: str) -> list[str]:
         elif top in _FOLDERS_OF_PARTS and below and of_parts:
             continue
         elif top in ("data.old", "replaced") and below:
-            # What goes back to its place is not removed.
+            # What goes back to its place is not removed; an empty note says that there is nothing to go back.
             goes_back = top == "data.old" and storage.lexists(os.path.join(path, "data"))
+            goes_back |= below == NOTHING and not storage.getsize(os.path.join(path, name))
             found += [] if goes_back or _is_listed(os.path.join(path, top), below) else [name]
         elif name not in (OWNER, os.path.basename(journal_of(path)), *_OF_PARTS):
             found.append(name)
