@@ -270,8 +270,26 @@ def _is_unchanged(
                 return True
         # A card that names another base, of an earlier run: nobody has put anything into it.
         return (name == CARD and is_own_card(data)) or any(make() == data for make in made)
-    except (ShardkitError, OSError):  # a link that leads nowhere, a pipe: nothing that shardkit wrote
+    except (
+        ShardkitError,
+        OSError,
+    ) as error:  # a link that leads nowhere, a pipe: nothing that shardkit wrote
+        _raise_failed(error, place)
         return False
+
+
+def _raise_failed(error: ShardkitError | OSError, path: str) -> None:
+    """Raise the error of a disk that fails for now: what it does not give is not somebody else's for that.
+
+    Raises:
+        ResourceError: a file that is there, and that this user may read, cannot be read.
+    """
+    if not (storage.isfile(path) and storage.access(path, os.R_OK)):
+        return
+    if isinstance(error, ResourceError):
+        raise error
+    if isinstance(error, OSError):
+        raise ResourceError(f"{escape(path)} cannot be read: {error.strerror}") from error
 
 
 def _claim(path: str, kind: OutputKind, made: Made, *, may_be_begun: bool) -> Claim:
@@ -313,7 +331,8 @@ def _listed(path: str, kind: OutputKind) -> tuple[dict[str, manifest.SavedFile |
     """Return what the manifest of a directory lists, that of its folders too; and whether that is all of an output."""
     try:
         said = _said(os.path.join(path, manifest.NAME))
-    except (ShardkitError, OSError):
+    except (ShardkitError, OSError) as error:
+        _raise_failed(error, os.path.join(path, manifest.NAME))
         return {}, False
     if said.kind is not kind:
         return {}, False

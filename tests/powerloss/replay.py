@@ -362,6 +362,7 @@ def recorded(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Replay scenarios and print what was found; 1 where something is wrong."""
+    os.environ["SHARDKIT_CACHE"] = "off"  # what this user has cached is nobody's in a test
     parser = argparse.ArgumentParser(
         description="Replay what a power loss may leave of every operation that writes."
     )

@@ -48,6 +48,7 @@ ALSO = (
     "shardkit.operations.environment",
     "shardkit.operations.manifest",
     "shardkit.operations.verify",
+    "tomllib",
 )
 """What they import when they run; half of a run's time if each fork did so."""
 
