@@ -41,7 +41,7 @@ from shardkit.training.fill.reading import (
 from shardkit.training.fill.samples import kept_open, take_samples, versions
 from shardkit.training.fill.source import Source, find_weights, has_factors, open_source, remember
 from shardkit.training.kept import remember_files
-from shardkit.training.model.between import check_hidden, check_new_ties, release, say_put_back
+from shardkit.training.model.between import check_hidden, compare_parameters, release, say_put_back
 from shardkit.training.model.buffers import (
     class_buffers,
     compute_buffers,
@@ -55,7 +55,7 @@ from shardkit.training.model.buffers import (
 from shardkit.training.model.factors import Factoring, own_targets, to_json
 from shardkit.training.model.fit import ModelInitializationContext, check_fit, check_ties, check_untied
 from shardkit.training.model.initialise import initialise, new_rows
-from shardkit.training.model.overlap import apart, put_together
+from shardkit.training.model.overlap import apart, put_together, refuse_expanded
 from shardkit.training.model.states import extra_states, hand_over, states_to_read
 from shardkit.training.optimizer import rebind_optimizer
 from shardkit.training.ranks.agree import agree, agreed, current_device, gather_json, world
@@ -133,7 +133,7 @@ def finalize(
         for each in (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
             rebind_optimizer(model, each)
         shards = with_ties(local_shards(model), ctx.ties)
-    check_new_ties((shard.names for shard in shards), ctx)
+    compare_parameters([(shard.names, shard.whole.requires_grad) for shard in shards], ctx)
     filled, own = Filled(), shards
     if ctx.source is not None:
         supply = supply_of(ctx)
@@ -210,6 +210,7 @@ def load_into(
         release(model)
         materialise(model, place)
         shards = local_shards(model)
+        refuse_expanded(shards)
         computed = class_buffers(model)
         unlike = unlike_computed(model, computed)
         hidden = {name for shard in shards if not shard.persistent for name in shard.names}

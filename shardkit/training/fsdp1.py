@@ -33,12 +33,12 @@ from shardkit.training.finalize import (
     read_states,
     supply_of,
 )
-from shardkit.training.model.between import check_hidden, check_new_ties, say_put_back
+from shardkit.training.model.between import check_hidden, compare_parameters, say_put_back
 from shardkit.training.model.buffers import equalise_buffers, memory_for_buffers, restore_buffers, retie
 from shardkit.training.model.fit import ModelInitializationContext
 from shardkit.training.model.states import hand_over
 from shardkit.training.ranks.agree import agreed, device_for
-from shardkit.training.ranks.local import LocalShard, Replicas, allocate, describe, full_name
+from shardkit.training.ranks.local import LocalShard, Replicas, allocate, distinct, full_name
 
 # accelerate 1.15, utils/dataclasses.py: if either is on, accelerate replaces param_init_fn by a function that
 # leaves memory as it is, and rank 0 sends that to all.
@@ -150,8 +150,9 @@ class UnitFiller:
         return module
 
     def _compare_ties(self) -> None:
-        _, groups = describe(self._ctx.model)
-        check_new_ties(groups, self._ctx)
+        found = [(names, tensor.requires_grad) for names, tensor, _ in distinct(self._ctx.model)]
+        groups = [names for names, _ in found if len(names) > 1]
+        compare_parameters(found, self._ctx)
         self._groups.update({name: group for group in groups for name in group})
         self._supply = supply_of(self._ctx)
 

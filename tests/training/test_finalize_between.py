@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 
 import shardkit
 from tests.worlds.ranks import Ranks, same_error
@@ -104,6 +105,7 @@ def make_sources(out: Path) -> None:
     save_file({"a.weight": WEIGHT, "b.weight": WEIGHT + 1}, out / "two.safetensors")
     save_file({"a.weight": WEIGHT, "b.weight": WEIGHT.clone()}, out / "same.safetensors")
     save_file({"a.weight": WEIGHT}, out / "one.safetensors")
+    save_file({"a.weight": WEIGHT, "b.weight": WEIGHT + 1, "table": WEIGHT[1].clone()}, out / "t.safetensors")
     ctx = shardkit.prepare(Net, out / "two.safetensors")
     shardkit.finalize(ctx.model, ctx)  # imports what is imported late, once for all
 
@@ -163,6 +165,54 @@ def test_a_model_given_on_meta(out: Path) -> None:
     net.table = torch.arange(4.0)
     error = same_error(lambda: start(net, out / "two.safetensors"))  # type: ignore[arg-type]
     assert error["problems"] == ["ranks 0-1: teacher[0].weight: [4, 4]"]
+
+
+@two.test
+def test_load_into_fills_what_holds_its_own_modules_or_real_ones_twice(out: Path) -> None:
+    for wrapped in (lambda net: net, shard, wrap):
+        with torch.device("meta"):
+            net: Any = holding(PASS["its own modules"])()
+        net.table, net.teacher = torch.arange(4.0), [nn.Linear(4, 4)]
+        model = shardkit.load_into(wrapped(net), out / "two.safetensors")
+        weight = model.a.weight
+        assert torch.equal(value(weight) if isinstance(weight, DTensor) else weight, WEIGHT)
+
+
+@two.test
+def test_what_some_ranks_train_and_others_do_not_is_refused(out: Path) -> None:
+    def freeze(net: Any) -> None:
+        net.b.weight.requires_grad_(dist.get_rank() != 0)
+
+    said = ["ranks 0-1: b.weight: trained on rank 1, frozen on rank 0"]
+    for run in (
+        lambda: start(Net, out / "two.safetensors", between=freeze),
+        lambda: start(holding(freeze), out / "two.safetensors", wrap),
+        lambda: fsdp1(Net, out / "two.safetensors", freeze),
+    ):
+        error = same_error(run)
+        assert error["message"] == "requires_grad of 1 parameter is not the same on all ranks"
+        assert error["problems"] == said
+    frozen = start(Net, out / "two.safetensors", between=lambda net: net.b.requires_grad_(False)).model
+    assert (frozen.a.weight.requires_grad, frozen.b.weight.requires_grad) == (True, False)
+
+
+@two.test
+def test_expanded_buffers_get_memory_and_expanded_parameters_are_refused(out: Path) -> None:
+    def expand(net: Any) -> None:
+        net.register_buffer("rows", torch.arange(4.0).expand(3, 4), persistent=False)
+
+    assert torch.equal(
+        start(holding(expand), out / "two.safetensors").model.rows, torch.arange(4.0).expand(3, 4)
+    )
+    net = Net()
+    net.register_buffer("table", torch.ones(1).expand(4))
+    assert torch.equal(shardkit.load_into(net, out / "t.safetensors").table, WEIGHT[1])
+    net.b.weight = nn.Parameter(torch.ones(4).expand(4, 4))
+    error = same_error(lambda: shardkit.load_into(net, out / "t.safetensors"))
+    assert error["problems"] == ["ranks 0-1: b.weight: [4, 4] with strides [0, 1]"]
+    assert "parameter.data.clone()" in error["hint"]
+    net.b.weight.data = net.b.weight.data.clone()
+    assert torch.equal(shardkit.load_into(net, out / "t.safetensors").b.weight, WEIGHT + 1)
 
 
 @two.test

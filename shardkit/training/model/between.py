@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -14,11 +14,11 @@ from shardkit.errors import LayoutError
 from shardkit.training.model.buffers import same_bits
 from shardkit.training.model.fit import ModelInitializationContext, diverged_ties
 from shardkit.training.model.hidden import Hidden, find_hidden, let_go, refuse_hidden
-from shardkit.training.ranks.agree import agreed, gather_json, world
+from shardkit.training.ranks.agree import Mask, agreed, gather_json, numbered, plain_mask, read_mask, world
 from shardkit.training.ranks.local import Place, buffer_places
 
 _log = logging.getLogger("shardkit")
-_PHASE = "comparing ties with the source"
+_PHASE = "comparing the ranks' parameters"
 
 # Context -> what its model holds on meta beside its parameters and buffers.
 _PREPARED = WeakIdKeyDictionary()
@@ -91,28 +91,39 @@ def check_hidden(model: nn.Module, ctx: ModelInitializationContext) -> None:
     refuse_hidden(model, _PREPARED.get(ctx, ()), elsewhere)  # type: ignore[no-untyped-call]
 
 
-def check_new_ties(groups: Iterable[Sequence[str]], ctx: ModelInitializationContext) -> None:
+def compare_parameters(
+    parameters: Sequence[tuple[Sequence[str], bool]], ctx: ModelInitializationContext
+) -> None:
     """Refuse parameters that were several in the prepared model and are now one, unless their values are the same.
 
-    One that the source lacks has the value of the other. Every rank calls it.
+    One that the source lacks has the value of the other. What some ranks train has to be what all of them train. Every
+    rank calls it.
 
     Args:
-        groups: the names of each parameter that the model has now.
+        parameters: the names of each parameter or buffer that the model has now, and whether it takes a gradient.
         ctx: afterwards it initialises none that is read under another name.
 
     Raises:
-        LayoutError: on all ranks: the source has two values for one parameter; names all of them.
+        LayoutError: on all ranks: the source has two values for one parameter, or some ranks have frozen what others
+            train; names all of them.
         IntegrityError, ResourceError: as `diverged_ties`.
     """
-    tied = [names for names in groups if sum(name in ctx.expected for name in names) > 1]
-    told = gather_json([ctx.weights is not None, tied], phase=_PHASE)
+    trains = {names[0]: takes_gradient for names, takes_gradient in parameters}
+    tied = [names for names, _ in parameters if sum(name in ctx.expected for name in names) > 1]
+    order = tuple(trains)
+    trained = plain_mask([name for name in order if trains[name]], order)
+    told = [
+        (sees, ties, mask)
+        for sees, ties, mask in gather_json([ctx.weights is not None, tied, trained], phase=_PHASE)
+    ]
     with agreed(_PHASE):
+        _refuse_frozen_apart(order, [read_mask(mask, order) for _, _, mask in told])
         # The first rank that sees the source reads, for all that have the tie.
         mine = [
             names
             for names in tied
             if world()[0]
-            == next((at for at, (sees, ties) in enumerate(told) if sees and list(names) in ties), None)
+            == next((at for at, (sees, ties, _) in enumerate(told) if sees and list(names) in ties), None)
         ]
         found = [] if ctx.weights is None else diverged_ties(mine, ctx.weights)
         LayoutError.raise_for(
@@ -125,3 +136,25 @@ def check_new_ties(groups: Iterable[Sequence[str]], ctx: ModelInitializationCont
         made = [name for name in names if name in ctx.initialised]
         is_read = any(name in ctx.expected and name not in made for name in names)
         ctx.initialised -= frozenset(made if is_read else made[1:])
+
+
+def _refuse_frozen_apart(order: Sequence[str], masks: Sequence[Mask]) -> None:
+    """Refuse parameters that some ranks train and others do not: those would wait for gradients that never come.
+
+    Ranks of other stages of a pipeline have other parameters.
+
+    Args:
+        order: the names of this rank's tensors.
+        masks: which of them each rank trains.
+    """
+    alike = {rank: mask.bits for rank, mask in enumerate(masks) if mask.order == masks[world()[0]].order}
+    problems = [
+        f"{escape(name)}: trained on {numbered(trains)}, frozen on {numbered(sorted(alike.keys() - trains))}"
+        for at, name in enumerate(order)
+        if 0 < len(trains := [rank for rank, bits in alike.items() if bits[at] == "1"]) < len(alike)
+    ]
+    LayoutError.raise_for(
+        problems,
+        f"requires_grad of {count(len(problems), 'parameter')} is not the same on all ranks",
+        hint="freeze the same parameters on every rank, before finalize",
+    )

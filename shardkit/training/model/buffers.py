@@ -25,7 +25,15 @@ from shardkit.files.digest import crc32
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import is_transformers, meta_twins
 from shardkit.training.ranks.agree import agreed, device_for, gather_json, lost, world
-from shardkit.training.ranks.local import Place, buffer_places, flat_bytes, full_name, memory_of, places
+from shardkit.training.ranks.local import (
+    Place,
+    buffer_places,
+    flat_bytes,
+    full_name,
+    is_expanded,
+    memory_of,
+    places,
+)
 
 InitBuffers = Callable[[nn.Module], object]
 """Computes a model's buffers, in place or by assigning new ones."""
@@ -255,7 +263,7 @@ def restore_buffers(model: nn.Module, values: Mapping[str, torch.Tensor], device
     """Give every buffer its computed value, on a device; it stays persistent, or not, as it was.
 
     A wrapper may have moved a buffer to meta, or given it memory without values; then it looks like any
-    other. An attribute that was another name of a buffer follows it.
+    other. An expanded one gets memory for all of its elements. An attribute that was another name of a buffer follows it.
 
     Args:
         model: wrapped.
@@ -289,6 +297,8 @@ def memory_for_buffers(model: nn.Module, device: torch.device) -> dict[str, torc
 
 
 def _value(old: torch.Tensor, computed: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    if is_expanded(old):  # nothing can be written to it
+        old = old.detach().clone()
     if computed is None:
         return old if old.is_meta else old.to(device)
     if old.is_meta or old.device.type != device.type:

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from shardkit.core.text import escape, listed
+from shardkit.errors import LayoutError
 from shardkit.training.model.buffers import same_bits
-from shardkit.training.ranks.local import LocalShard
+from shardkit.training.ranks.local import LocalShard, is_expanded
 
 
 def apart(shards: Sequence[LocalShard]) -> list[LocalShard]:
@@ -19,6 +20,23 @@ def apart(shards: Sequence[LocalShard]) -> list[LocalShard]:
         replace(shard, whole=shard.whole.detach().clone()) if at in shared else shard
         for at, shard in enumerate(shards)
     ]
+
+
+def refuse_expanded(shards: Sequence[LocalShard]) -> None:
+    """Refuse parameters that have not memory for all of their elements.
+
+    Raises:
+        LayoutError: names all of them.
+    """
+    LayoutError.raise_for(
+        [
+            f"{escape(shard.fqn)}: {list(shard.shape)} with strides {list(shard.tensor.stride())}"
+            for shard in shards
+            if is_expanded(shard.tensor)
+        ],
+        "parameters are expanded: several of their elements are one place in memory, which has one value",
+        hint="give each its memory before load_into: parameter.data = parameter.data.clone()",
+    )
 
 
 def put_together(shards: Sequence[LocalShard], filled: Sequence[LocalShard]) -> list[str]:

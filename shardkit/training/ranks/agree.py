@@ -117,10 +117,19 @@ def gather_masks(names: Collection[str], order: Sequence[str], *, phase: str) ->
     Raises:
         ResourceError: as `gather_json` does.
     """
+    return [read_mask(each, order) for each in gather_json(plain_mask(names, order), phase=phase)]
+
+
+def plain_mask(names: Collection[str], order: Sequence[str]) -> list[Any]:
+    """Return which names of an order this rank has, as plain data to send beside others."""
     mine = "".join("1" if name in names else "0" for name in order)
-    digest = crc32("\n".join(order).encode())
-    every = gather_json([digest, f"{int(mine or '0', 2):x}"], phase=phase)
-    return [Mask(other, f"{int(bits, 16):0{len(order)}b}") for other, bits in every]
+    return [crc32("\n".join(order).encode()), f"{int(mine or '0', 2):x}"]
+
+
+def read_mask(plain: Sequence[Any], order: Sequence[str]) -> Mask:
+    """Return what a rank sent as `plain_mask`."""
+    other, bits = plain
+    return Mask(other, f"{int(bits, 16):0{len(order)}b}")
 
 
 def broadcast_json(value: Any, source: int, *, phase: str = "sending") -> Any:
@@ -214,7 +223,7 @@ def _together(told: Sequence[dict[str, Any] | None], ranks: Sequence[int]) -> Sh
     for rank, each in zip(ranks, told, strict=True):
         if each is not None:
             distinct.setdefault(json.dumps(each), []).append(rank)
-    found = [(json.loads(text), _ranks(who)) for text, who in distinct.items()]
+    found = [(json.loads(text), numbered(who)) for text, who in distinct.items()]
     kinds = [_kind(each["kinds"]) for each, _ in found]
     lineage: Sequence[type[ShardkitError]] = kinds[0].__mro__
     common = next(kind for kind in lineage if all(issubclass(other, kind) for other in kinds))
@@ -233,7 +242,7 @@ def _kind(names: Sequence[str]) -> type[ShardkitError]:
     return next((_KNOWN[name] for name in names if name in _KNOWN), ShardkitError)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def numbered(ranks: Sequence[int]) -> str:
     """Return "rank 2", "ranks 0-3", "ranks 0, 2-3"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):

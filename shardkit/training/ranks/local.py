@@ -190,6 +190,11 @@ def local_tensor(whole: torch.Tensor) -> torch.Tensor:
         return plain.to_local() if isinstance(plain, DTensor) else plain
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """True if several elements of a tensor are one place in memory, as `expand` leaves them."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, readable and writable."""
     view: memoryview = flat_bytes(tensor).numpy().data
