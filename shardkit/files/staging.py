@@ -288,6 +288,12 @@ class Staging:
 def remove_but(path: str, kept: Collection[str]) -> None:
     """Remove a directory, as far as the system lets us, but files that are kept, relative to it."""
     if not kept:
+        # What says whose the files are goes once these are gone, also if the power fails meanwhile.
+        with contextlib.suppress(OSError):
+            for name in storage.listdir(path):
+                if storage.isdir(os.path.join(path, name)) and not storage.islink(os.path.join(path, name)):
+                    storage.remove_tree(os.path.join(path, name))
+            storage.sync_directory(path)
         storage.remove_tree(path)
         return
     with contextlib.suppress(OSError):

@@ -103,6 +103,8 @@ class Journal:
             said = {} if job is None else {"job": job._asdict(), **_typed()}
             plan = {"plan": header.plan, "directory": header.directory}
             self._write({"format": _FORMAT, **plan, **said, VERSIONS: versions})
+            # Before any file of the run: without the journal nothing tells whose these are.
+            storage.sync_directory(os.path.dirname(path))
         else:
             # A run that was killed in the middle of a line left half of it; that line is ignored.
             self._write({VERSIONS: versions})
