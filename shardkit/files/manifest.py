@@ -792,6 +792,12 @@ def _scalars(kinds: set[type], what: str, is_good: Callable[[Any], object] | Non
     return decode
 
 
+def _anything(value: Any) -> Any:
+    if value is MISSING:
+        raise _expected("a value", value)
+    return value
+
+
 def _is_name_or_count(value: str | int) -> bool:
     return isinstance(value, str) or value in _NUMBERS
 
@@ -806,7 +812,7 @@ _SCALARS: Mapping[Any, _Decoder] = {
     bool: _scalars({bool}, "true or false"),
     str | int: _scalars({str, int}, "an integer from 0 on", _is_name_or_count),
     int | float: _scalars({int, float}, "a number from 0 on", partial(_is_between, 0.0, sys.float_info.max)),
-    object: lambda value: value,
+    object: _anything,
 }
 
 

@@ -162,6 +162,7 @@ def changed(path: tuple[str | int, ...], value: object) -> dict[str, Any]:
         (("mesh", "axes", 0, "size"), 2.0, "mesh.axes[0].size: expected an integer from 0 on, found 2.0"),
         (("mesh",), None, "mesh: it is missing"),
         (("ties",), [["a", 3]], "ties[0][1]: expected text, found 3"),
+        (("derived",), [{"name": "a"}], "derived[0].made_of: it is missing"),
         (("kind",), "other", "kind: expected one of presharded, checkpoint, hub, files"),
     ],
 )

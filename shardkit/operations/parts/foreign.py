@@ -69,7 +69,9 @@ def files_in(path: str) -> Iterator[str]:
 def _is_own(directory: str, name: str, said: Journalled) -> bool:
     """True for a file of a run in its directory `data`; once that was exchanged, the old output lies there."""
     if said.job is None or said.directory != storage.stat(directory).st_ino:
-        return _is_listed(directory, name) or name in said.finished
+        # An old output was looked through before any of it was removed, so without its manifest.
+        is_going = said.job is not None and not storage.lexists(os.path.join(directory, manifest.NAME))
+        return is_going or _is_listed(directory, name) or name in said.finished
     written = {file for file, _ in said.job.files}
     return name in written or name in said.job.beside or name.removesuffix(".part") in _described(written)
 
