@@ -320,7 +320,6 @@ def test_what_a_base_that_was_found_has_and_its_class_does_not_want_is_a_warning
             {"architectures": ["MyModel"], "model_type": "mine", "auto_map": {"AutoModel": "evil.MyModel"}},
             "code of its own",
         ),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
         ({"num_attention_heads": 0}, ""),
         ({"max_window_layers": 10**9}, "more layers than can be built"),
     ],
@@ -336,6 +335,19 @@ def test_a_class_that_cannot_be_asked_is_no_error_and_no_alarm(
     assert made.unloadable == ()
     assert made.held_against is None
     assert any("was not asked whether from_pretrained" in note and said in note for note in made.notes)
+
+
+def test_a_config_that_calls_plain_weights_quantised_is_put_right_and_the_class_is_asked(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of(models["qwen3"], nothing, tmp_path / "step-3")
+    config = json.loads((checkpoint / "config.json").read_text())
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (checkpoint / "config.json").write_text(json.dumps({**config, **quantised}))
+    made = consolidate(checkpoint, tmp_path / "out")
+    assert (made.unloadable, made.held_against) == ((), "class")
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    assert any("quantization_config" in note for note in made.notes)
 
 
 def question(models: dict[str, Path], drop: Drop) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
