@@ -783,9 +783,8 @@ def _optional(decode_given: _Decoder) -> _Decoder:
 
 def _scalars(kinds: set[type], what: str, is_good: Callable[[Any], object] | None = None) -> _Decoder:
     def decode(value: Any) -> Any:
-        if type(value) not in kinds or (
-            is_good and not is_good(value)
-        ):  # by exact type: True is an int to isinstance
+        # By exact type: True is an int to isinstance.
+        if type(value) not in kinds or (is_good and not is_good(value)):
             raise _expected(what, value)
         return value
 

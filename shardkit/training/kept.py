@@ -43,10 +43,7 @@ from shardkit.training.save_target import write_small
 
 _ATTRIBUTE = "_shardkit_hub_files"
 _MAX_BYTES = 256 << 20
-_OF_TRANSFORMERS = (
-    "transformers",
-    "transformers_modules",
-)  # the second is that of models with their own code
+_OF_TRANSFORMERS = ("transformers", "transformers_modules")  # the second: models with code of their own
 
 _Read = Callable[[], bytes]
 

@@ -77,10 +77,8 @@ _QUANTISED_PARAMETERS = {
     "quantizer": "deepspeed.linear.quantization.QuantizedParameter",
 }
 """Classes of parameters, by the attribute that has the scales: torch pickles a parameter without its class."""
-_OF_BYTES = (
-    "quant_type",
-    "quantizer",
-)  # names that others may give to something else, so the data must be codes
+_OF_BYTES = ("quant_type", "quantizer")
+"""Names that others may give to something else, so the data must be codes."""
 _MAKES = re.compile(r"_make_(?:(\w+)_)?in_reduce_ex")
 """Functions that pickles of TransformerEngine call, and classes that follow it: of a module, or a method of the class."""
 _MADE = {

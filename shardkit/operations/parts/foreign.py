@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import cache
 
 from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError
@@ -30,20 +31,28 @@ _OF_RUNS = re.compile(
 def foreign_in(path: str) -> list[str]:
     """Return the files of a staging directory that shardkit has not put there, relative to it."""
     said, of_parts, found = read_journal(journal_of(path)), _of_parts(path), list[str]()
+
+    @cache
+    def owns(top: str) -> Callable[[str], bool]:
+        return _owned(os.path.join(path, top), said)
+
+    @cache
+    def lists(top: str) -> Callable[[str], bool]:
+        return _listed(os.path.join(path, top))
+
     for name in files_in(path):
         top, _, below = name.partition("/")
         if is_nobodys(name):
             continue
         if (top == "data" or top.startswith("new-")) and below:
-            is_own = below in of_parts or _is_own(os.path.join(path, top), below, said)
-            found += [] if is_own else [name]
+            found += [] if below in of_parts or owns(top)(below) else [name]
         elif top in _FOLDERS_OF_PARTS and below and of_parts:
             continue
         elif top in ("data.old", "replaced") and below:
             # What goes back to its place is not removed; an empty note says that there is nothing to go back.
             goes_back = top == "data.old" and storage.lexists(os.path.join(path, "data"))
             goes_back |= below == NOTHING and not storage.getsize(os.path.join(path, name))
-            found += [] if goes_back or _is_listed(os.path.join(path, top), below) else [name]
+            found += [] if goes_back or lists(top)(below) else [name]
         elif name not in (OWNER, os.path.basename(journal_of(path)), *_OF_PARTS):
             found.append(name)
     return found
@@ -66,14 +75,17 @@ def files_in(path: str) -> Iterator[str]:
         yield from sorted(os.path.relpath(os.path.join(here, name), path) for name in (*names, *links))
 
 
-def _is_own(directory: str, name: str, said: Journalled) -> bool:
-    """True for a file of a run in its directory `data`; once that was exchanged, the old output lies there."""
+def _owned(directory: str, said: Journalled) -> Callable[[str], bool]:
+    """Return what is true for a file of a run in its directory `data`; once that was exchanged, the old output lies there."""
     if said.job is None or said.directory != storage.stat(directory).st_ino:
-        # An old output was looked through before any of it was removed, so without its manifest.
-        is_going = said.job is not None and not storage.lexists(os.path.join(directory, manifest.NAME))
-        return is_going or _is_listed(directory, name) or name in said.finished
+        if said.job is not None and not storage.lexists(os.path.join(directory, manifest.NAME)):
+            # An old output was looked through before any of it was removed, so without its manifest.
+            return lambda name: True
+        is_listed = _listed(directory)
+        return lambda name: name in said.finished or is_listed(name)
     written = {file for file, _ in said.job.files}
-    return name in written or name in said.job.beside or name.removesuffix(".part") in _described(written)
+    own, described = written | set(said.job.beside), _described(written)
+    return lambda name: name in own or name.removesuffix(".part") in described
 
 
 def _described(written: Collection[str]) -> set[str]:
@@ -84,20 +96,14 @@ def _described(written: Collection[str]) -> set[str]:
     return beside | indices | {chunk_list.name_for(name) for name in written}
 
 
-def _is_listed(directory: str, name: str) -> bool:
-    """True for a file of an output that was replaced, as far as its manifest or its own name says."""
-    return (
-        bool(_OF_RUNS.fullmatch(os.path.basename(name))) or is_asset(name) or name in _manifested(directory)
-    )
-
-
-def _manifested(directory: str) -> set[str]:
-    found = set[str]()
+def _listed(directory: str) -> Callable[[str], bool]:
+    """Return what is true for a file of an output that was replaced, as far as its manifest or its own name says."""
     try:
         said = manifest.read(directory)
     except ShardkitError:
-        return found
-    return found if said is None else {file.name for file in manifest.all_files(said)}
+        said = None
+    known = set() if said is None else {file.name for file in manifest.all_files(said)}
+    return lambda name: bool(_OF_RUNS.fullmatch(os.path.basename(name))) or is_asset(name) or name in known
 
 
 def stays(path: str, foreign: Collection[str]) -> str:
