@@ -54,11 +54,8 @@ _MAX_ENTRIES = 1 << 20
 _MAX_PICKLE = 1 << 25
 _Mappings = list[tuple[int, int, int]]
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
-_BESIDE_CLASSES = (
-    "builtins.getattr",
-    "__builtin__.getattr",
-    "_io.BytesIO",
-)  # a method of a class; its extra state
+_BESIDE_CLASSES = ("builtins.getattr", "__builtin__.getattr", "_io.BytesIO")
+"""How pickles name a method of a class, and an extra state; none of it is called."""
 _INT64 = 1 << 63
 _KEYS = (str, int, float, bool, bytes, type(None))
 _TENSOR_NAMES = re.compile(
