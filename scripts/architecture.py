@@ -3,8 +3,8 @@
     python scripts/architecture.py           say what is against the order; fail if anything is, or if the picture is old
     python scripts/architecture.py --draw    draw docs/architecture.svg anew
 
-A room is a folder of the package. Imports point down: from a room to one that stands below it in ROOMS, never up, and
-never in a circle. An import inside a function counts as any other.
+A room is a folder of the package. Imports point down: from a room to one that stands below it in FLOORS, never up, and
+never in a circle. An import inside a function counts as any other. A class name means one thing in the whole package.
 """
 
 from __future__ import annotations
@@ -67,6 +67,17 @@ ELSEWHERE = {
     "_torch.py": "ground",
 }
 """Files that stand on another floor than the other files of their folder. `ground` is what everybody may use."""
+SHARED_NAMES: frozenset[str] = frozenset(
+    """
+    Agreement Answer Axis Converted Cut Descriptions Difference Entry Factoring Fit Fold Found
+    Gathering HubForm HubModel Index JobOptions Listing Mesh Object Opaque Part Piece Place Placed
+    Presharded Question Reading Refusal Repo Result Run Runs Source SourceFile Staging Step Stored
+    StoredTensor Stretch Structure Target Ties Unit Unused Weights Wording Worker Writer _Chunk
+    _Content _Entry _Form _Frame _Home _Kind _Open _Place _Publishing _Row _Run _Sides _Source
+    _Storage _StorageClass _Stored _Tensor _Writer _Wrong
+    """.split()
+)
+"""Classes that still have the name of another class. The list only shrinks."""
 
 
 WIDTH = 900
@@ -132,6 +143,20 @@ def problems(package: Path) -> Iterator[str]:
         for room, number in files.items()
         if number > MAX_FILES
     )
+
+
+def shared_names(package: Path, allowed: frozenset[str] = SHARED_NAMES) -> Iterator[str]:
+    """Yield a line for each class name that two files define, and for each name of `allowed` that they no longer do."""
+    homes: dict[str, set[str]] = defaultdict(set)
+    for path in modules(package).values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].add(path.relative_to(package).as_posix())
+    shared = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
+    for name in sorted(shared.keys() - allowed):
+        yield f"class {name} is in {' and in '.join(shared[name])}: name each for what it is, or make them one"
+    for name in sorted(allowed - shared.keys()):
+        yield f"class {name} is in one file at most: take it out of SHARED_NAMES"
 
 
 def arrows(package: Path) -> dict[str, set[str]]:
@@ -231,7 +256,7 @@ def main() -> int:
     if sys.argv[1:] == ["--draw"]:
         PICTURE.write_text(draw(PACKAGE), encoding="utf-8")
         return 0
-    found = list(problems(PACKAGE))
+    found = [*problems(PACKAGE), *shared_names(PACKAGE)]
     if not found and (not PICTURE.exists() or PICTURE.read_text(encoding="utf-8") != draw(PACKAGE)):
         found.append(f"docs/{PICTURE.name} is old: python scripts/architecture.py --draw")
     print("\n".join(found), end="\n" * bool(found))

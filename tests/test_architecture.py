@@ -53,6 +53,26 @@ def test_what_is_against_the_order_is_said(tmp_path: Path, files: dict[str, str]
     assert found[0] in (said, "a circle of imports: shardkit.core.b -> shardkit.core.a -> shardkit.core.b")
 
 
+def test_a_class_name_means_one_thing() -> None:
+    assert list(architecture.shared_names(architecture.PACKAGE)) == []
+
+
+def test_a_class_name_in_two_files_is_found_and_an_exception_that_is_not_needed(tmp_path: Path) -> None:
+    inside = package(
+        tmp_path,
+        {
+            "core/a.py": "class Part:\n    class _Row: ...",
+            "core/b.py": "def f():\n    class _Row: ...",
+            "keys/c.py": "class Part: ...\nclass Part: ...",
+        },
+    )
+    assert list(architecture.shared_names(inside, frozenset({"Part", "Place"}))) == [
+        "class _Row is in core/a.py and in core/b.py: name each for what it is, or make them one",
+        "class Place is in one file at most: take it out of SHARED_NAMES",
+    ]
+    assert list(architecture.shared_names(inside, frozenset({"Part", "_Row"}))) == []
+
+
 TOPICS = {
     "cli/hints": "what errors tell people to type",
     "cli/schemas": "what --json prints",
