@@ -10,6 +10,7 @@ A manifest that lies beside a directory, not in it, has the directory's name and
 """
 
 # Annotations here are objects, not text: `get_type_hints` would compile text, while a file is parsed.
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -22,8 +23,10 @@ from functools import cache, partial
 from operator import attrgetter
 from types import NoneType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from weakref import WeakValueDictionary
 
 from shardkit._version import __version__
+from shardkit.core.catalog import FileStamp
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, ShardkitError, SourceError
@@ -298,8 +301,14 @@ class ListedTensor:
     """None if one pass over the files did not give it."""
 
 
+class _Referable:
+    """What slots keep weak references to: `weakref_slot` of dataclasses is of Python 3.11."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Presharded:
+class Presharded(_Referable):
     """A directory that preshard or reshard wrote. The only kind whose JSON has no `kind`."""
 
     kind: ClassVar[str] = "presharded"
@@ -350,7 +359,7 @@ class Presharded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedState:
+class SavedState(_Referable):
     """A training state that `shardkit.save` wrote."""
 
     kind: ClassVar[str] = "checkpoint"
@@ -378,7 +387,7 @@ class SavedState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HubModel:
+class HubModel(_Referable):
     """A Hub model that consolidate wrote."""
 
     kind: ClassVar[str] = "hub"
@@ -413,7 +422,7 @@ class HubModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileList:
+class FileList(_Referable):
     """The files of a checkpoint, whoever wrote it; says nothing of how they were made."""
 
     kind: ClassVar[str] = "files"
@@ -543,17 +552,50 @@ def _digest(body: Mapping[str, Any]) -> int:
     return int(crc32(canonical.encode()))
 
 
+_parsed: WeakValueDictionary[FileStamp, Manifest] = WeakValueDictionary()
+"""Manifests that somebody has: that of many tensors takes a second to parse, and a verb has several uses for it."""
+
+
 def read(directory: str) -> Manifest | None:
     """Return the manifest of a directory, checked against its own digest; None if there is none.
 
     Raises:
-        SourceError: it is not a manifest, not a regular file, or of a version that this shardkit does not know.
-        IntegrityError: it is not what was written.
-        ResourceError: it may not be read.
+        SourceError, IntegrityError, ResourceError: as `read_file`; or a link leads out of the directory.
     """
     if not storage.lexists(os.path.join(directory, NAME)):
         return None
-    return parse(read_bytes(directory), NAME)
+    return read_file(locate(directory, NAME), NAME)
+
+
+def read_file(
+    path: str, name: str, *, check: Callable[[bytes, Mapping[str, Any]], object] | None = None
+) -> Manifest:
+    """Return the manifest in a file. It is parsed once for as long as anybody has it and the file does not change.
+
+    Args:
+        path: of the file.
+        name: how to call it in messages.
+        check: looks at the bytes, and at the JSON in them before it is used up; the file is parsed for it.
+
+    Raises:
+        SourceError: it is missing, not a manifest, not a regular file, or of a version that this shardkit does not know.
+        IntegrityError: it is not what was written.
+        ResourceError: it may not be read.
+    """
+    stamp = None
+    with contextlib.suppress(OSError):  # reading says what is wrong
+        stamp = FileStamp.of(storage.stat(path))
+    found = _parsed.get(stamp) if stamp is not None and check is None else None
+    if found is None:
+        data = read_small(path, name, MAX_BYTES)
+        content = load(data, name)
+        if check is not None:
+            check(data, content)
+        del data
+        found = decode(content, name)
+        if stamp is not None:
+            _parsed[stamp] = found
+    return found
 
 
 def read_bytes(directory: str) -> bytes:

@@ -13,7 +13,6 @@ from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of
-from shardkit.files.strict_json import read_small
 from shardkit.formats.registry import directory_of
 
 _SAFETENSORS = ".safetensors"
@@ -143,7 +142,7 @@ def find_manifests(
 def _read_given(path: str, source: str) -> _Read:
     if not storage.lexists(path):
         raise SourceError(f"{escape(path)}: no such file", hint="shardkit manifest writes one")
-    content = manifest.parse(read_small(path, path, manifest.MAX_BYTES), path)
+    content = manifest.read_file(path, path)
     return _Read(content, source if storage.isdir(source) else os.path.dirname(source) or os.curdir, path)
 
 
@@ -155,11 +154,8 @@ def _read_beside(home: str) -> _Read | None:
     for path in (inside, beside) if is_directory else (beside, inside):
         if storage.lexists(path):
             directory = home if is_directory else os.path.dirname(home)
-            if path == inside:
-                content = manifest.parse(manifest.read_bytes(directory), manifest.NAME)
-            else:
-                content = manifest.parse(read_small(path, path, manifest.MAX_BYTES), path)
-            return _Read(content, directory, path)
+            content = manifest.read(directory) if path == inside else manifest.read_file(path, path)
+            return None if content is None else _Read(content, directory, path)
     return None
 
 

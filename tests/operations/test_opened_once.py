@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
+import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,17 +69,67 @@ def test_one_source_is_parsed_once(
     assert parsed == ["step-2"]
 
 
+_OF_ALL: dict[str, Callable[[Path, Path], object]] = {
+    "verify": lambda source, out: shardkit.verify(source, full=True),
+    "verify against": lambda source, out: shardkit.verify(source, against=source),
+    "diff": lambda source, out: shardkit.diff(source, source),
+    "inspect": lambda source, out: shardkit.inspect(source, holdings=True),
+    "write_manifest": lambda source, out: shardkit.write_manifest(source, output=out),
+}
+_OF_SHARDS: dict[str, Callable[[Path, Path], object]] = {
+    "consolidate": lambda source, out: shardkit.consolidate(source, out),
+    "consolidate, cast": lambda source, out: shardkit.consolidate(source, out, dtype="bf16", manifest=True),
+    "reshard": lambda source, out: shardkit.reshard(source, out, world_size=3),
+    **_OF_ALL,
+}
+_OF_MODELS: dict[str, Callable[[Path, Path], object]] = {
+    "preshard": lambda source, out: shardkit.preshard(source, out, world_size=2, wrap="none"),
+    **_OF_ALL,
+}
+
+
 @pytest.mark.parametrize(
-    "verb",
+    ("kind", "verb"),
     [
-        lambda source, out: shardkit.consolidate(source, out),
-        lambda source, out: shardkit.reshard(source, out, world_size=3),
+        *itertools.product(["presharded", "saved"], _OF_SHARDS),
+        *itertools.product(["consolidated", "listed"], _OF_MODELS),
+        *itertools.product(["listed beside"], ["preshard", "verify", "verify against"]),
     ],
 )
-def test_a_manifest_is_opened_three_times(
+def test_a_manifest_is_parsed_once(kind: str, verb: str, run: Path, tmp_path: Path) -> None:
+    source = _described(kind, run)
+    seen = Counter[bytes]()
+    with pytest.MonkeyPatch.context() as patched:
+        gc.collect()  # of what made it
+        load = manifest.load
+        patched.setattr(manifest, "load", lambda data, name: (seen.update([data]), load(data, name))[1])
+        {**_OF_SHARDS, **_OF_MODELS}[verb](source, tmp_path / "out")
+    place = source / manifest.NAME
+    there = (place if place.exists() else Path(manifest.sidecar_of(str(source)))).read_bytes()
+    assert seen[there] == 1
+
+
+def _described(kind: str, run: Path) -> Path:
+    """Return a checkpoint with a manifest."""
+    source = run.parent / "described"
+    if kind == "presharded":
+        return run / "step-2"
+    if kind == "saved":
+        shardkit.save(torch.nn.Linear(4, 4), source)
+    elif kind == "consolidated":
+        shardkit.consolidate(run, source, manifest=True)
+    else:
+        shutil.copytree(run.parent / "hub", source)
+        shardkit.write_manifest(source, inside=kind == "listed")
+    return source
+
+
+@pytest.mark.parametrize("verb", [_OF_SHARDS["consolidate"], _OF_SHARDS["reshard"]])
+def test_a_manifest_is_opened_twice(
     verb: Callable[[Path, Path], object], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For its kind in the first bytes, for all that it says, and for its checksums."""
+    """For its kind in the first bytes, and for all that it says."""
+    gc.collect()  # of what made it
     seen, open_fd = list[Path](), storage.open_fd
 
     def spy(path: str, *given: Any, **named: Any) -> int:
@@ -84,7 +138,7 @@ def test_a_manifest_is_opened_three_times(
 
     monkeypatch.setattr(storage, "open_fd", spy)
     verb(run / "step-2", tmp_path / "out")
-    assert seen.count(run / "step-2" / manifest.NAME) == 3
+    assert seen.count(run / "step-2" / manifest.NAME) == 2
 
 
 def test_a_manifest_that_has_changed_is_read_again(run: Path) -> None:

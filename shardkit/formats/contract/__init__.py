@@ -7,7 +7,6 @@ Internal: import from `shardkit`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from shardkit.core.catalog import Catalog, FileStamp
+from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape, nearest
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import manifest, storage
@@ -178,9 +177,7 @@ class Checkpoint:
     """What is stored as factors, where the catalog has dense weights in their place."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
-    parsed: dict[str, tuple[FileStamp | None, Manifest | None]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    parsed: dict[str, Manifest | None] = field(default_factory=dict, repr=False, compare=False)
     """See `manifest`. Whatever this checkpoint is replaced with has it too."""
 
     @property
@@ -190,15 +187,9 @@ class Checkpoint:
         Raises:
             SourceError, IntegrityError, ResourceError: as `manifest.read`.
         """
-        path, stamp = os.path.join(self.catalog.directory, manifest.NAME), None
-        if not self.catalog.directory or not storage.lexists(path):
-            return None
-        with contextlib.suppress(OSError):  # reading says what is wrong
-            stamp = FileStamp.of(storage.stat(path))
-        known, found = self.parsed.get(path, (None, None))
-        if stamp is None or known != stamp:
-            found = manifest.read(self.catalog.directory)
-            self.parsed[path] = stamp, found
+        directory = self.catalog.directory
+        found = manifest.read(directory) if directory else None
+        self.parsed[directory] = found  # whoever else reads it in the meantime gets this one
         return found
 
     def opened_at(self, directory: str) -> DcpFolder | None:

@@ -134,6 +134,8 @@ class Parts:
     warnings: tuple[str, ...] = ()
     is_training: bool = True
     """A training saved it; False for a Hub model."""
+    manifests: tuple[manifest.Manifest | None, ...] = ()
+    """What describes it. Whoever needs one later finds it parsed."""
 
     @property
     def siblings(self) -> tuple[str, ...]:
@@ -219,6 +221,7 @@ def _take_apart(taken: Taken, *, no_optimizer: bool, check_source: bool) -> Part
     of_ranks = [file.name for file in found.files if OF_A_RANK.search(os.path.basename(file.name))]
     return Parts(
         writer=checkpoint.writer,
+        manifests=tuple(checkpoint.parsed.values()),
         parts=parts,
         files=tuple(found.files),
         empty=tuple(found.empty),
@@ -466,6 +469,7 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     )
     return Parts(
         writer=checkpoint.writer,
+        manifests=tuple(checkpoint.parsed.values()),
         parts=(part,),
         files=tuple(
             BesideFile(name, FileStamp.of(storage.stat(path)), is_executable=False)

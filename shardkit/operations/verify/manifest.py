@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
@@ -104,13 +104,17 @@ def read_manifest(
     where = os.path.join(folder, manifest.NAME) if path is None else path
     report.manifests.append(where)
     content: manifest.Manifest | None = None
-    with report.failing(where):
-        data = manifest.read_bytes(directory) if path is None else read_small(path, path, manifest.MAX_BYTES)
-        said = manifest.load(data, os.path.basename(where))
+
+    def check_bytes(data: bytes, said: Mapping[str, Any]) -> None:
         if manifest.encode(said) != data:  # its digest leaves out blanks and how numbers are written
             report.problem("it says what was written, but its bytes are others", file=where)
-        del data
-        content = manifest.decode(said, os.path.basename(where))
+
+    with report.failing(where):
+        content = manifest.read_file(
+            locate(directory, manifest.NAME) if path is None else path,
+            os.path.basename(where),
+            check=check_bytes,
+        )
     if content is None:
         return None
     is_one_file = not storage.isdir(directory)

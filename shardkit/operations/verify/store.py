@@ -14,8 +14,8 @@ from shardkit.core.threads import Progress, at_once
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of, path_in
+from shardkit.files.links import locate
 from shardkit.files.remote.writers import WRITABLE, writer_of
-from shardkit.files.strict_json import read_small
 from shardkit.formats.contract import absent
 from shardkit.formats.registry import directory_of
 from shardkit.operations.verify.result import SIZE, Report
@@ -91,12 +91,7 @@ def _recorded(
     report.manifests.append(where)
     content: manifest.Manifest | None = None
     with report.failing(where):
-        data = (
-            manifest.read_bytes(here)
-            if manifest_path is None
-            else read_small(where, where, manifest.MAX_BYTES)
-        )
-        content = manifest.parse(data, os.path.basename(where))
+        content = manifest.read_file(manifest_path or locate(here, manifest.NAME), os.path.basename(where))
     if content is None:
         return
     files = [*manifest.all_files(content)]

@@ -50,6 +50,8 @@ class Structure(NamedTuple):
     """The files, with what is recorded of each."""
     is_whole: bool
     """It was opened; or it is whole, but its weights are in a form that shardkit cannot take."""
+    manifests: tuple[manifest.Manifest, ...]
+    """What describes it. Whoever needs one later finds it parsed."""
 
 
 def check_structure(
@@ -103,7 +105,8 @@ def check_structure(
     _count_unrecorded(files, report)
     if not is_new:
         report.add_notes(_lacking(directory, folders, described, files, checkpoint, report))
-    return Structure(checkpoint, directory, files, is_whole)
+    manifests = tuple(each.content for each in described)
+    return Structure(checkpoint, directory, files, is_whole, manifests)
 
 
 def _manifest_beside(directory: str, manifest_path: str | None, report: Report) -> str | None:
