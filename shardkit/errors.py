@@ -40,7 +40,7 @@ VALUED = frozenset(
     "--adapter-config --add-prefix --against --answers --ask-class --atol --attribute --base --base-revision --branch "
     "--check-source --device --digest --dtype --dtype-rule --exclude --executor --fill-from-base --hub --include --jobs --keys --layout "
     "--manifest-file --max-memory --max-shard-size --mesh --names --num-parts --optimizer-dtype --osft --output "
-    "--parallel-rule --part --profile --push-to-hub --read --rename --resume-from --revision --root --rtol --seed "
+    "--parallel-rule --part --profile --push-to-hub --read --rename --revision --root --rtol --seed "
     "--sort --source-manifest --stages --strip-prefix --tokenizer --variant --wait --weights --world-size --wrap".split()
 )
 """Options with a value that functions have as arguments."""

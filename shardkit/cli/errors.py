@@ -57,6 +57,8 @@ def report(error: BaseException, args: Sequence[str]) -> int:
 GONE = {
     "--allow-unsafe-store": "a store without conditional requests is refused: write into a local directory, and copy that "
     "with the store's own tool",
+    "--resume-from": "the same command goes on with what a run on this host left; begun with --part 1/1, on any host. "
+    "`shardkit status OUTPUT --abort` removes what cannot be taken over",
 }
 """Options that earlier versions had -> what to do instead."""
 
@@ -73,14 +75,14 @@ def report_usage(error: click.ClickException, root: click.Context, args: Sequenc
     # What click suggests by itself reads otherwise: `Did you mean`.
     plain = error.message if isinstance(error, click.NoSuchOption) or _UNKNOWN.match(error.message) else None
     text = " ".join((plain or error.format_message()).split()).rstrip(".")
+    instead = GONE.get(getattr(error, "option_name", ""))
     return report(
         UsageError(
-            f"{text[:1].lower()}{text[1:]}{_nearest(error, context)}",
+            f"{text[:1].lower()}{text[1:]}{'' if instead else _nearest(error, context)}",
             problems=[
                 f"usage: {context.command_path} {' '.join(context.command.collect_usage_pieces(context))}"
             ],
-            hint=GONE.get(getattr(error, "option_name", ""))
-            or f"`{context.command_path} --help` shows its options",
+            hint=instead or f"`{context.command_path} --help` shows its options",
         ),
         args,
     )
@@ -174,10 +176,9 @@ def _say(
 def resume_command(args: Sequence[str]) -> str:
     """Return the command that goes on with an interrupted one, as the shell takes it.
 
-    It is the command that was typed, without two options. `--no-resume` would start over. The directory that
-    `--resume-from` named now belongs to this run, which is known to be over.
+    It is the command that was typed, without `--no-resume`, which would start over.
     """
-    return typed_command(args, {"--resume-from"}, {"--no-resume"})
+    return typed_command(args, (), {"--no-resume"})
 
 
 def typed_command(args: Sequence[str], without: Collection[str], flags: Collection[str]) -> str:

@@ -388,12 +388,6 @@ writing = group(
         show_default=True,
         help="Continue an interrupted run of the same job.",
     ),
-    click.option(
-        "--resume-from",
-        type=PATH,
-        metavar="DIR",
-        help="Continue from this .OUTPUT.shardkit-... directory, which another host left.",
-    ),
 )
 moving = group(
     click.option(

@@ -423,40 +423,14 @@ def recover(destination: str) -> None:
             staging.release()
 
 
-def named(destination: str, path: str) -> str:
-    """Return the absolute path of a staging directory that a person chose to resume from.
-
-    Args:
-        destination: absolute.
-        path: as given.
-
-    Raises:
-        UsageError: it is no staging directory of `destination`, or its run is under way.
-    """
-    path = os.path.abspath(path)
-    parent, name = storage.realpath(os.path.dirname(path)), os.path.basename(path)
-    home, prefix = os.path.dirname(destination), prefix_of(os.path.basename(destination))
-    found = os.path.join(parent, name)
-    owner = Owner.parse(name.removeprefix(prefix)) if name.startswith(prefix) else None
-    if owner is None or parent != home or storage.islink(found) or not storage.isdir(found):
-        raise UsageError(
-            f"{escape(path)} is not what an interrupted run left for {escape(destination)}",
-            hint=f"that is a directory {escape(os.path.join(home, prefix))}..., in which owner.json says whose it was",
-        )
-    if owner.is_provably_alive():
-        raise UsageError(f"{escape(path)} is in use: process {owner.pid} is writing to it")
-    return found
-
-
-def reclaimable_bytes(destination: str, resume_from: str | None = None) -> int:
+def reclaimable_bytes(destination: str) -> int:
     """Return the disk that the files of dead runs take: a new run resumes from them or removes them.
 
     Args:
         destination: absolute.
-        resume_from: a staging directory that is resumed from, whoever owned it.
     """
     total = 0
-    for path in {*abandoned(destination), *([resume_from] if resume_from else [])}:
+    for path in abandoned(destination):
         for directory, _, names in storage.walk(path):
             for name in names:
                 with contextlib.suppress(OSError):

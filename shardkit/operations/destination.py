@@ -225,7 +225,6 @@ def check_space(
     path: str,
     needed_bytes: int,
     *,
-    resume_from: str | None = None,
     hint: str = "free some space or choose another file system",
 ) -> None:
     """Refuse to begin what cannot end. The leftovers of dead runs beside `path` count as free.
@@ -233,13 +232,12 @@ def check_space(
     Args:
         path: absolute.
         needed_bytes: room for everything that is to be written.
-        resume_from: the staging directory to resume from; it counts as free too.
         hint: what to do if there is less.
 
     Raises:
         ResourceError: there is less room; the message has both sizes.
     """
-    free = free_bytes(path) + reclaimable_bytes(path, resume_from)
+    free = free_bytes(path) + reclaimable_bytes(path)
     if needed_bytes > free:
         raise ResourceError(
             f"No space left for {escape(path)}: {format_size(needed_bytes)} ({needed_bytes} bytes) are needed, "

@@ -29,7 +29,7 @@ from shardkit.files.staging import (
 )
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.foreign import files_in, foreign_in, stays
-from shardkit.transfer.journal import Journalled, read_journal
+from shardkit.transfer.journal import Journalled, read_journal, read_plan_hash
 
 _MAX_OWNER = 1 << 16
 
@@ -64,7 +64,8 @@ class Leftover:
     disk_bytes: int
     """What all of it takes on the disk."""
     command: str
-    """What goes on from there, as the shell takes it; empty if nothing can, or if the run was not started by a command."""
+    """What goes on from there, as the shell takes it: of an unknown owner, on its own host or in its own container alone.
+    Empty if nothing can, or if the run was not started by a command."""
     foreign: tuple[str, ...]
     """Files in it that shardkit has not put there, relative to it. They are never removed."""
     is_removed: bool = False
@@ -142,18 +143,37 @@ def warn_before(
 
 def _before_removal(found: Collection[Leftover], also_unknown: bool) -> Iterator[str]:
     for run in found:
-        shown, whose = escape(run.staging), _whose(run)
         if run.owner == "alive":
-            yield f"{shown} stays: {whose} is at work; stop it first"
+            yield f"{escape(run.staging)} stays: {_whose(run)} is at work; stop it first"
             continue
         if run.owner == "unknown":
-            what = "is removed" if also_unknown else "stays"
-            yield (
-                f"{shown} {what}: of {whose}, which wrote there last at {run.last_written}; from here nobody can tell "
-                "whether it is over"
-            )
+            yield _unknown(run, "is removed" if also_unknown else "stays")
         if run.foreign and (run.owner == "dead" or also_unknown):
             yield stays(run.staging, run.foreign)
+
+
+def _unknown(run: Leftover, what: str) -> str:
+    return (
+        f"{escape(run.staging)} {what}: of {_whose(run)}, which wrote there last at {run.last_written}; from here nobody "
+        "can tell whether it is over"
+    )
+
+
+def name_unknown(destination: str, plan_hash: str) -> Iterator[str]:
+    """Yield a warning for each run of a plan that another host or container has begun, and that may be at work.
+
+    Args:
+        destination: absolute.
+        plan_hash: of the plan that is carried out here, without what that run has finished.
+    """
+    for path, owner in owned(destination):
+        is_known = owner.is_provably_dead() or owner.is_provably_alive()
+        if not is_known and read_plan_hash(journal_of(path)) == plan_hash:
+            yield (
+                f"{_unknown(_look(destination, path, owner), 'is left alone')}; "
+                f"`shardkit status {in_shell(destination)} --abort` removes it. With --part 1/1 a run goes on with what "
+                "any host has finished"
+            )
 
 
 def _look(destination: str, path: str, owner: Owner) -> Leftover:
@@ -184,18 +204,17 @@ def _look(destination: str, path: str, owner: Owner) -> Leftover:
         num_weights=0 if job is None else job.num_weights,
         finished_weights=said.num_targets,
         disk_bytes=sum(each[0] for each in sizes),
-        command="" if state == "alive" else _command(path, said, state),
+        command="" if state == "alive" else _command(said),
         foreign=tuple(foreign_in(path)),
     )
 
 
-def _command(path: str, said: Journalled, state: str) -> str:
+def _command(said: Journalled) -> str:
     """Return what goes on where a run ended: what was typed, where it was typed."""
     if not said.command:
         return ""
-    takes = "" if state == "dead" else f" --resume-from {in_shell(path)}"
     before = f"cd {in_shell(said.cwd)} && " if said.cwd and said.cwd != _cwd() else ""
-    return f"{before}{said.command}{takes}"
+    return f"{before}{said.command}"
 
 
 def _cwd() -> str:
@@ -261,7 +280,8 @@ def _so_far(found: Leftover) -> Iterator[tuple[str, str]]:
     if found.owner != "alive":
         # A file says it, and it has to be whole.
         command = found.command if found.command.isprintable() else ""
-        yield "goes on with", command or "the call that began it"
+        where = ", there alone: elsewhere it begins anew" if found.owner == "unknown" else ""
+        yield "goes on with", (command or "the call that began it") + where
 
 
 def refuse(path: str) -> None:

@@ -31,12 +31,13 @@ from shardkit.errors import IncompleteError, Interrupted, ResourceError, Shardki
 from shardkit.files import manifest, storage
 from shardkit.files.shared import has_commits
 from shardkit.files.shared_store import MAX_SENT_NBYTES
-from shardkit.files.staging import Staging, identity_of, journal_of, named, remove_abandoned
+from shardkit.files.staging import Staging, identity_of, remove_abandoned
 from shardkit.files.stores import is_remote
 from shardkit.formats.owned import Made, OutputKind, is_output, refusal
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.destination import check_destination, check_replaceable, check_space, free_bytes
 from shardkit.operations.environment import mixed_versions
+from shardkit.operations.leftovers import name_unknown
 from shardkit.operations.parts.agreement import Agreement, Command, Committing, Share
 from shardkit.operations.parts.divided import Describer, Divided, PartResult
 from shardkit.operations.parts.factors import DividedWithFactors, FactoredJob, weights_of
@@ -64,7 +65,6 @@ from shardkit.transfer.journal import (
     adopted,
     is_journal_of,
     read_finished,
-    read_plan_hash,
     read_targets,
     read_versions,
 )
@@ -135,8 +135,6 @@ class Writing:
     """Decide and check everything, and write nothing."""
     resume: bool = True
     """Go on with what a dead run of the same plan left."""
-    resume_from: str | os.PathLike[str] | None = None
-    """Go on with this staging directory, unless its run is known to be still under way."""
     share: Share | None = None
     """What of the job this process carries out, where several do; None for all of it."""
     command: Command | None = None
@@ -148,24 +146,12 @@ class Writing:
         """Refuse what a part cannot do.
 
         Raises:
-            UsageError: it is asked to begin anew, or to take over what one process left.
+            UsageError: it is asked to begin anew.
         """
-        if self.share is not None and not (self.resume and self.resume_from is None):
+        if self.share is not None and not self.resume:
             raise UsageError(
-                "--part goes without --no-resume and --resume-from: what any part has finished counts",
+                "--part goes without --no-resume: what any part has finished counts",
                 hint="shardkit status gives up what all parts have written, with `--abort`",
-            )
-
-    def check_in_store(self, output: str) -> None:
-        """Refuse what cannot be done in a store.
-
-        Raises:
-            UsageError: it is asked to go on with a directory.
-        """
-        if self.resume_from is not None:
-            raise UsageError(
-                "--resume-from names a directory, and a store has none",
-                hint="leave it out: on the same machine the same command goes on where a run ended",
             )
 
 
@@ -421,7 +407,6 @@ class Writer:
         # All that is somebody's is named at once.
         kind = None if overwrite and self._made is None else self._kind
         if is_remote(output):
-            self.writing.check_in_store(output)
             # Whether what is there was made by parts of this very plan is known once there is a plan.
             writing = self.writing
             may_be_ours = overwrite or writing.share is not None or not writing.dry_run
@@ -455,10 +440,7 @@ class Writer:
         return self._exists is not None
 
     def _may_be_there(self, output: str) -> bool:
-        writing = self.writing
-        if writing.dry_run or writing.resume_from is not None:
-            return False
-        return is_output(absolute(output), self._kind)
+        return not self.writing.dry_run and is_output(absolute(output), self._kind)
 
     def _may_be_of_parts(self, output: str) -> bool:
         return isinstance(self.writing.share, Part) and has_commits(absolute(output))
@@ -510,7 +492,7 @@ class Writer:
             Interrupted: after a signal.
             IncompleteError: a process died that computed factors.
             IntegrityError, ResourceError: as `Execution.run`, and whatever `describe` raises; or there is no room.
-            UsageError: something else is at the destination by now, or `resume_from` cannot be resumed from.
+            UsageError: something else is at the destination by now.
         """
         try:
             self._write(job, describe, needed_bytes, share_extents, factors)
@@ -533,19 +515,16 @@ class Writer:
             self._find_there(job, describe, self._exists, factors)
             return
         self.options = replace(self.options, share_extents=share_extents)
-        resume_from = None if writing.resume_from is None else os.fspath(writing.resume_from)
-        if resume_from is not None:
-            resume_from = _check_resume_from(resume_from, self.path, hash_plan(job), resume=writing.resume)
         free, part = free_bytes(self.path), None
         if writing.share is not None:
             part, source = self._share(job, describe, writing.share, needed_bytes, factors)
             finished = 0 if part is None else part.resumed_files
         else:
-            check_space(self.path, needed_bytes, resume_from=resume_from)
+            check_space(self.path, needed_bytes)
             if writing.dry_run:
                 finished, source = 0, CheckedSource()
             else:
-                finished, source = self._run(job, describe, resume_from, factors)
+                finished, source = self._run(job, describe, factors)
                 self.has_committed = True
         self._note(job.plan, source, finished=finished, free=free, part=part)
 
@@ -886,22 +865,16 @@ class Writer:
             share.check(agreement)
         return agreement
 
-    def _run(
-        self,
-        job: Job,
-        describe: Describe,
-        resume_from: str | None,
-        factors: FactoredJob | None,
-    ) -> tuple[int, CheckedSource]:
+    def _run(self, job: Job, describe: Describe, factors: FactoredJob | None) -> tuple[int, CheckedSource]:
         """Return how many files an interrupted run had finished, and how much of the source was compared."""
         path, overwrite = self.path, self.writing.overwrite
         staging: Staging | None = None
         finished: dict[str, FileDigest] = {}
         try:
-            self._say(name_foreign(path, resume_from))
+            self._say(name_foreign(path))
             plan_hash = hash_plan(job)
             check = SourceCheck(job.plan.catalog) if self.options.check_source else None
-            staging = self._staging(plan_hash, resume_from)
+            staging = self._staging(plan_hash)
             staging.kept = foreign_in
             remove_abandoned(path, foreign_in)  # of other plans, or to begin anew: their room may be needed
             self._progress.start(job.plan.hole_bytes, self._verb)
@@ -1004,19 +977,14 @@ class Writer:
         digests, scattered = execution.run()
         descriptions.finish(digests, {**scattered, **crcs})
 
-    def _staging(self, plan_hash: str, resume_from: str | None) -> Staging:
+    def _staging(self, plan_hash: str) -> Staging:
         """Take over what a dead run of this plan left, or begin anew."""
-        if resume_from is None:
-            return (adopted(self.path, plan_hash) if self.writing.resume else None) or Staging.create(
-                self.path
-            )
-        staging = Staging.adopt(self.path, resume_from)
-        if staging is None:
-            raise ResourceError(
-                f"cannot take over {escape(resume_from)}",
-                hint="another run may have, or you may not write to it",
-            )
-        return staging
+        if self.writing.resume:
+            self._say(name_unknown(self.path, plan_hash))
+            staging = adopted(self.path, plan_hash)
+            if staging is not None:
+                return staging
+        return Staging.create(self.path)
 
 
 def _beyond_range(tensors: Collection[tuple[str, DType]]) -> Iterator[str]:
@@ -1035,29 +1003,6 @@ def _summary(check: SourceCheck | None, plan: TransferPlan, options: ExecuteOpti
     made_of = plan.made_of
     names = dict.fromkeys(made_of.get(holes.source, holes.source) for holes in plan.images.tensors())
     return check.summary(names, looks_for_unread=options.share_extents and not options.digests)
-
-
-def _check_resume_from(resume_from: str, path: str, plan_hash: str, *, resume: bool) -> str:
-    """Return the absolute path of a staging directory that a person chose to resume from.
-
-    Args:
-        resume_from: as given.
-        path: the destination, absolute.
-        plan_hash: of the job that is to be carried out.
-        resume: False if a person asked to begin anew.
-
-    Raises:
-        UsageError: it does not belong to `path`, its run is still under way, or it was left by another job.
-    """
-    if not resume:
-        raise UsageError("--resume-from and --no-resume exclude each other")
-    found = named(path, resume_from)
-    if read_plan_hash(journal_of(found)) != plan_hash:
-        raise UsageError(
-            f"{escape(resume_from)} was left by another job: its source, options or version of shardkit differ",
-            hint="give what was given then, or begin anew without --resume-from",
-        )
-    return found
 
 
 def _finished(

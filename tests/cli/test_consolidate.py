@@ -209,7 +209,6 @@ def test_options_reach_the_library(run, monkeypatch):
         "strict": True,
         "follow_links": True,
         "resume": False,
-        "resume_from": None,
         "executor": None,
         "num_parts": None,
         "part": None,

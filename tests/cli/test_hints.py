@@ -123,6 +123,11 @@ CASES = {
         "no such option '--allow-unsafe-store'",
         "copy that with the store's own tool",
     ),
+    "the same of a directory to go on with": (
+        "reshard dcp x --world-size 4 --resume-from .x.shardkit-1",
+        "no such option '--resume-from'\n",
+        "begun with --part 1/1, on any host",
+    ),
     "a typo in a command": ("inspct tiny", "closest name: inspect", "shows its options"),
     "a typo in a dtype": (
         "preshard tiny x --world-size 4 --dtype bf61",

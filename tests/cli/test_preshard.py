@@ -212,7 +212,6 @@ def test_options_reach_the_library(run, monkeypatch):
         "overwrite": True,
         "dry_run": True,
         "resume": False,
-        "resume_from": None,
         "executor": None,
         "num_parts": None,
         "part": None,

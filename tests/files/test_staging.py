@@ -18,7 +18,6 @@ from shardkit.files.staging import (
     Owner,
     Staging,
     abandoned,
-    named,
     reclaimable_bytes,
     recover,
     remove_abandoned,
@@ -282,37 +281,6 @@ class TestMovedAside:
         monkeypatch.setattr(storage, "rename", rename)
         recover(str(tmp_path / "out"))
         assert names(tmp_path / "out") == ["old"]
-
-
-class TestNamed:
-    """A directory that a person chose to resume from."""
-
-    def test_of_another_host(self, tmp_path: Path) -> None:
-        path = tmp_path / f".out.shardkit-{replace(Owner.new_run(), host='00000000')}"
-        path.mkdir()
-        (path / "file").write_bytes(bytes(8192))
-        found = named(str(tmp_path / "out"), f"{path}/")
-        assert found == str(path)
-        assert reclaimable_bytes(str(tmp_path / "out")) == 0
-        assert reclaimable_bytes(str(tmp_path / "out"), found) >= 8192
-
-    def test_in_use(self, tmp_path: Path) -> None:
-        staging = Staging.create(str(tmp_path / "out"))
-        with pytest.raises(UsageError, match=f"in use: process {os.getpid()}"):
-            named(str(tmp_path / "out"), staging.path)
-        staging.release()
-        assert named(str(tmp_path / "out"), staging.path) == staging.path
-
-    def test_anything_else(self, tmp_path: Path) -> None:
-        token = replace(Owner.new_run(), host="00000000")
-        (tmp_path / "out").mkdir()
-        (tmp_path / "sub").mkdir()
-        for name in (f".other.shardkit-{token}", ".out.shardkit-nonsense", f"sub/.out.shardkit-{token}"):
-            (tmp_path / name).mkdir()
-        (tmp_path / f".out.shardkit-{replace(token, run=9)}").symlink_to(tmp_path / "out")
-        for path in (*tmp_path.iterdir(), tmp_path / f"sub/.out.shardkit-{token}", tmp_path / "absent"):
-            with pytest.raises(UsageError, match="is not what an interrupted run left"):
-                named(str(tmp_path / "out"), str(path))
 
 
 class TestJournal:

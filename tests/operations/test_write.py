@@ -402,19 +402,6 @@ class TestResuming:
         assert write(source, out, job=job, resume=change != "begin anew")["resumed_files"] == 0
         check_whole(out)
 
-    def test_a_chosen_leftover(self, source: Path, out: Path) -> None:
-        left = killed_after(2, source, out)
-        with pytest.raises(UsageError, match="exclude each other"):
-            write(source, out, resume_from=left, resume=False)
-        with pytest.raises(UsageError, match="was left by another job"):
-            write(source, out, resume_from=left, job=copy_of(source, option="another"))
-        with pytest.raises(UsageError, match="is not what an interrupted run left"):
-            write(source, out, resume_from=source)
-        assert staged(out) == [left]
-        finished = finished_in(left)
-        assert write(source, out, resume_from=left)["resumed_files"] == len(finished) >= 2
-        check_whole(out)
-
 
 def test_a_dead_run_beside_an_output_that_exists(source: Path, out: Path) -> None:
     """Its room counts as free, and a run that replaces the output removes it."""

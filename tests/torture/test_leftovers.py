@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 import shardkit
 from shardkit.cli import main
 from shardkit.errors import SourceError
-from shardkit.files.staging import Staging
+from shardkit.files.staging import Owner, Staging
 from tests.torture.divided import committing, good, parts
 from tests.torture.harness import Place, Scenario, Scenarios, Server
 
@@ -193,7 +193,8 @@ def test_of_another_host_it_is_named_first(found: Scenarios, server: Server, pla
     assert there.staging() == [left]
     (each,) = shardkit.status(there.out).runs
     assert each.owner == "unknown"
-    assert f"--resume-from {left}" in each.command
+    assert each.command in run("status", str(there.out)).stdout
+    assert ", there alone: elsewhere it begins anew" in run("status", str(there.out)).stdout
     told = list[str]()
 
     def on_warning(text: str) -> None:
@@ -207,6 +208,39 @@ def test_of_another_host_it_is_named_first(found: Scenarios, server: Server, pla
         in told[0]
     )
     assert there.staging() == []
+    there.remove()
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_of_another_host_no_run_takes_it(name: str, found: Scenarios, server: Server, place: Path) -> None:
+    there = killed(found[name], server, place)
+    left = renamed_to_another_host(there.staging()[0])
+    answer = there.scenario.run(server, there.out)
+    assert (answer.code, answer.resumed_files) == (0, 0), answer.err
+    there.check_is(there.scenario.expected)
+    assert there.staging() == [left]
+    (warning,) = json.loads(answer.out)["warnings"]
+    assert f"{left} is left alone: of process " in warning
+    assert f"`shardkit status {there.out} --abort` removes it" in warning
+    for extra in (["--no-resume"], ["--digest", "none"]):  # these would not go on with it in any case
+        answer = there.scenario.run(server, there.out, overwrite=True, extra=extra)
+        assert (answer.code, json.loads(answer.out)["warnings"]) == (0, []), answer.err
+        assert there.staging() == [left]
+    there.remove()
+
+
+def test_begun_as_a_part_any_host_goes_on(found: Scenarios, server: Server, place: Path) -> None:
+    """What it has finished counts; nothing in its directory says which host that was."""
+    there = Place(found["preshard"], place)
+    fault = {"at": there.scenario.num_calls * 3 // 4, "do": "kill"}
+    assert there.scenario.run(server, there.out, extra=["--part", "1/1"], fault=fault).code == -9
+    (shared,) = there.staging()
+    finished = len(list((shared / "done").iterdir()))
+    assert finished
+    assert Owner.parse(shared.name.partition(".shardkit-")[2]) is None
+    answer = there.scenario.run(server, there.out, extra=["--part", "1/1"])
+    assert (answer.code, answer.resumed_files) == (0, finished), answer.err
+    there.check_is(there.scenario.expected)
     there.remove()
 
 

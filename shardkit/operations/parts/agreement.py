@@ -37,7 +37,6 @@ _OWN = {
     "dry_run",
     "holdings",
     "resume",
-    "resume_from",
 }
 """Arguments of a verb that say how one process works, not what is made."""
 _SETTINGS = ("sha256", "manifest", "manifest_file", "check_source", "check")

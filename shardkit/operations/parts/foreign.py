@@ -111,16 +111,15 @@ def stays(path: str, foreign: Collection[str]) -> str:
     return f"{escape(path)}: not shardkit's, so this stays: {listed([*map(escape, foreign)])}"
 
 
-def name_foreign(destination: str, resume_from: str | None = None) -> Iterator[str]:
+def name_foreign(destination: str) -> Iterator[str]:
     """Yield a warning for each directory of a dead run with files that shardkit has not put there.
 
     They stay when a run removes it, or goes on in it.
 
     Args:
         destination: absolute.
-        resume_from: another directory that a run goes on in.
     """
-    for path in {*abandoned(destination), *([resume_from] if resume_from else [])}:
+    for path in abandoned(destination):
         foreign = foreign_in(path)
         if foreign:
             yield stays(path, foreign)

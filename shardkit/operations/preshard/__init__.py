@@ -120,7 +120,6 @@ def preshard(
     dry_run: bool = False,
     holdings: bool = False,
     resume: bool = True,
-    resume_from: str | os.PathLike[str] | None = None,
     part: str | Share | None = None,
     executor: Executor | Literal["ray"] | None = None,
     num_parts: int | None = None,
@@ -172,7 +171,6 @@ def preshard(
             the cache, only the headers are read.
         holdings: tell too which rank and which file holds which bytes, for pictures.
         resume: go on with an interrupted run of the same plan if its process is known to be dead.
-        resume_from: go on with this staging directory (`.<output>.shardkit-...`), for example of another host's run.
         part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
             mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
         executor: a pool whose workers carry out the parts, anything like `concurrent.futures.Executor`; or "ray", for the
@@ -243,7 +241,6 @@ def preshard(
             overwrite=overwrite,
             dry_run=dry_run,
             resume=resume,
-            resume_from=resume_from,
             share=share,
             command=command,
             recorded=["sha256"] if sha256 else [],

@@ -106,7 +106,6 @@ def reshard(
     strict: bool = False,
     dry_run: bool = False,
     resume: bool = True,
-    resume_from: str | os.PathLike[str] | None = None,
     part: str | Share | None = None,
     executor: Executor | Literal["ray"] | None = None,
     num_parts: int | None = None,
@@ -135,7 +134,6 @@ def reshard(
         strict: refuse a run directory in which a newer checkpoint had to be passed over.
         dry_run: decide and check everything, and write nothing.
         resume: go on with an interrupted run of the same plan if its process is known to be dead.
-        resume_from: go on with this staging directory (`.<output>.shardkit-...`), for example of another host's run.
         part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
             mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
         executor: a pool whose workers carry out the parts, anything like `concurrent.futures.Executor`; or "ray", for the
@@ -188,7 +186,6 @@ def reshard(
             overwrite=overwrite,
             dry_run=dry_run,
             resume=resume,
-            resume_from=resume_from,
             share=share,
             command=command,
             recorded=["sha256"] if sha256 else [],

@@ -230,7 +230,6 @@ def test_of_a_hub_model_that_is_there_what_people_wrote_stays(served: Served, ou
 def test_what_cannot_be_done_is_refused(served: Served, out: str) -> None:
     hub, dcp_ = served.home / "hub", served.home / "dcp"
     for message, call in {
-        "a store has none": lambda: shardkit.consolidate(dcp_, out, resume_from="x"),
         "push_to_hub": lambda: shardkit.consolidate(dcp_, out, push_to_hub="a/b"),
         "read only so far": lambda: shardkit.consolidate(dcp_, "hf://one/bucket/x"),
         "profile='verl'": lambda: shardkit.preshard(hub, out, world_size=2, profile="verl"),
