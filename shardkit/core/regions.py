@@ -31,7 +31,7 @@ class Region(NamedTuple):
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Contiguous elements that a region and a chunk have in common."""
 
     source: int
@@ -106,7 +106,7 @@ def flat_offsets(corners: Sequence[Shape], shape: Shape) -> list[int]:
     return [flat_offset(corner, shape) for corner in corners]
 
 
-def runs(region: Region, shape: Shape) -> Iterator[Run]:
+def runs(region: Region, shape: Shape) -> Iterator[ElementRun]:
     """Yield the contiguous runs of `region` within a row-major chunk of `shape`, in the region's order.
 
     Args:
@@ -123,7 +123,7 @@ def runs(region: Region, shape: Shape) -> Iterator[Run]:
     for index in product(
         *(range(o, o + s) for o, s in zip(region.offsets[:outer], region.sizes[:outer], strict=True))
     ):
-        yield Run(flat_offset((*index, *corner), shape), target, length)
+        yield ElementRun(flat_offset((*index, *corner), shape), target, length)
         target += length
 
 

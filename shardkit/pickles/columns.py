@@ -120,7 +120,7 @@ class _Taken(NamedTuple):
     num_memoized: int
 
 
-class Runs:
+class RunFinder:
     """Finds runs of one kind in one pickle.
 
     Args:

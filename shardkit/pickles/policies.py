@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.pickles.columns import RunKind, Runs
+from shardkit.pickles.columns import RunFinder, RunKind
 from shardkit.pickles.interpreter import (
     COMMON,
     STOP,
@@ -116,12 +116,12 @@ class Strict(Interpreter):
         self.num_memoized = 0
         self.unbuilt: list[Record] = []
         self.field_orders: dict[type[Record], list[str]] = {}  # the keys, checked, of the last of each class
-        self.runs: dict[type, Runs] = {}
+        self.runs: dict[type, RunFinder] = {}
 
     def execute(self) -> object:
         self.keep = fetched_slots(self.data)
         for kind in self.vocabulary.runs if self.in_columns else ():
-            self.runs[kind.classes[-1]] = Runs(self.data, kind, self.keep, self.memo, _call_of)
+            self.runs[kind.classes[-1]] = RunFinder(self.data, kind, self.keep, self.memo, _call_of)
         return super().execute()
 
     def step_to_stop(self) -> None:

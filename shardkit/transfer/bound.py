@@ -44,7 +44,7 @@ from shardkit.keys.expressions import (
     leaves,
     pieces,
 )
-from shardkit.transfer.converted import Convert, Converted, opaque_groups
+from shardkit.transfer.converted import Convert, GroupConverter, opaque_groups
 from shardkit.transfer.sources import SourceFiles
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def bind(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert |
     whole = dict[str, int]()
     if groups:
         assert convert is not None  # `_check`
-        converted = Converted(catalog, convert, partial(_read_whole, catalog))
+        converted = GroupConverter(catalog, convert, partial(_read_whole, catalog))
         for name, opaque in chain.from_iterable(group.items() for group in groups):
             whole[name] = len(bound.files)
             bound.files.append(converted.file(opaque, name))
@@ -335,7 +335,7 @@ def read_box(
         if part is None:
             continue
         inner = relative_to(part, held.offsets)
-        place = _Place(table.file[row], table.start[row], held.sizes)
+        place = _ChunkPlace(table.file[row], table.start[row], held.sizes)
         window = _window(relative_to(part, region.offsets))
         elements = catalog.files[place.file].compute
         if elements is not None and elements.shape == held.sizes:  # one box costs less than its runs
@@ -356,7 +356,7 @@ def read_box(
     return found
 
 
-class _Place(NamedTuple):
+class _ChunkPlace(NamedTuple):
     """Where a chunk lies, row-major."""
 
     file: int
@@ -371,7 +371,9 @@ class _Place(NamedTuple):
         return first, flat_offset(tuple(stop - 1 for stop in part.stops), self.sizes) + 1 - first
 
 
-def _read_part(reader: SourceReader, place: _Place, part: Region, target: numpy.ndarray, fqn: str) -> None:
+def _read_part(
+    reader: SourceReader, place: _ChunkPlace, part: Region, target: numpy.ndarray, fqn: str
+) -> None:
     """Fill a contiguous array with a box of a chunk."""
     if not part.num_elements:
         return
@@ -407,7 +409,9 @@ def _copy(source: numpy.ndarray, target: numpy.ndarray) -> None:
             target[tuple(window)] = source[tuple(window)]
 
 
-def _read_spans(reader: SourceReader, place: _Place, part: Region, target: numpy.ndarray, fqn: str) -> None:
+def _read_spans(
+    reader: SourceReader, place: _ChunkPlace, part: Region, target: numpy.ndarray, fqn: str
+) -> None:
     """Fill an array with a box of a chunk; what lies between its runs is read too, a stretch at a time."""
     import numpy
 

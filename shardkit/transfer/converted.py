@@ -54,7 +54,7 @@ def group_nbytes(catalog: Catalog, group: Iterable[Opaque]) -> int:
 
 
 @dataclass(slots=True)
-class Converted:
+class GroupConverter:
     """Makes groups, and keeps the tensors of the last one until another is asked for."""
 
     catalog: Catalog

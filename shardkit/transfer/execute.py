@@ -26,7 +26,7 @@ from shardkit.files.uploads import NUM_SENDERS, part_nbytes
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.convert import one_thread_each
-from shardkit.transfer.fill import CrcPiece, Filler, Scatter, Stretch, crc_of, image_crc
+from shardkit.transfer.fill import CrcPiece, Filler, Scatter, TaskOutput, crc_of, image_crc
 from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan, plan_reading
 from shardkit.transfer.sources import SourceFiles, is_far
@@ -148,7 +148,7 @@ class _ImageState:
     """What is known of an unfinished image."""
 
     tasks_left: int = 0
-    stretches: dict[int, Stretch] = field(default_factory=dict)
+    stretches: dict[int, TaskOutput] = field(default_factory=dict)
     """By first piece."""
 
 

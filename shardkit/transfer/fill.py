@@ -39,7 +39,7 @@ OpenTarget = Callable[[int], AbstractContextManager[tuple[int, str]]]
 
 
 @dataclass(slots=True)
-class Stretch:
+class TaskOutput:
     """What a task wrote."""
 
     segments: list[Segment] = field(default_factory=list)
@@ -82,11 +82,11 @@ class Filler:
         self._clones: list[tuple[Move, int, str]] = []
         """Whole blocks to share: where they lie, their place in the image and the tensor, for messages."""
 
-    def write(self, task: Task, image: Image, fd: int) -> Stretch:
+    def write(self, task: Task, image: Image, fd: int) -> TaskOutput:
         """Write the pieces of a task into an open image."""
         self._fd = fd
         self._clones.clear()
-        stretch = Stretch()
+        stretch = TaskOutput()
         stream = Stream(fd, image.name, 0, self._buffer, settles=task.begin)
         with self._reader, self._silent_reader:
             for index, piece in enumerate(image.pieces(task.start, task.stop), task.start):
@@ -96,7 +96,9 @@ class Filler:
             stretch.read = self._reader.take_runs()
         return stretch
 
-    def _write_piece(self, piece: Piece, index: int, image: Image, stream: Stream, stretch: Stretch) -> None:
+    def _write_piece(
+        self, piece: Piece, index: int, image: Image, stream: Stream, stretch: TaskOutput
+    ) -> None:
         start, frame, fqn, first, nbytes, dtype = piece
         stream.fqn = fqn
         stream.put_at(start, frame.prefix)

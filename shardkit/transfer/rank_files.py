@@ -12,7 +12,7 @@ from shardkit.files.digest import crc32
 from shardkit.transfer.images import Hole, Piece, TensorHoles
 
 
-class Placed(NamedTuple):
+class PlacedRegion(NamedTuple):
     """A region of a tensor in a file."""
 
     fqn: str
@@ -35,7 +35,7 @@ class Content(NamedTuple):
     """What one file holds."""
 
     name: str
-    placed: Sequence[Placed]
+    placed: Sequence[PlacedRegion]
     """One or more, in the order of their bytes."""
     before: Sequence[bytes]
     """The literal bytes before each of them."""
@@ -43,7 +43,7 @@ class Content(NamedTuple):
     """The literal bytes behind the last."""
 
 
-class _Frame(NamedTuple):
+class _HoleFrame(NamedTuple):
     """The bytes around a hole; they do not depend on what fills it."""
 
     prefix: bytes
@@ -61,9 +61,9 @@ class RankImage:
 
     name: str
     size: int
-    frames: tuple[_Frame, ...]
+    frames: tuple[_HoleFrame, ...]
     holes: tuple[Hole, ...]
-    placed: tuple[Placed, ...]
+    placed: tuple[PlacedRegion, ...]
 
     def __len__(self) -> int:
         return len(self.holes)
@@ -94,7 +94,7 @@ class RankImages:
         self.images = [_make_image(content) for content in contents]
         self.data_nbytes = [sum(hole.nbytes for hole in image.holes) for image in self.images]
         self._holes: dict[str, list[tuple[int, Hole]]] = {}
-        self._placed: dict[str, Placed] = {}
+        self._placed: dict[str, PlacedRegion] = {}
         for number, image in enumerate(self.images):
             for placed, hole in zip(image.placed, image.holes, strict=True):
                 self._holes.setdefault(placed.fqn, []).append((number, hole))
@@ -109,7 +109,7 @@ class RankImages:
     def __getitem__(self, index: int) -> RankImage:
         return self.images[index]
 
-    def stored(self) -> Iterator[Placed]:
+    def stored(self) -> Iterator[PlacedRegion]:
         """Yield each stored tensor once, as its first region."""
         yield from self._placed.values()
 
@@ -127,12 +127,12 @@ class RankImages:
 
 
 def _make_image(content: Content) -> RankImage:
-    frames, holes, at = list[_Frame](), list[Hole](), 0
+    frames, holes, at = list[_HoleFrame](), list[Hole](), 0
     last = len(content.placed) - 1
     for number, (placed, before) in enumerate(zip(content.placed, content.before, strict=True)):
         after = content.after if number == last else b""
         at += len(before)
-        frames.append(_Frame(before, crc32(before), after))
+        frames.append(_HoleFrame(before, crc32(before), after))
         holes.append(Hole(placed.source, placed.region, placed.dtype, at, placed.nbytes))
         at += placed.nbytes + len(after)
     return RankImage(content.name, at, tuple(frames), tuple(holes), tuple(content.placed))

@@ -56,7 +56,10 @@ def preshard_all(out: Path) -> None:
     for name, config in CONFIGS.items():
         model: Any = build(config)
         model.save_pretrained(out / name)
-    with mock.patch.object(traced, "_spawn", forked_trace), mock.patch.object(fill, "Worker", WorkerHere):
+    with (
+        mock.patch.object(traced, "_spawn", forked_trace),
+        mock.patch.object(fill, "FactorWorker", WorkerHere),
+    ):
         for job in (OF_TWO | OF_THREE | OF_FOUR).values():
             result = shardkit.preshard(out / job.name, out / job.label, mesh=mesh_text(job.shape), osft=PLAN)
             assert result.layout == "traced"

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from shardkit.formats.dcp import metadata
 from shardkit.formats.dcp.vocabulary import StorageTable
-from shardkit.pickles.columns import Runs
+from shardkit.pickles.columns import RunFinder
 from tests.fuzz.run import FOUND
 from tests.fuzz.target import Refusals
 from tests.fuzz.targets import TARGETS, load
@@ -134,7 +134,7 @@ def test_metadata_runs_are_taken_in_columns() -> None:
 
     target = load("metadata_runs")
     with (
-        mock.patch.object(Runs, "take", counted("runs", Runs.take)),
+        mock.patch.object(RunFinder, "take", counted("runs", RunFinder.take)),
         mock.patch.object(metadata, "match_columns", counted("tensors", metadata.match_columns)),
     ):
         assert all(map(target.check, target.seeds()))

@@ -95,15 +95,15 @@ def outcome(read: Callable[[bytes], DcpMetadata], data: bytes) -> object:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of each run that was taken."""
     sizes: list[int] = []
-    original = columns.Runs.take
+    original = columns.RunFinder.take
 
-    def spy(self: columns.Runs, pos: int, num_memoized: int) -> Any:
+    def spy(self: columns.RunFinder, pos: int, num_memoized: int) -> Any:
         found = original(self, pos, num_memoized)
         if found is not None:
             sizes.append(found.stop - pos)
         return found
 
-    monkeypatch.setattr(columns.Runs, "take", spy)
+    monkeypatch.setattr(columns.RunFinder, "take", spy)
     monkeypatch.setattr(columns, "_MIN_BYTES", 0)
     return sizes
 

@@ -53,7 +53,7 @@ ALSO = (
 """What they import when they run; half of a run's time if each fork did so."""
 
 
-fill.Worker = WorkerHere  # type: ignore[misc]  # so that its calls are counted, too
+fill.FactorWorker = WorkerHere  # type: ignore[misc]  # so that its calls are counted, too
 
 
 def cut_columns(layout: Layout) -> Layout:

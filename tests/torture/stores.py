@@ -43,7 +43,7 @@ import torch
 from shardkit.transfer.factors import fill
 from tests.worlds.factors import WorkerHere
 torch.set_num_threads(1)
-fill.Worker = WorkerHere  # so that a part is one process
+fill.FactorWorker = WorkerHere  # so that a part is one process
 for verb in ("preshard", "consolidate", "reshard"):
     main.get_command(click.Context(main), verb)
 uploads.PART_NBYTES = 5 << 20  # the least that stores take, so that small files have several

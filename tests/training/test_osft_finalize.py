@@ -70,7 +70,7 @@ def make_source(out: Path) -> None:
     with damaged.open("r+b") as file:
         file.seek(place)
         file.write(b"\x01")
-    with mock.patch.object(fill, "Worker", WorkerHere):
+    with mock.patch.object(fill, "FactorWorker", WorkerHere):
         for name, mesh in MESHES.items():
             shardkit.preshard(out / "dense", out / name, mesh=mesh, osft=PLAN, layout="declared", jobs=1)
     torch.save(losses(shardkit.finalize(*prepared(out))), out / "losses.pt")

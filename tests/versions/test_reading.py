@@ -142,14 +142,14 @@ def test_a_file_of_torch_save(written: Path, tmp_path: Path) -> None:
 def test_large_metadata_in_columns(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = (written / "wide.metadata").read_bytes()
     taken: list[int] = []
-    take = columns.Runs.take
+    take = columns.RunFinder.take
 
-    def count(self: columns.Runs, pos: int, num_memoized: int) -> Any:
+    def count(self: columns.RunFinder, pos: int, num_memoized: int) -> Any:
         run = take(self, pos, num_memoized)
         taken.append(0 if run is None else run.stop - pos)
         return run
 
-    monkeypatch.setattr(columns.Runs, "take", count)
+    monkeypatch.setattr(columns.RunFinder, "take", count)
     found = parse_metadata(data)
     assert sum(taken) > 0.8 * len(data), "the shortcut was hardly taken"
     assert list(found.tensors) == list(WIDE)

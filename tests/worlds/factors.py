@@ -9,10 +9,10 @@ import threading
 from typing import Any, ClassVar
 
 from shardkit.transfer.factors.child import serve
-from shardkit.transfer.factors.workers import Worker, _memory
+from shardkit.transfer.factors.workers import FactorWorker, _memory
 
 
-class WorkerHere(Worker):
+class WorkerHere(FactorWorker):
     """Answers requests as the child does, through the same memory and JSON."""
 
     def _start(self, opened: contextlib.ExitStack, nbytes: int) -> None:

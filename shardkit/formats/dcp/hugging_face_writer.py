@@ -19,7 +19,7 @@ from shardkit.core.regions import Region
 from shardkit.formats.hub.safetensors import OutputTensor, are_aligned, check_writable, make_header
 from shardkit.keys.names import natural
 from shardkit.layout.layout import Layout
-from shardkit.transfer.rank_files import Content, Placed, RankImages
+from shardkit.transfer.rank_files import Content, PlacedRegion, RankImages
 
 _NAME = "shard-{:05d}-model-00001-of-00001.safetensors"
 _VERSION = "1.0"  # torch 2.13: filesystem.py, DCP_VERSION
@@ -54,25 +54,25 @@ def shard_images(
         SourceError: dtypes or names that safetensors cannot hold, or a header that is too large.
     """
     file_of = {rank: at for at, rank in enumerate(layout.mesh.file_ranks)}
-    files: list[list[Placed]] = [[] for _ in file_of]
+    files: list[list[PlacedRegion]] = [[] for _ in file_of]
     names = [(name, fqn) for fqn in layout.tensors for name in (fqn, *aliases.get(fqn, ()))]
     for name, fqn in sorted(names, key=lambda pair: natural(pair[0])):
         owners = list(layout.owners(fqn))
         kept = [pair for pair in owners if pair[1].num_elements] or owners[:1]
         for rank, region in kept:
             shape = layout.tensors[fqn].shape
-            files[file_of[rank]].append(Placed(name, sources[fqn], dtypes[fqn], shape, region))
+            files[file_of[rank]].append(PlacedRegion(name, sources[fqn], dtypes[fqn], shape, region))
     fqn, shape = next(((f, t.shape) for f, t in layout.tensors.items() if t.shape), ("", ()))
     for placed in files:
         if (
             not placed and fqn
         ):  # a rank that stores nothing has a file all the same: the gap would look like a loss
             empty = Region((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
-            placed.append(Placed(fqn, sources[fqn], dtypes[fqn], shape, empty))
+            placed.append(PlacedRegion(fqn, sources[fqn], dtypes[fqn], shape, empty))
     return RankImages([_content(rank, placed) for rank, placed in enumerate(files) if placed])
 
 
-def _content(rank: int, placed: Sequence[Placed]) -> Content:
+def _content(rank: int, placed: Sequence[PlacedRegion]) -> Content:
     name = _NAME.format(rank + 1)
     stored = [OutputTensor(each.fqn, each.source, each.dtype, each.region.sizes) for each in placed]
     check_writable(stored)

@@ -316,7 +316,7 @@ class OutputTensor(NamedTuple):
         return prod(_header_shape(self))
 
 
-class _Frame(NamedTuple):
+class _PieceFrame(NamedTuple):
     """The bytes around a piece: the header before a file's first, none around the others."""
 
     prefix: bytes
@@ -327,7 +327,7 @@ class _Frame(NamedTuple):
         return b""
 
 
-_NO_FRAME = _Frame(b"", 0)
+_NO_FRAME = _PieceFrame(b"", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +357,7 @@ class SafetensorsImage:
         """Yield the pieces `start .. stop`."""
         shapes = {tensor.source: tensor.shape for tensor in self.tensors}
         for index, hole in enumerate(self.holes[start:stop], start):
-            frame = _NO_FRAME if index else _Frame(self.header, crc32(self.header))
+            frame = _NO_FRAME if index else _PieceFrame(self.header, crc32(self.header))
             first = flat_offset(hole.region.offsets, shapes[hole.fqn])
             yield Piece(hole.start - len(frame.prefix), frame, hole.fqn, first, hole.nbytes, hole.dtype)
 

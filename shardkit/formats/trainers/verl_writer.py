@@ -29,7 +29,7 @@ from shardkit.files.digest import crc32
 from shardkit.formats.torchsave.archive import ZipReader, read_directory
 from shardkit.keys.names import natural
 from shardkit.layout.layout import Layout
-from shardkit.transfer.rank_files import Content, Placed, RankImages
+from shardkit.transfer.rank_files import Content, PlacedRegion, RankImages
 
 _AXES = {"replicate": "ddp", "shard": "fsdp"}
 _BOOT = "import sys; sys.path[:] = sys.argv[1:]; from shardkit.formats.torchsave.dtensor_child import main; main()"
@@ -80,7 +80,7 @@ def rank_images(
     mesh, names = layout.mesh, sorted(layout.tensors, key=natural)
     placed = [
         [
-            Placed(n, sources[n], dtypes[n], layout.tensors[n].shape, layout.held(n, rank)[0].region)
+            PlacedRegion(n, sources[n], dtypes[n], layout.tensors[n].shape, layout.held(n, rank)[0].region)
             for n in names
         ]
         for rank in range(mesh.size)
@@ -106,7 +106,9 @@ def rank_images(
         )
 
 
-def _entries(layout: Layout, placed: Sequence[Placed], aliases: Mapping[str, Sequence[str]]) -> list[object]:
+def _entries(
+    layout: Layout, placed: Sequence[PlacedRegion], aliases: Mapping[str, Sequence[str]]
+) -> list[object]:
     found = list[object]()
     for each in placed:
         tensor = layout.tensors[each.fqn]
@@ -135,7 +137,7 @@ def _run_child(request: Mapping[str, object]) -> None:
 
 
 def _content(
-    path: str, rank: int, world_size: int, placed: Sequence[Placed], first_sharded: int | None
+    path: str, rank: int, world_size: int, placed: Sequence[PlacedRegion], first_sharded: int | None
 ) -> Content:
     """Return the file that torch wrote for a rank, with holes for its tensors.
 

@@ -7,7 +7,7 @@ from shardkit.core.regions import Region
 from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.holdings import Holdings, hold
 from shardkit.operations.preshard.job import PreshardJob
-from shardkit.transfer.rank_files import Placed, RankImages
+from shardkit.transfer.rank_files import PlacedRegion, RankImages
 
 
 def hold_job(job: PreshardJob) -> Holdings:
@@ -21,7 +21,7 @@ def hold_job(job: PreshardJob) -> Holdings:
 def _catalog(images: RankImages) -> Catalog:
     """Return a catalog of files of ranks that do not exist yet."""
     catalog = Catalog(format="", directory="")
-    rows: dict[str, list[tuple[int, int, Placed]]] = {}
+    rows: dict[str, list[tuple[int, int, PlacedRegion]]] = {}
     for number, image in enumerate(images):
         catalog.files.append(SourceFile(name=image.name, path="", size=image.size))
         for placed, hole in zip(image.placed, image.holes, strict=True):

@@ -26,7 +26,7 @@ from shardkit.files import storage
 from shardkit.osft.plan import Svd, Target
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.factors.catalog import FactoredWeight
-from shardkit.transfer.factors.workers import Worker
+from shardkit.transfer.factors.workers import FactorWorker
 from shardkit.transfer.images import Hole
 from shardkit.transfer.sources import SourceFiles
 from shardkit.transfer.stream import read_back
@@ -353,9 +353,9 @@ class FactorRun:
         if measured is not None:
             self._keep(weight, measured)
             return
-        worker: Worker | None = getattr(self._thread, "worker", None)
+        worker: FactorWorker | None = getattr(self._thread, "worker", None)
         if worker is None:
-            worker = self._thread.worker = Worker(largest)
+            worker = self._thread.worker = FactorWorker(largest)
             with self._lock:
                 workers.enter_context(worker)
         catalog = self._plan.catalog

@@ -37,7 +37,7 @@ _LAST_LINES = 12
 _ANSWER_NBYTES = 1 << 16
 
 
-class Worker:
+class FactorWorker:
     """A process that computes factors. A context manager that ends it.
 
     Args:
@@ -59,7 +59,7 @@ class Worker:
                 ) from error
             self._stack = opened.pop_all()
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> FactorWorker:
         return self
 
     def __exit__(
@@ -157,7 +157,7 @@ class Worker:
 
 
 def rows_of(catalog: Catalog, name: str, reader: Reader, fqn: str) -> Iterator[bytes]:
-    """Yield the bytes of a matrix, some rows at a time; arguments and errors as `Worker.read`."""
+    """Yield the bytes of a matrix, some rows at a time; arguments and errors as `FactorWorker.read`."""
     entry = catalog.tensors[name]
     rows, columns = entry.shape
     step = max(_BAND_NBYTES // (columns * entry.dtype.itemsize), 1)

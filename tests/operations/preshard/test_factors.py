@@ -33,7 +33,7 @@ from shardkit.operations.preshard.factors import computed_by
 from shardkit.osft.plan import FACTORS, OsftPlan, Target
 from shardkit.osft.svd import Factors, factorise
 from shardkit.transfer.factors import fill
-from shardkit.transfer.factors.workers import Worker
+from shardkit.transfer.factors.workers import FactorWorker
 from shardkit.transfer.journal import Journal
 from tests.worlds.factors import WorkerHere
 
@@ -114,7 +114,7 @@ def test_any_number_of_processes_gives_the_same_bytes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preshard(source, tmp_path / "two", jobs=2)
-    monkeypatch.setattr(fill, "Worker", WorkerHere)
+    monkeypatch.setattr(fill, "FactorWorker", WorkerHere)
     preshard(source, tmp_path / "one", jobs=1)
     assert files(tmp_path / "two") == files(tmp_path / "one")
     assert not list(tmp_path.glob(".*"))
@@ -161,7 +161,7 @@ def test_a_disk_that_fails_is_told(source: Path, tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.glob("out*"))
 
 
-class Killed(Worker):
+class Killed(FactorWorker):
     """Dies as soon as it is asked for its second weight, as a process does when memory runs out."""
 
     def ask(self, request: dict[str, Any], stop: threading.Event) -> dict[str, Any]:
@@ -183,13 +183,13 @@ def test_a_killed_process_is_told_and_what_it_had_computed_is_kept(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(fill, "Worker", Killed)
+        patch.setattr(fill, "FactorWorker", Killed)
         with pytest.raises(IncompleteError, match=r"k_proj ended by signal 9") as caught:
             preshard(source, out, jobs=1)
     assert "resume" in str(caught.value.hint)
     assert not out.exists()
     Counting.asked = []
-    monkeypatch.setattr(fill, "Worker", Counting)
+    monkeypatch.setattr(fill, "FactorWorker", Counting)
     resumed = preshard(source, out, jobs=1)
     assert resumed.osft is not None
     assert resumed.osft.num_resumed == 3
@@ -214,14 +214,14 @@ def test_what_an_interrupted_run_left_is_compared_with_its_journal(
             return super().ask(request, stop)
 
     Counting.asked = []
-    monkeypatch.setattr(fill, "Worker", Interrupted)
+    monkeypatch.setattr(fill, "FactorWorker", Interrupted)
     with pytest.raises(shardkit.Interrupted):
         preshard(source, tmp_path / "out", jobs=1)
     (left,) = (path for path in tmp_path.glob(".out.shardkit-*") if path.is_dir())
     (damaged,) = left.rglob("__0_0.distcp")
     if is_damaged:
         damaged.write_bytes(bytes(damaged.stat().st_size))
-    monkeypatch.setattr(fill, "Worker", Counting)
+    monkeypatch.setattr(fill, "FactorWorker", Counting)
     Counting.asked = []
     preshard(source, tmp_path / "out", jobs=1)
     assert len(Counting.asked) == num_left
@@ -231,11 +231,11 @@ def test_what_an_interrupted_run_left_is_compared_with_its_journal(
 
 @pytest.mark.usefixtures("fast_factors")
 def test_another_cpu_begins_anew(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill, "Worker", Killed)
+    monkeypatch.setattr(fill, "FactorWorker", Killed)
     with pytest.raises(IncompleteError):
         preshard(source, tmp_path / "out", jobs=1)
     monkeypatch.setattr("shardkit.operations.preshard.job.computed_by", lambda: {"cpu": "another"})
-    monkeypatch.setattr(fill, "Worker", Counting)
+    monkeypatch.setattr(fill, "FactorWorker", Counting)
     Counting.asked = []
     preshard(source, tmp_path / "out")
     assert len(Counting.asked) == 5
@@ -262,7 +262,7 @@ def test_what_is_factored_is_compared_with_its_checksums(
     whole = preshard(source, tmp_path / "whole")
     assert (whole.checked_bytes, whole.unchecked) == (whole.read_bytes, ())
     with monkeypatch.context() as patch:
-        patch.setattr(fill, "Worker", Killed)
+        patch.setattr(fill, "FactorWorker", Killed)
         with pytest.raises(IncompleteError):
             preshard(source, tmp_path / "out", jobs=1)
     resumed = preshard(source, tmp_path / "out", jobs=1)

@@ -115,7 +115,7 @@ def fetch(out: str, directory: Path) -> Path:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     Counting.asked = []
-    monkeypatch.setattr(fill, "Worker", Counting)
+    monkeypatch.setattr(fill, "FactorWorker", Counting)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def die(self, *told):
     if len(noted) == most:
         os.kill(os.getpid(), signal.SIGKILL)
 
-Journal.add_target, fill.Worker = die, WorkerHere
+Journal.add_target, fill.FactorWorker = die, WorkerHere
 shardkit.preshard(source, out, world_size=3, osft=0.3, jobs=1)
 """
 
@@ -180,7 +180,7 @@ def test_an_interrupt_keeps_what_was_computed(
             return super().ask(request, stop)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fill, "Worker", Interrupted)
+        patch.setattr(fill, "FactorWorker", Interrupted)
         with pytest.raises(shardkit.Interrupted, match="what was computed is kept") as caught:
             preshard(source, out)
     assert f"shardkit status {out} --abort" in (caught.value.hint or "")

@@ -38,7 +38,7 @@ from tests.worlds.factors import WorkerHere
 from tests.worlds.processes import fork
 
 source, out, options, parts, dies = json.loads(sys.argv[1])
-fill.Worker = WorkerHere
+fill.FactorWorker = WorkerHere
 text, left = dies or ["", 0]
 lock = threading.RLock()
 
@@ -102,7 +102,7 @@ def whole(served: Served, source: Path, tmp_path_factory: pytest.TempPathFactory
     home = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDKIT_CACHE", str(home / "cache"))
-        patch.setattr(fill, "Worker", WorkerHere)
+        patch.setattr(fill, "FactorWorker", WorkerHere)
         preshard(source, f"{served.root}/whole")
         preshard(source, home / "local")
     check_bytes(f"{served.root}/whole", home / "local")
@@ -281,7 +281,7 @@ def test_a_part_that_is_given_up_while_it_computes(
                 shardkit.status(out, abort=True)
             return super().ask(request, stop)
 
-    monkeypatch.setattr(fill, "Worker", GivenUp)
+    monkeypatch.setattr(fill, "FactorWorker", GivenUp)
     with pytest.raises(IncompleteError, match="given up meanwhile"):
         preshard(source, out, "1/2")
     assert not objects(out)

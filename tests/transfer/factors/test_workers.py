@@ -15,7 +15,7 @@ from shardkit.core.regions import full_region
 from shardkit.errors import ResourceError, SourceError
 from shardkit.osft.plan import FACTORS, Target
 from shardkit.osft.svd import factorise
-from shardkit.transfer.factors.workers import Worker
+from shardkit.transfer.factors.workers import FactorWorker
 from shardkit.transfer.sources import SourceFiles
 
 SHAPE = (9, 7)
@@ -42,7 +42,7 @@ def test_it_answers_and_ends_with_whoever_asked(tmp_path: Path) -> None:
         "holes": [hole, (None, 0, "osft_S_high", [0], [4])],
     }
     catalog, stop = catalog_of(weight, tmp_path / "weights"), threading.Event()
-    with Worker(weight.nbytes) as worker, SourceFiles(catalog.files) as files, files.reader() as reader:
+    with FactorWorker(weight.nbytes) as worker, SourceFiles(catalog.files) as files, files.reader() as reader:
         worker.read(catalog, "up.weight", reader, "up.weight")
         answer = worker.ask(request, stop)
         expected = factorise(weight, TARGET)
