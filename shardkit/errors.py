@@ -31,7 +31,7 @@ from shardkit._folding import fold_lines
 _SHOWN_PROBLEMS = 20
 
 FLAGS = frozenset(
-    "--abort --allow-missing --allow-unexpected --check --dequantize --dry-run --follow-links --full --inside "
+    "--abort --allow-missing --allow-unexpected --dequantize --dry-run --follow-links --full --inside "
     "--keep-factors --manifest --merge-lora --no-optimizer --no-resume --overwrite --private --rounded --sha256 --single-file "
     "--stats --store --strict --tensors --trust-remote-code".split()
 )

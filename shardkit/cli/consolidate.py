@@ -77,7 +77,6 @@ Examples:
     metavar="FILE",
     help="Adapter settings, if base and checkpoint have none.",
 )
-@click.option("--check", is_flag=True, help="First compare the checkpoint with the checksums in it.")
 @opt.recording
 @opt.publishing
 @opt.overwrite("Hub model, whole and in one step")
@@ -124,8 +123,6 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     yield from limited("tied", [f"{escape(a)} = {escape(b)} (stored once)" for a, b in result.ties])
     yield from limited("untied", [f"{escape(a)} and {escape(b)} differ: both kept" for a, b in result.untied])
     yield from limited("skipped", [_skipped(part) for part in result.skipped])
-    if result.checked:
-        yield "checked", "before a byte moved: all that is read is what the checksums beside it say"
     yield f"{would}read", f"{count(result.num_tensors, 'tensor')}, {format_size(result.read_bytes)}"
     yield f"{would}write", _written(result)
     for dtype in result.dtypes:

@@ -59,6 +59,8 @@ GONE = {
     "with the store's own tool",
     "--resume-from": "the same command goes on with what a run on this host left; begun with --part 1/1, on any host. "
     "`shardkit status OUTPUT --abort` removes what cannot be taken over",
+    "--check": "what moves is compared on the way (--check-source); for an answer before a byte moves, run shardkit "
+    "verify on the checkpoint first",
 }
 """Options that earlier versions had -> what to do instead."""
 

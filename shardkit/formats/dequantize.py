@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -130,7 +130,6 @@ def _plain(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: s
         hub=None if hub is None else replace(hub, catalog=plain, config=config),
         dcp=None,
         select=partial(_select, checkpoint, quantised, dtype),
-        check=None if checkpoint.check is None else partial(_check, checkpoint, quantised),
         notes=(*checkpoint.notes, *notes),
         dequantized=Dequantized(method or ", ".join(sorted(quantised.methods)), frozenset(quantised.scaled)),
     )
@@ -162,8 +161,3 @@ def _select(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, names: C
     wanted = {name: quantised.scaled[name] for name in names if name in quantised.scaled}
     stored = checkpoint.select(_stored(quantised, names))
     return dequantize_catalog(stored, replace(quantised, scaled=wanted), dtype)
-
-
-def _check(checkpoint: Checkpoint, quantised: Quantised, names: Collection[str]) -> Iterator[str]:
-    assert checkpoint.check is not None
-    return checkpoint.check(_stored(quantised, names))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -33,7 +33,6 @@ def take_folded(checkpoint: Checkpoint) -> Checkpoint:
         hub=None if hub is None else replace(hub, catalog=catalog),
         dcp=None,
         select=partial(_select, checkpoint, by_weight),
-        check=None if checkpoint.check is None else partial(_check, checkpoint, by_weight),
         folded=Folded(by_weight, checkpoint.select),
     )
 
@@ -73,8 +72,3 @@ def _stored(targets: Mapping[str, Target], names: Collection[str]) -> list[str]:
 def _select(checkpoint: Checkpoint, targets: Mapping[str, Target], names: Collection[str]) -> Catalog:
     wanted = {targets[name].path: targets[name] for name in names if name in targets}
     return fold_catalog(checkpoint.select(_stored(targets, names)), wanted)
-
-
-def _check(checkpoint: Checkpoint, targets: Mapping[str, Target], names: Collection[str]) -> Iterator[str]:
-    assert checkpoint.check is not None
-    return checkpoint.check(_stored(targets, names))

@@ -49,7 +49,6 @@ RESULT = ConsolidateResult(
     read_bytes=16 << 30,
     written_bytes=8 << 30,
     converted=(),
-    checked=True,
     peak_memory_bytes=128 << 20,
     free_bytes=100 << 30,
     resumed_files=0,
@@ -78,7 +77,6 @@ wrote /run/step-10-hf
   untied    wte.weight and head.weight differ: both kept
   skipped   optimizer: app.optim: 60 tensors, 2 other
             extra.pt: random states
-  checked   before a byte moved: all that is read is what the checksums beside it say
   read      20 tensors, 16.0 GiB
   write     2 weight files, 8.0 GiB, 4,294,967,296 parameters
   dtypes    bf16: 20, 8.0 GiB
@@ -115,7 +113,6 @@ BARE = replace(
     assets=(),
     ties=(),
     untied=(),
-    checked=False,
 )
 
 
@@ -165,7 +162,7 @@ def test_options_reach_the_library(run, monkeypatch):
     flags = (
         "--base org/m --base-revision r --dtype base --dtype-rule g*=fp32 --max-shard-size 1GB --single-file --weights ema --root a.b "
         "--strip-prefix p --strip-prefix q --add-prefix z --rename a=b --rename c=d --include i* --exclude e* "
-        "--fill-from-base v* --tokenizer t --allow-missing --allow-unexpected --keys k.toml --ask-class off --dequantize --keep-factors --merge-lora --adapter-config f --check --manifest --push-to-hub me/m "
+        "--fill-from-base v* --tokenizer t --allow-missing --allow-unexpected --keys k.toml --ask-class off --dequantize --keep-factors --merge-lora --adapter-config f --manifest --push-to-hub me/m "
         "--private --branch dev --overwrite --strict --follow-links -n --no-resume --digest none --jobs 3 --max-memory 1GB --json"
     )
     assert run("consolidate", "last.ckpt", "out", *flags.split()).exit_code == 0
@@ -197,7 +194,6 @@ def test_options_reach_the_library(run, monkeypatch):
         "keep_factors": True,
         "merge_lora": True,
         "adapter_config": "f",
-        "check": True,
         "manifest": True,
         "manifest_file": None,
         "sha256": False,

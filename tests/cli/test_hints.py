@@ -128,6 +128,11 @@ CASES = {
         "no such option '--resume-from'\n",
         "begun with --part 1/1, on any host",
     ),
+    "the pass that is gone": (
+        "consolidate dcp x --check",
+        "no such option '--check'\n",
+        "for an answer before a byte moves, run shardkit verify on the checkpoint first",
+    ),
     "a typo in a command": ("inspct tiny", "closest name: inspect", "shows its options"),
     "a typo in a dtype": (
         "preshard tiny x --world-size 4 --dtype bf61",

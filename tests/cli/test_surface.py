@@ -30,7 +30,6 @@ SURFACE = {
         "--base",
         "--base-revision",
         "--branch",
-        "--check",
         "--check-source",
         "--dequantize",
         "--digest",

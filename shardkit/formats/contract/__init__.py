@@ -144,9 +144,8 @@ class Checkpoint:
     Raises:
         SourceError, IntegrityError, ResourceError: naming file and tensor; all problems of a kind at once.
     """
-    check: Callable[[Collection[str]], Iterator[str]] | None = None
-    """Read the bytes of some tensors and yield one line for each that differs from the CRC-32 recorded with it, naming
-    tensor and file. None if the format records none."""
+    has_checksums: bool = False
+    """True if its files record CRC-32s of the bytes of their tensors."""
     hub: HubModel | None = None
     """The Hub model that it is; None for a checkpoint of a training."""
     dcp: DcpFolder | None = None

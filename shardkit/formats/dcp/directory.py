@@ -153,7 +153,7 @@ def as_checkpoint(path: str, opened: DcpDirectory) -> Checkpoint:
         catalog=catalog,
         select=opened.select,
         dcp=opened,
-        check=opened.check if opened.has_records else None,
+        has_checksums=opened.has_records,
         assets=asset_directories(path),
         notes=catalog.notes,
     )

@@ -59,7 +59,6 @@ from shardkit.formats.rankfiles.flat import (
     Piece,
     Weight,
     build_catalog,
-    differing_weights,
     is_number,
     without_tree,
     write_state,
@@ -298,7 +297,7 @@ def _checkpoint(
         writer=f"{'Lightning DeepSpeedStrategy, ' if state.is_lightning else ''}{_WRITERS[kind]}",
         catalog=catalog,
         select=partial(subset, catalog),
-        check=partial(differing_weights, weights.files, weights.by_name),
+        has_checksums=True,
         roots={"model": ()},
         has_boxes=False,
         # accelerate and transformers' Trainer put the model's config beside the tag or one level up.

@@ -27,13 +27,11 @@ from shardkit.formats.torchsave.file import (
     TensorRef,
     TorchFile,
     UnreadableTensor,
-    differing_storages,
     open_torch_file,
 )
 from shardkit.formats.torchsave.record import strided_file
 
 _MAX_NAMES = 1 << 18  # of tensors, and of what lies beside them in lists and dicts
-_MAX_NAMED = 3  # tensors of a damaged storage: thousands may lie in a flat one
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _ANOTHER_COPY = "the checkpoint is damaged or incomplete: use another copy"
 
@@ -56,8 +54,6 @@ class Gathered(NamedTuple):
     """Extents are raw."""
     select: Callable[[Collection[str]], Catalog]
     """As in `Checkpoint`."""
-    check: Callable[[Collection[str]], Iterator[str]]
-    """As in `Checkpoint`."""
     plain: frozenset[str]
     """Names of the tensors that every file holds whole."""
     contents: Mapping[str, frozenset[tuple[Region, int]]]
@@ -71,7 +67,7 @@ class Gathered(NamedTuple):
             writer=writer,
             catalog=self.catalog,
             select=self.select,
-            check=self.check,
+            has_checksums=True,
             roots={"model": ()},
         )
 
@@ -82,8 +78,6 @@ class _Chunk(NamedTuple):
     file: int
     start: int
     nbytes: int
-    storage: tuple[int, str]
-    """The number of its file among those opened, and the storage's key."""
     crc: int | None
     """CRC-32 recorded for its bytes; None if others share the storage, or none is recorded."""
 
@@ -283,10 +277,9 @@ class Gathering:
 
     def _place(self, name: str, tensor: TensorRef) -> _Chunk:
         files, file = self._catalog.files, self._file_ids[-1]
-        storage = (len(self._opened) - 1, tensor.key)
         crc = tensor.crc32 if tensor.nbytes == tensor.data_nbytes else None
         if tensor.is_contiguous:
-            return _Chunk(file, tensor.start, tensor.nbytes, storage, crc)
+            return _Chunk(file, tensor.start, tensor.nbytes, crc)
         # Others may share the storage: only the stretch that this tensor reaches over is read.
         start = tensor.start
         record = replace(
@@ -294,7 +287,7 @@ class Gathering:
         )
         entry = TensorEntry(fqn=name, dtype=tensor.dtype, shape=tensor.shape, first_chunk=0, num_chunks=1)
         files.append(strided_file(files[file], entry, record))
-        return _Chunk(len(files) - 1, 0, tensor.nbytes, storage, crc)
+        return _Chunk(len(files) - 1, 0, tensor.nbytes, crc)
 
     def finish(self) -> Gathered:
         """Return the tensors, each of them whole.
@@ -324,11 +317,6 @@ class Gathering:
         return Gathered(
             catalog=catalog,
             select=partial(subset, catalog),
-            check=partial(
-                differing,
-                self._opened,
-                lambda name: (chunk.storage for chunk in tensors[name].chunks.values()),
-            ),
             plain=frozenset(name for name, tensor in tensors.items() if tensor.is_plain),
             contents={
                 name: frozenset((region, chunk.crc) for region, chunk in tensor.chunks.items() if chunk.crc)
@@ -361,29 +349,3 @@ def _difference(tensor: _Tensor, path: Path, dtype: DType, shape: Shape, is_plai
     if shape != tensor.shape or dtype is not tensor.dtype:
         return f"{dtype.name} {list(shape)}, elsewhere {tensor.dtype.name} {list(tensor.shape)}"
     return None
-
-
-def differing(
-    files: Sequence[TorchFile],
-    storages_of: Callable[[str], Iterable[tuple[int, str]]],
-    names: Collection[str],
-) -> Iterator[str]:
-    """Read the storages of some tensors and yield a line for each whose CRC-32 is not the recorded one.
-
-    Args:
-        files: opened.
-        storages_of: the storages of a tensor, each the number of its file and its key there.
-        names: of the tensors.
-    """
-    users: dict[int, dict[str, dict[str, None]]] = {}
-    for name in names:
-        for file, key in storages_of(name):
-            users.setdefault(file, {}).setdefault(key, {})[name] = None
-    for number, by_key in sorted(users.items()):
-        for key in differing_storages(files[number], by_key):
-            named = list(by_key[key])
-            more = len(named) - _MAX_NAMED
-            yield (
-                f"{', '.join(map(escape, named[:_MAX_NAMED]))}{f' and {more} more' if more > 0 else ''}: "
-                f"{escape(files[number].name)}: storage {escape(key)} does not have the CRC-32 recorded with it"
-            )

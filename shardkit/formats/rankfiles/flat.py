@@ -7,7 +7,7 @@ boxes. A catalog points at these boxes; no parameter is ever put together in mem
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple, TypeGuard
@@ -25,7 +25,6 @@ from shardkit.formats.contract.optimizer import (
     path_name,
     state_path,
 )
-from shardkit.formats.rankfiles.files import differing
 from shardkit.formats.torchsave.file import TensorRef, TorchFile
 from shardkit.formats.torchsave.record import strided_file
 
@@ -130,15 +129,6 @@ def _columns(
             regions.append(region)
             at += size
     return files, starts, nbytes, regions
-
-
-def differing_weights(
-    files: Sequence[TorchFile], weights: Mapping[str, Weight], names: Collection[str]
-) -> Iterator[str]:
-    """Read the storages of some weights and yield a line for each whose CRC-32 is not the recorded one."""
-    return differing(
-        files, lambda name: ((piece.file, piece.tensor.key) for piece in weights[name].pieces), names
-    )
 
 
 def without_tree(file: TorchFile, tensors: Iterable[object]) -> TorchFile:

@@ -17,7 +17,7 @@ torch/distributed/_shard/sharded_tensor/api.py (`__getstate__`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -30,7 +30,7 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
-from shardkit.formats.torchsave.archive import Entry, ZipReader, crc_of_range, read_directory
+from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
 from shardkit.formats.torchsave.classes import describe, made_by, padding, quantised_parameter, unwrap
 from shardkit.formats.torchsave.record import STORAGES, TensorRecord, is_extent
 from shardkit.pickles.interpreter import Refusal
@@ -176,27 +176,6 @@ def leaves(tree: object, *, into: Callable[[object], bool] = lambda value: True)
             todo.extend(Leaf((*path, index), value[index]) for index in reversed(range(len(value))))
         else:
             yield leaf
-
-
-def differing_storages(file: TorchFile, keys: Iterable[str]) -> Iterator[str]:
-    """Read storages and yield the key of each whose CRC-32 is not the recorded one.
-
-    Storages without a CRC-32 are skipped.
-
-    Args:
-        file: an opened file.
-        keys: of its storages; repeated ones are read once.
-
-    Raises:
-        SourceError, ResourceError: the file cannot be read.
-    """
-    with open_regular(file.path, file.name) as (fd, _):
-        for key in dict.fromkeys(keys):
-            entry = file.storages[key]
-            if not entry.crc or not entry.nbytes:
-                continue
-            if crc_of_range(fd, entry.start, entry.nbytes, file.name) != entry.crc:
-                yield key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from shardkit.core.catalog import Unforeseen
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import MIB, count, escape, listed, parse_size
+from shardkit.core.text import MIB, escape, listed, parse_size
 from shardkit.core.threads import OnStep, Progress, silent
-from shardkit.errors import IntegrityError, UsageError
+from shardkit.errors import UsageError
 from shardkit.files import storage, stores
 from shardkit.files.links import may_follow_links
 from shardkit.files.stores import is_remote
@@ -73,7 +73,6 @@ def consolidate(
     keep_factors: bool = False,
     merge_lora: bool = False,
     adapter_config: str | None = None,
-    check: bool = False,
     check_source: bool = True,
     source_manifest: str | os.PathLike[str] | None = None,
     manifest: bool = False,
@@ -134,7 +133,6 @@ def consolidate(
             `from_pretrained` would find all of its weights; only if no base's weights tell.
         merge_lora: add an adapter to the weights that it was trained on; otherwise the adapter is written.
         adapter_config: an `adapter_config.json` or its directory; by default from the base or the checkpoint.
-        check: first compare the checkpoint's bytes with the checksums in it, before any byte moves.
         check_source: compare the checkpoint, as its bytes move, with the CRC-32s that its files record; a difference is
             refused before the output appears.
         source_manifest: a manifest of the source that lies elsewhere, to compare with too (`shardkit manifest`,
@@ -221,7 +219,6 @@ def consolidate(
         base=None if base is None else os.fspath(base),
         base_revision=base_revision,
         strict=strict,
-        check=check,
         ask_class=ask_class,
         dequantize=dequantize,
     )
@@ -262,7 +259,6 @@ class _Request:
     base: str | None
     base_revision: str | None
     strict: bool
-    check: bool
     ask_class: bool
     dequantize: bool
     opens_all: bool = False
@@ -357,7 +353,6 @@ def _consolidate(
     )
     written = list[bytes]()
     with ClassCheck(job, is_on=request.ask_class, warn=writer.warn, on_step=on_step) as asked:
-        said = _check(job, share) if request.check else ()
         describe = partial(
             Descriptions,
             job,
@@ -379,8 +374,7 @@ def _consolidate(
         resolved,
         writer.facts((*resolved.warnings, *settled.warnings)),
         given=request.checkpoint,
-        notes=(*resolved.notes, *job.notes, *said, *settled.notes[len(job.notes) :], *kept),
-        checked=request.check and opened.check is not None,
+        notes=(*resolved.notes, *job.notes, *settled.notes[len(job.notes) :], *kept),
         pushed_to=address,
     )
 
@@ -434,29 +428,6 @@ def _decide(
     job = build_job(checkpoint, base, options, select=foresee, on_step=on_step)
     job.open_records(_images_of(job, share), as_read=not writing.dry_run)
     return job
-
-
-def _check(job: ConsolidateJob, share: Share | None) -> tuple[str, ...]:
-    """Compare the bytes that are about to move with the checksums in the checkpoint, and return notes.
-
-    A tensor lies in one file, so each part looks at the tensors of its files. Modules are written by whoever commits:
-    all look at them, as they are small.
-
-    Raises:
-        IntegrityError: lists every place that differs.
-    """
-    check = job.checkpoint.check
-    if check is None:
-        return (f"--check: {escape(job.checkpoint.writer)} writes no checksums to compare with",)
-    beside = [tensor for module in job.modules for image in module.output for tensor in image.tensors]
-    tensors = [tensor for image in _images_of(job, share) for tensor in image.tensors]
-    problems = list(check([tensor.source for tensor in (*tensors, *beside)]))
-    IntegrityError.raise_for(
-        problems,
-        f"the checkpoint differs from its checksums in {count(len(problems), 'place')}",
-        hint="the checkpoint is damaged: use another copy",
-    )
-    return ()
 
 
 def _images_of(job: ConsolidateJob, share: Share | None) -> list[SafetensorsImage]:
@@ -529,8 +500,6 @@ class ConsolidateResult(WriteResult):
     """Elements of all tensors."""
     file_names: tuple[str, ...]
     """Names of the weight files."""
-    checked: bool
-    """The checkpoint was compared with the checksums in it before a byte moved."""
     pushed_to: str | None
     """Address of the repo on the Hub."""
     from_base: tuple[str, ...] = ()
@@ -591,7 +560,6 @@ def _result(
     *,
     given: str,
     notes: tuple[str, ...],
-    checked: bool,
     pushed_to: str | None,
 ) -> ConsolidateResult:
     """Return the result of a run.
@@ -602,7 +570,6 @@ def _result(
         facts: of `Writer.facts`.
         given: the checkpoint, as it was given.
         notes: all of them.
-        checked: the checkpoint was compared with the checksums in it first.
         pushed_to: address of the repo.
     """
     selection, answer = job.selection, job.answer
@@ -633,7 +600,6 @@ def _result(
         num_tensors=len(job.tensors),
         num_parameters=sum(tensor.num_values for tensor in job.tensors),
         file_names=tuple(image.name for image in job.output),
-        checked=checked,
         pushed_to=pushed_to,
         unloadable=job.unloadable,
         held_against="class" if is_asked else "base" if job.fit.is_whole else None,

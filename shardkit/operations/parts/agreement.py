@@ -39,7 +39,7 @@ _OWN = {
     "resume",
 }
 """Arguments of a verb that say how one process works, not what is made."""
-_SETTINGS = ("sha256", "manifest", "manifest_file", "check_source", "check")
+_SETTINGS = ("sha256", "manifest", "manifest_file", "check_source")
 _SPEED = {"jobs", "max_memory"}
 
 

@@ -268,7 +268,7 @@ def _lacking(
     if not report.num_unrecorded_chunks:
         return
     why = ""
-    if checkpoint is not None and checkpoint.check is None:
+    if checkpoint is not None and not checkpoint.has_checksums:
         what = "safetensors" if checkpoint.hub is not None else "such"
         why = f" ({what} files have none, only a manifest with digests has)"
     chunks, tensors = count(report.num_unrecorded_chunks, "chunk"), count(len(report.unrecorded), "tensor")
@@ -320,7 +320,7 @@ def verify_other(checkpoint: Checkpoint, directory: str, report: Report) -> list
         report_failure(error, directory, report)
         return []
     files = _files(catalog, directory, report)
-    if checkpoint.check is None:
+    if not checkpoint.has_checksums:
         return files
     decoded = _decoded(catalog)
     for file in files:

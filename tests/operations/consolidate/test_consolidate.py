@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -673,43 +673,6 @@ def with_assets(monkeypatch: pytest.MonkeyPatch, *directories: str) -> None:
 
 class TestChecks:
     """Before and after the bytes move."""
-
-    def check_with(self, monkeypatch: pytest.MonkeyPatch, check: Any) -> None:
-        opened = formats.open
-
-        def open_with(path: str) -> Any:
-            checkpoint = opened(path)
-            object.__setattr__(checkpoint, "check", check)
-            return checkpoint
-
-        monkeypatch.setattr(formats, "open", open_with)
-
-    def test_what_the_checksums_say_is_asked_of_the_weights_alone(
-        self, trained: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        asked: list[str] = []
-
-        def check(names: list[str]) -> Iterator[str]:
-            asked.extend(names)
-            return iter(())
-
-        self.check_with(monkeypatch, check)
-        assert shardkit.consolidate(trained, check=True).checked
-        assert len(asked) == 21
-
-    def test_a_difference_ends_it(
-        self, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.check_with(monkeypatch, lambda names: iter([f"{names[0]} in __0_0.distcp"]))
-        with pytest.raises(IntegrityError, match=r"(?s)in 1 place\n.*__0_0\.distcp"):
-            shardkit.consolidate(trained, check=True)
-        assert [p.name for p in tmp_path.iterdir()] == ["step-7"]
-
-    def test_a_layout_without_checksums_says_so(self, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.check_with(monkeypatch, None)
-        result = shardkit.consolidate(trained, check=True)
-        assert not result.checked
-        assert any("no checksums" in note for note in result.notes)
 
     @pytest.mark.parametrize("damage", ["index", "header", "missing"])
     def test_what_was_written_is_read_back(
