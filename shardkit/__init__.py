@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.errors import ShardkitError as ShardkitError
     from shardkit.errors import SourceError as SourceError
     from shardkit.errors import UsageError as UsageError
-    from shardkit.operations.answers import PartAnswer as PartAnswer
     from shardkit.operations.commit import CommitResult as CommitResult
     from shardkit.operations.commit import PartStatus as PartStatus
     from shardkit.operations.commit import PlanStatus as PlanStatus
@@ -94,7 +93,6 @@ _HOMES = {
         "IncompleteError IntegrityError Interrupted LayoutError MeshError PolicyError ResourceError ShardkitError"
         " SourceError UsageError".split()
     ),
-    "shardkit.operations.answers": ("PartAnswer",),
     "shardkit.operations.commit": (
         "CommitResult",
         "PartStatus",

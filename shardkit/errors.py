@@ -37,7 +37,7 @@ FLAGS = frozenset(
 )
 """Options without a value that functions have as arguments."""
 VALUED = frozenset(
-    "--adapter-config --add-prefix --against --answers --ask-class --atol --attribute --base --base-revision --branch "
+    "--adapter-config --add-prefix --against --ask-class --atol --attribute --base --base-revision --branch "
     "--check-source --device --digest --dtype --dtype-rule --exclude --executor --fill-from-base --hub --include --jobs --keys --layout "
     "--manifest-file --max-memory --max-shard-size --mesh --names --num-parts --optimizer-dtype --osft --output "
     "--parallel-rule --part --profile --push-to-hub --read --rename --revision --root --rtol --seed "

@@ -15,7 +15,6 @@ from shardkit.cli import options as opt
 from shardkit.cli.output import (
     Output,
     PageFile,
-    answer_facts,
     count,
     drawn,
     facts,
@@ -69,7 +68,6 @@ Examples:
     help="difference: what differs most comes first; this turns on --stats.",
 )
 @opt.max_memory
-@opt.gathering
 @opt.picture
 @opt.html
 @opt.overwrite("page at FILE of --html, as is done without this; nothing else is ever replaced")
@@ -83,26 +81,23 @@ def command(
     picture: bool,
     html_file: str | None,
     overwrite: bool,
-    part: str | None,
     **options: Any,
 ) -> None:
     """Compare the weights of A and B: Hub models or sharded checkpoints, in any two formats.
 
     Tensors are paired by their names on the Hub: = equal, ~ equal after rounding, - only in A, + only in B,
     * differs. Bits are compared, unless a tolerance is given. Exit code 0 means equal, perhaps after rounding to
-    bf16 or fp16; 1 means that something differs; 4, with --answers, that parts are missing. A part ends with 0 while
-    others are missing, whatever it found: the last one to finish has the answer.
+    bf16 or fp16; 1 means that something differs.
     """
-    page, share = PageFile(html_file, (a, b), overwrite=overwrite), opt.take_part(out, part)
-    result = diff(a, b, part=share, progress=make_progress(enabled=out.shows_bars), **options)
+    page = PageFile(html_file, (a, b), overwrite=overwrite)
+    result = diff(a, b, progress=make_progress(enabled=out.shows_bars), **options)
     for warning in result.warnings:  # before the result
         out.warn(warning)
     out.result(result, render)
     if picture and not (out.is_quiet or out.as_json):
         out.lines(drawn(partial(_glyphs, result)))
-    if result.part is None:  # the last part to finish has the whole answer
-        page.write(out, partial(_page, result))
-    if not result.is_equal_after_rounding and result.part is None:
+    page.write(out, partial(_page, result))
+    if not result.is_equal_after_rounding:
         sys.stdout.flush()  # the reader may be gone, and this error is reported like any other
         click.get_current_context().exit(_DIFFERS)
 
@@ -142,7 +137,6 @@ def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
     if result.rtol is not None:
         yield "within", f"rtol {result.rtol:g}, atol {result.atol:g}"
     yield "read", f"{format_size(result.read_bytes)} in {result.elapsed_s:.2f} s"
-    yield from answer_facts(result.part)
 
 
 def _alike(result: DiffResult) -> Iterator[str]:
@@ -258,8 +252,6 @@ def _stats(stats: TensorStats) -> Iterator[str]:
 
 
 def _verdict(result: DiffResult) -> str:
-    if result.part is not None:
-        return f"part {result.part.part}: {len(result.differences)} of {count(len(result.tensors), 'tensor')} differ"
     if result.is_equal_after_rounding and not result.is_equal:
         ways = ["folding"] if result.count("folded") else []
         ways += ["rounding: " + _direction(result)] if result.rounded_side is not None else []

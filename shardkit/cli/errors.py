@@ -54,9 +54,15 @@ def report(error: BaseException, args: Sequence[str]) -> int:
     return int(content["exit_code"])
 
 
+_NOT_DIVIDED = (
+    "what only reads is not divided, verify, diff and manifest neither: run it once, in one process. The parts of preshard, "
+    "consolidate and reshard compare what they move with the checksums in the source"
+)
 GONE = {
     "--allow-unsafe-store": "a store without conditional requests is refused: write into a local directory, and copy that "
     "with the store's own tool",
+    "--answers": _NOT_DIVIDED,
+    "--part": _NOT_DIVIDED,
     "--resume-from": "the same command goes on with what a run on this host left; begun with --part 1/1, on any host. "
     "`shardkit status OUTPUT --abort` removes what cannot be taken over",
     "--check": "what moves is compared on the way (--check-source); for an answer before a byte moves, run shardkit "

@@ -10,7 +10,6 @@ import click
 from shardkit.cli import options as opt
 from shardkit.cli.output import (
     Output,
-    answer_facts,
     count,
     facts,
     format_name,
@@ -18,7 +17,7 @@ from shardkit.cli.output import (
     make_progress,
     max_lines,
 )
-from shardkit.core.text import escape, format_size
+from shardkit.core.text import format_size
 
 if TYPE_CHECKING:
     from shardkit.operations.manifest import ManifestResult
@@ -43,11 +42,10 @@ Examples:
 @opt.sha256
 @opt.overwrite("manifest")
 @opt.dry_run
-@opt.gathering
 @opt.jobs
 @opt.follow_links
 @opt.reporting
-def command(*, out: Output, path: str, output: str | None, part: str | None, **options: Any) -> None:
+def command(*, out: Output, path: str, output: str | None, **options: Any) -> None:
     """Record the size and the checksum of every file and tensor of PATH, for `shardkit verify`.
 
     PATH is any checkpoint, whoever made it: a Hub model, a trainer's sharded checkpoint, a pre-sharded directory.
@@ -55,29 +53,18 @@ def command(*, out: Output, path: str, output: str | None, part: str | None, **o
     """
     from shardkit.operations.manifest import write_manifest
 
-    share = opt.take_part(out, part)
-    result = write_manifest(
-        path, output, part=share, progress=make_progress(enabled=out.shows_bars), **options
-    )
+    result = write_manifest(path, output, progress=make_progress(enabled=out.shows_bars), **options)
     out.result(result, render, max_warnings=max_lines())
 
 
 def render(result: ManifestResult) -> list[str]:
     """Return a result as lines for people."""
-    head = headline(result.manifest, dry_run=result.dry_run)
-    if result.part is not None:
-        head = f"part {result.part.part} of {escape(result.manifest)}"
-    return [head, *facts(_facts(result))]
+    return [headline(result.manifest, dry_run=result.dry_run), *facts(_facts(result))]
 
 
 def _facts(result: ManifestResult) -> Iterator[tuple[str, str]]:
     yield "checkpoint", format_name(result.writer)
     would = "to " if result.dry_run else ""
-    if result.part is not None:
-        part = result.part
-        yield "read", f"{count(part.num_questions, 'file')}, {format_size(part.read_bytes)}"
-        yield from answer_facts(part)
-        return
     yield f"{would}read", f"{count(result.num_files, 'file')}, {format_size(result.read_bytes)}"
     if result.dry_run:
         return

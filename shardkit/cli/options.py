@@ -255,22 +255,7 @@ parts = group(
 )
 
 
-gathering = group(
-    click.option(
-        "--part",
-        metavar="K/N|env|env/N",
-        help="Read this part; env asks the launcher (torchrun, MPI, SLURM, Kubernetes).",
-    ),
-    click.option(
-        "--answers",
-        type=PATH,
-        metavar="DIR",
-        help="Where all parts put what they find; without --part, put that together.",
-    ),
-)
-
-
-def take_part(out: Output, text: str | None) -> Part | None:
+def _take_part(out: Output, text: str | None) -> Part | None:
     """Return the part that was asked for, and say what it is where the launcher told it."""
     if text is None:
         return None
@@ -293,7 +278,7 @@ def carry_out(out: Output, verb: Callable[..., _R], *arguments: str | None, **op
         arguments: its paths.
         options: the rest, with `part` as it was typed.
     """
-    part = take_part(out, options.pop("part"))
+    part = _take_part(out, options.pop("part"))
     progress = make_progress(enabled=out.shows_bars)
     from shardkit.cli.errors import resume_command
     from shardkit.transfer.journal import typed

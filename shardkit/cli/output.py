@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from shardkit.core.threads import Progress
-    from shardkit.operations.answers import PartAnswer
     from shardkit.operations.commit import CommitResult
     from shardkit.operations.write import WriteResult
     from shardkit.pictures.glyphs import Glyphs
@@ -112,13 +111,6 @@ def headline(path: str, *, dry_run: bool, was_there: bool = False) -> str:
 def is_unfinished(result: WriteResult) -> bool:
     """True for a part of an output that is not there yet, and for the dry run of a part."""
     return result.part is not None and (result.dry_run or not result.part.is_committed)
-
-
-def answer_facts(part: PartAnswer | None) -> Iterator[tuple[str, str]]:
-    """Yield what became of a part of an answer, while others lack something."""
-    if part is not None:
-        yield "all parts", f"{part.answered_questions} of {count(part.all_questions, 'answer')} are there"
-        yield "missing", f"{_parts(part.missing)}; the last to finish makes the report"
 
 
 def _parts(missing: Sequence[str]) -> str:

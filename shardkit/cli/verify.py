@@ -12,7 +12,6 @@ from shardkit.cli import options as opt
 from shardkit.cli.output import (
     Output,
     PageFile,
-    answer_facts,
     count,
     facts,
     format_name,
@@ -72,32 +71,26 @@ Examples:
     is_flag=True,
     help="Ask the model's class, with transformers, which weights it would not find.",
 )
-@opt.gathering
 @opt.jobs
 @opt.html
 @opt.overwrite("page at FILE of --html, as is done without this; nothing else is ever replaced")
 @opt.follow_links
 @opt.reporting
-def command(
-    *, out: Output, path: str, html_file: str | None, overwrite: bool, part: str | None, **options: Any
-) -> None:
+def command(*, out: Output, path: str, html_file: str | None, overwrite: bool, **options: Any) -> None:
     """Check that PATH is whole, and holds the bytes that were written.
 
     PATH is a Hub model, a pre-sharded directory, any trainer's sharded checkpoint, or a run's directory, whose
     newest checkpoint is taken. By default metadata, headers,
     sizes and manifests are compared with each other; --read and --full compare bytes with checksums. A manifest is
     looked for in PATH, then beside it (PATH.shardkit.json). Exit code 0: nothing is wrong; 1: something is wrong;
-    3: not a checkpoint; 4: with --answers, parts are missing; 5: nothing is wrong, but some files cannot be read, or the
-    store keeps no checksum of them. A part
-    ends with 0 while others are missing, whatever it found: the last one to finish has the answer.
+    3: not a checkpoint; 5: nothing is wrong, but some files cannot be read, or the store keeps no checksum of them.
     """
-    page, share = PageFile(html_file, (path,), overwrite=overwrite), opt.take_part(out, part)
+    page = PageFile(html_file, (path,), overwrite=overwrite)
     progress = make_progress(enabled=out.shows_bars)
-    result = verify(path, holdings=html_file is not None, part=share, progress=progress, **options)
+    result = verify(path, holdings=html_file is not None, progress=progress, **options)
     out.result(result, render, max_warnings=max_lines())
-    if result.part is None:  # the last part to finish has the whole answer
-        page.write(out, partial(_page, result))
-    if not result.ok and result.part is None:
+    page.write(out, partial(_page, result))
+    if not result.ok:
         click.get_current_context().exit(ResourceError.exit_code if result.is_only_unreadable else _PROBLEMS)
 
 
@@ -110,10 +103,8 @@ def _page(result: VerifyResult) -> Page:
 def render(result: VerifyResult) -> list[str]:
     """Return a result as lines for people."""
     problems = result.problems
-    verdict = _verdict(result)
-    part = f"part {result.part.part} of " if result.part is not None else ""
     return [
-        f"{part}{escape(result.path)}: {verdict}",
+        f"{escape(result.path)}: {_verdict(result)}",
         *facts(_facts(result)),
         *([""] if problems else []),
         *_problem_lines(problems),
@@ -125,7 +116,7 @@ def _verdict(result: VerifyResult) -> str:
         return f"{count(len(result.problems), 'problem')} found"
     if result.doubts:
         return "no byte is damaged, but it does not look whole"
-    compares = result.level in ("full", "sample") and result.num_tensors and result.part is None
+    compares = result.level in ("full", "sample") and result.num_tensors
     others = result.num_checked_chunks or result.num_checked_files or result.against or result.repo
     if compares and not others:
         return "its structure is whole; no byte could be compared, because no checksum is recorded"
@@ -172,4 +163,3 @@ def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
         files = f", {count(result.num_checked_files, 'whole file')}" if result.num_checked_files else ""
         chunks = count(result.num_checked_chunks, "chunk")
         yield "compared", f"{format_size(result.read_bytes)}: {chunks}{files}"
-    yield from answer_facts(result.part)

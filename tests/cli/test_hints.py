@@ -133,6 +133,15 @@ CASES = {
         "no such option '--check'\n",
         "for an answer before a byte moves, run shardkit verify on the checkpoint first",
     ),
+    **{
+        f"parts of what only reads, {command} {option}": (
+            f"{command} {option} 1/2",
+            f"no such option '{option}'\n",
+            "run it once, in one process",
+        )
+        for command in ("verify tiny --full", "diff tiny tiny", "manifest tiny", "inspect tiny")
+        for option in ("--part", "--answers")
+    },
     "a typo in a command": ("inspct tiny", "closest name: inspect", "shows its options"),
     "a typo in a dtype": (
         "preshard tiny x --world-size 4 --dtype bf61",

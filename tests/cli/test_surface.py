@@ -77,7 +77,6 @@ SURFACE = {
     ],
     "diff": [
         "--all",
-        "--answers",
         "--atol",
         "--exclude",
         "--follow-links",
@@ -87,7 +86,6 @@ SURFACE = {
         "--max-memory",
         "--no-progress",
         "--overwrite",
-        "--part",
         "--picture",
         "--quiet",
         "--rtol",
@@ -150,7 +148,6 @@ SURFACE = {
         "SOURCE",
     ],
     "manifest": [
-        "--answers",
         "--dry-run",
         "--follow-links",
         "--inside",
@@ -159,7 +156,6 @@ SURFACE = {
         "--no-progress",
         "--output",
         "--overwrite",
-        "--part",
         "--quiet",
         "--sha256",
         "--verbose",
@@ -250,7 +246,6 @@ SURFACE = {
     "status": ["--abort", "--json", "--no-progress", "--quiet", "--verbose", "-q", "-v", "OUTPUT"],
     "verify": [
         "--against",
-        "--answers",
         "--ask-class",
         "--follow-links",
         "--full",
@@ -261,7 +256,6 @@ SURFACE = {
         "--manifest",
         "--no-progress",
         "--overwrite",
-        "--part",
         "--quiet",
         "--read",
         "--revision",

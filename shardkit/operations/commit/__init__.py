@@ -373,7 +373,7 @@ def _plan_status(staging: Staging, agreement: Agreement) -> PlanStatus:
         finished_weights=len(agreement.weights) - len(weights),
         parts=tuple(_parts(staging)),
         missing=tuple(
-            (str(part), number, agreement.command_of(part, output=staging.destination))
+            (str(part), number, agreement.command_of(part, staging.destination))
             for part, number in agreement.missing_parts(missing, weights)
         ),
         is_committed=not staging.is_open,

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
-from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Shape
 from shardkit.core.result import Result
 from shardkit.core.text import KIB, MIB, count, escape, listed, parse_size
@@ -22,9 +21,7 @@ from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import UsageError
 from shardkit.files import storage, stores
 from shardkit.files.links import may_follow_links
-from shardkit.operations.answers import Gathering, PartAnswer, Question, State, answers_to
 from shardkit.operations.diff.sides import OF_DIFF, Pair, Side, Wording, find_ties, open_sides, pairs
-from shardkit.operations.parts.part import Part
 from shardkit.operations.resolve import Taken, take
 from shardkit.osft.plan import HIGH, factor_of
 from shardkit.transfer.plan import chunk_ranges
@@ -176,8 +173,6 @@ class DiffResult(Result):
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     """What was passed over in a run directory although it is newer, or may be."""
-    part: PartAnswer | None = None
-    """What became of a part while others lack something: `tensors` are this part's. None where all was compared."""
 
     def count(self, *statuses: Status) -> int:
         """Return how many tensors have one of these statuses."""
@@ -210,7 +205,6 @@ class DiffResult(Result):
             **counts,
             "notes": list(self.notes),
             "warnings": list(self.warnings),
-            "part": None if self.part is None else asdict(self.part),
             "tensors": [tensor.to_json() for tensor in self.tensors],
         }
 
@@ -249,8 +243,6 @@ def diff(
     strict: bool = False,
     sort: Literal["name", "difference"] = "name",
     max_memory: str | int = _MEMORY,
-    part: str | Part | None = None,
-    answers: str | os.PathLike[str] | None = None,
     follow_links: bool = False,
     progress: Progress | None = None,
 ) -> DiffResult:
@@ -272,25 +264,20 @@ def diff(
         strict: refuse a run directory in which a newer checkpoint was passed over.
         sort: "name", or "difference": what differs most comes first; this takes figures.
         max_memory: bytes for all buffers, as a number or as "512MiB".
-        part: compare this part of the tensors, such as "3/16", or "env" to ask the launcher. Where no other part is
-            missing, the result is that of one process.
-        answers: directory in which all parts put what they find; without `part`, put together what is there.
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
             Weight files of a Hub model are read in any case.
         progress: told of the bytes of A as they are compared.
 
     Raises:
-        UsageError: options that cannot be carried out; or `answers` holds those of other parts.
+        UsageError: options that cannot be carried out.
         SourceError: one of them is damaged or incomplete.
         IntegrityError: a file changed while it was read.
-        IncompleteError: `answers` without `part`, and parts are missing.
         ResourceError: disk or permission.
     """
-    gathering = Gathering.of("diff", locals())
     options = _options(rtol, atol, stats, sort, max_memory)
     given = (stores.as_path(a), stores.as_path(b))
     taken = (take(given[0], strict=strict), take(given[1], strict=strict))
-    comparison = Comparison(
+    return Comparison(
         given,
         taken,
         options,
@@ -298,32 +285,11 @@ def diff(
         include=include,
         exclude=exclude,
         progress=progress or NoProgress(),
-    )
-    if gathering is not None:
-        gathering.check_outside(*(each.resolved.path for each in taken))
-    found, waiting = answers_to(comparison, gathering)
-    return replace(comparison.sum_up(found), part=waiting)
-
-
-class PairAnswer(NamedTuple):
-    """What was found of two tensors."""
-
-    tensor: TensorDiff
-    roundings: Roundings
-    """Where one is the other rounded."""
-    read_bytes: int
-    """Of both."""
-
-
-class Ties(NamedTuple):
-    """Tensors that one side alone has -> the equal one that both have."""
-
-    only_a: Mapping[str, str]
-    only_b: Mapping[str, str]
+    ).compare()
 
 
 class Comparison:
-    """Two checkpoints that are to be compared: an inquiry about pairs of tensors, and about ties as the last question.
+    """Two checkpoints that are to be compared.
 
     Args:
         given: their paths, as a person gave them.
@@ -356,105 +322,49 @@ class Comparison:
             given, taken, all_tensors=all_tensors, include=include, exclude=exclude, wording=wording
         )
         self._pairs = pairs(self._a, self._b)
-        self._read = [pair for pair in self._pairs if _is_read(self._a, self._b, pair)]
-        self.questions = [Question(name=pair.name, nbytes=self._nbytes(pair)) for pair in self._read]
-        """Of each pair of one shape; the last one of ties, if a side has tensors that the other lacks."""
-        if any(pair.in_a != pair.in_b for pair in self._pairs):
-            self.questions.append(Question(name="tied weights", nbytes=0))
 
-    def _nbytes(self, pair: Pair) -> int:
-        return self._a.entry(pair.name).nbytes + self._b.entry(pair.name).nbytes
-
-    def state(self) -> State:
-        """Return files and options."""
-        files = [
-            (f"{label}: {file.name}", file.path)
-            for label, side in (("A", self._a), ("B", self._b))
-            for file in side.catalog.files
-        ]
-        names = [sorted(side.names.items()) for side in (self._a, self._b)]
-        pairs = [tuple(pair) for pair in self._pairs]
-        return State(files=files, decided={"options": repr(self._options), "names": names, "pairs": pairs})
-
-    def ask(self, numbers: Sequence[int]) -> dict[int, PairAnswer | Ties]:
-        """Compare some pairs.
+    def compare(self) -> DiffResult:
+        """Compare all pairs.
 
         Raises:
             IntegrityError, ResourceError: a file changed while it was read, or cannot be read.
         """
-        found: dict[int, PairAnswer | Ties] = {}
-        read = [number for number in numbers if number < len(self._read)]
-        total = sum(self._a.entry(self._read[number].name).nbytes for number in read)
+        one, two = sides = self._a, self._b
+        names = [pair.name for pair in self._pairs if _is_read(one, two, pair)]
         with ExitStack() as stack:
             stack.enter_context(storage.hold_at_most(self._options.max_memory_bytes // 2))
-            files = [stack.enter_context(SourceFiles(side.catalog.files)) for side in (self._a, self._b)]
+            files = [stack.enter_context(SourceFiles(side.catalog.files)) for side in sides]
             readers = [stack.enter_context(each.reader()) for each in files]
-            names, sides = [self._read[number].name for number in read], (self._a, self._b)
             places = max((sum(side.entry(name).num_chunks for side in sides) for name in names), default=1)
             for side, each in zip(sides, files, strict=True):
                 each.expect(chunk_ranges(side.catalog, {side.names[name] for name in names}), places)
-            comparing = _Comparing(self._a, self._b, readers[0], readers[1], self._options, self._progress)
-            self._progress.start(total, "diff")
+            comparing = _Comparing(one, two, readers[0], readers[1], self._options, self._progress)
+            self._progress.start(sum(one.entry(name).nbytes for name in names), "diff")
             try:
-                if len(read) < len(numbers):
-                    found[len(self._read)] = Ties(find_ties(self._a, self._b), find_ties(self._b, self._a))
-                found.update((number, comparing.pair(self._read[number])) for number in read)
+                is_one_alone = any(pair.in_a != pair.in_b for pair in self._pairs)
+                ties = {**find_ties(one, two), **find_ties(two, one)} if is_one_alone else {}
+                found = [
+                    comparing.pair(pair) if _is_read(one, two, pair) else self._unread(pair, ties)
+                    for pair in self._pairs
+                ]
             finally:
                 self._progress.finish()
             for each in files:
                 each.check_unchanged()
-        return found
+        return self._result(found, comparing)
 
-    def dump(self, number: int, answer: PairAnswer | Ties) -> object:
-        """Return an answer as plain data."""
-        if isinstance(answer, Ties):
-            return list(answer)
-        roundings = [[side, dtype.name, number] for (side, dtype), number in answer.roundings.items()]
-        return {"tensor": asdict(answer.tensor), "roundings": roundings, "read_bytes": answer.read_bytes}
+    def _unread(self, pair: Pair, ties: Mapping[str, str]) -> TensorDiff:
+        """Return what is said of a tensor that one side alone has, or that has two shapes."""
+        if pair.in_a and pair.in_b:
+            return _describe(self._a, self._b, pair, "shape")
+        kept = ties.get(pair.name)
+        alone: Status = "only_a" if pair.in_a else "only_b"
+        status = "tied" if kept is not None else alone
+        return _describe(self._a, self._b, pair, status, tied_to=kept)
 
-    def load(self, number: int, plain: Any) -> PairAnswer | Ties:
-        """Return the answer that `dump` wrote."""
-        if number == len(self._read):
-            one, two = plain
-            return Ties(dict(one), dict(two))
-        return PairAnswer(
-            _load_tensor(plain["tensor"]),
-            {(side, BY_NAME[dtype]): int(number) for side, dtype, number in plain["roundings"]},
-            int(plain["read_bytes"]),
-        )
-
-    def is_final(self, number: int, answer: PairAnswer | Ties) -> bool:
-        """True: a file that cannot be read is an error."""
-        return True
-
-    def sum_up(self, answers: Mapping[int, PairAnswer | Ties]) -> DiffResult:
-        """Return the result of all answers, or of those that a part has."""
-        ties = answers.get(len(self._read))
-        compared = {
-            self._read[number].name: answer
-            for number, answer in answers.items()
-            if isinstance(answer, PairAnswer)
-        }
-        read_names = {pair.name for pair in self._read}
-        found = []
-        for pair in self._pairs:
-            if pair.name in compared:
-                found.append(compared[pair.name].tensor)
-            elif pair.in_a and pair.in_b:
-                found += [] if pair.name in read_names else [self._describe(pair, "shape")]
-            elif isinstance(ties, Ties):
-                kept = (ties.only_a if pair.in_a else ties.only_b).get(pair.name)
-                alone: Status = "only_a" if pair.in_a else "only_b"
-                found.append(self._describe(pair, "tied" if kept is not None else alone, tied_to=kept))
-        return self._result(found, compared)
-
-    def _describe(self, pair: Pair, status: Status, *, tied_to: str | None = None) -> TensorDiff:
-        return _describe(self._a, self._b, pair, status, tied_to=tied_to)
-
-    def _result(self, found: list[TensorDiff], compared: Mapping[str, PairAnswer]) -> DiffResult:
+    def _result(self, found: list[TensorDiff], comparing: _Comparing) -> DiffResult:
         options, one, two = self._options, self._a, self._b
-        roundings = {name: answer.roundings for name, answer in compared.items() if answer.roundings}
-        found, rounded_side = _rounded_one_way(found, roundings)
+        found, rounded_side = _rounded_one_way(found, comparing.roundings)
         if options.is_sorted:
             found.sort(key=lambda tensor: tensor.magnitude, reverse=True)
         return DiffResult(
@@ -469,20 +379,11 @@ class Comparison:
             rtol=options.tolerance.rtol if options.tolerance else None,
             atol=options.tolerance.atol if options.tolerance else None,
             tensors=tuple(found),
-            read_bytes=sum(answer.read_bytes for answer in compared.values()),
+            read_bytes=comparing.read_bytes,
             elapsed_s=round(time.monotonic() - self._begun, 3),
             notes=(*self._notes, *_frozen_notes(found)),
             warnings=(*one.resolved.warnings, *two.resolved.warnings),
         )
-
-
-def _load_tensor(plain: Mapping[str, Any]) -> TensorDiff:
-    """Return what `asdict` made plain, and JSON made lists of tuples."""
-    from shardkit.operations.diff.values import TensorStats
-
-    fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in plain.items()}
-    stats = fields.pop("stats")
-    return TensorDiff(**fields, stats=None if stats is None else TensorStats(**stats))
 
 
 def _options(
@@ -556,20 +457,22 @@ class _Comparing:
     ) -> None:
         self._a, self._b, self._left, self._right = a, b, left, right
         self._options, self._progress = options, progress
-        self._read_bytes = 0
+        self.roundings: dict[str, Roundings] = {}
+        """By name, of those that are equal after rounding."""
+        self.read_bytes = 0
+        """Of both sides."""
 
-    def pair(self, pair: Pair) -> PairAnswer:
+    def pair(self, pair: Pair) -> TensorDiff:
         """Compare what both sides have under a name, in one shape."""
-        name, before = pair.name, self._read_bytes
+        name = pair.name
         measure = self._measure(name)
         entry, status = self._a.entry(name), self._status(name, measure)
-        roundings: Roundings = {}
         if status in ("dtype", "values"):
             if self._is_rounded(name, measure):
-                roundings = measure.roundings
+                self.roundings[name] = measure.roundings
             elif self._is_factors(name) and _is_folded_well(measure):
                 status = "folded"
-        tensor = _describe(
+        return _describe(
             self._a,
             self._b,
             pair,
@@ -580,7 +483,6 @@ class _Comparing:
             first_changed=_unravel(measure.first_changed, entry.shape),
             stats=measure.stats() if measure.num_changed and self._options.stats else None,
         )
-        return PairAnswer(tensor, roundings, self._read_bytes - before)
 
     def _status(self, name: str, measure: Measure) -> Status:
         if self._a.entry(name).dtype is not self._b.entry(name).dtype:
@@ -641,7 +543,7 @@ class _Comparing:
         limit = self._options.max_elements(max(one.dtype.itemsize, two.dtype.itemsize), measured=measured)
         lefts, rights = self._a.bands(name, self._left, limit), self._b.bands(name, self._right, limit)
         for left, right in zip(lefts, rights, strict=True):
-            self._read_bytes += len(left) + len(right)
+            self.read_bytes += len(left) + len(right)
             yield left, right
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import is_contiguous
@@ -23,15 +22,11 @@ from shardkit.files import manifest, storage, stores
 from shardkit.files.digest import FileBytes, Scan, combine, place_of
 from shardkit.files.home import home_of, path_in
 from shardkit.files.links import is_snapshot, may_follow_links
-from shardkit.files.strict_json import read_small
 from shardkit.formats.registry import directory_of, format_of
-from shardkit.operations.answers import Gathering, PartAnswer, Question, State, answers_to
 from shardkit.operations.destination import check_sidecar, write_sidecar
-from shardkit.operations.parts.part import Part
 from shardkit.operations.resolve import stands_for
 from shardkit.operations.verify.bytes import scan_whole
 from shardkit.operations.verify.manifest import Listing, list_files
-from shardkit.operations.verify.questions import recorded_in
 from shardkit.operations.verify.result import Report, in_threads
 from shardkit.operations.verify.structure import Structure, check_structure
 
@@ -63,8 +58,6 @@ class ManifestResult(Result):
     elapsed_s: float
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
-    part: PartAnswer | None = None
-    """What became of a part while others lack something: there is no manifest yet. None where there is."""
 
 
 @may_follow_links
@@ -77,8 +70,6 @@ def write_manifest(
     jobs: int | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
-    part: str | Part | None = None,
-    answers: str | os.PathLike[str] | None = None,
     follow_links: bool = False,
     progress: Progress | None = None,
 ) -> ManifestResult:
@@ -95,9 +86,6 @@ def write_manifest(
         jobs: threads; by default the cores that this process may use, from 2 to 8.
         overwrite: replace an existing manifest.
         dry_run: check the structure, say what would be read, and write nothing.
-        part: read this part of the files, such as "3/16", or "env" to ask the launcher. The part that is the last to
-            finish writes the manifest.
-        answers: directory in which all parts put what they find; without `part`, put together what is there.
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
             Weight files of a Hub model are read in any case.
         progress: told of the bytes as they are read.
@@ -106,56 +94,40 @@ def write_manifest(
         UsageError: options that cannot be carried out, or an existing manifest.
         SourceError: nothing there, or nothing that is a checkpoint.
         IntegrityError: it is damaged; with every problem that was found.
-        IncompleteError: `answers` without `part`, and parts are missing.
         ResourceError: a file cannot be read, or the manifest cannot be written.
     """
-    begun, gathering = time.monotonic(), Gathering.of("write_manifest", locals())
+    begun = time.monotonic()
     given, num_threads = stores.as_path(path), choose_jobs(jobs)
     path = stands_for(given, strict=True).path if storage.lexists(given) else given
     directory = home_of(directory_of(path))
-    may_be_ours = overwrite or (gathering is not None and gathering.has_begun)
-    target = _target(directory, output, inside=inside, overwrite=may_be_ours)
+    target = _target(directory, output, inside=inside, overwrite=overwrite)
     report = Report(progress=progress or NoProgress())
     structure = check_structure(path, report, is_new=True)
     _refuse_damaged(path, report)
     assert structure.is_whole  # else there is a problem
-    if gathering is not None:
-        gathering.check_outside(path, structure.directory)
     opened = structure.checkpoint
     catalog = opened.select(tuple(opened.catalog.tensors)) if opened is not None else None
     listing = _list(structure, target)
     result = _result(path, target, structure, listing, report, sha256=sha256, dry_run=dry_run)
     if not dry_run:
         digests = Digests(catalog, sha256=sha256)
-        inquiry = Digesting(digests, _files(structure, listing), listing, num_threads, report.progress)
-        found, waiting = answers_to(inquiry, gathering)
-        for _, each in sorted(found.items()):
-            report.add(each)
+        files = _files(structure, listing)
+        tasks = [partial(digests.take, name, file) for name, file in files.items()]
+        in_threads(report, tasks, num_threads, label="manifest", total_bytes=result.read_bytes)
         _refuse_damaged(path, report)
-        result = replace(result, part=waiting)
-        if waiting is None:
-            tensors = digests.tensors(opened.catalog) if opened is not None else None
-            content = manifest.FileList(
-                tool=manifest.TOOL,
-                layout=result.format,
-                writer=result.writer,
-                files=tuple(digests.files[name] for name in listing.files),
-                unlisted=tuple(listing.unlisted),
-                tensors=tensors,
-            )
-            _write(target, manifest.dump(content), overwrite=overwrite, may_be_ours=may_be_ours)
-            taken = sum(tensor.crc32 is not None for tensor in (tensors or {}).values())
-            result = replace(result, num_tensor_digests=taken)
+        tensors = digests.tensors(opened.catalog) if opened is not None else None
+        content = manifest.FileList(
+            tool=manifest.TOOL,
+            layout=result.format,
+            writer=result.writer,
+            files=tuple(digests.files[name] for name in listing.files),
+            unlisted=tuple(listing.unlisted),
+            tensors=tensors,
+        )
+        write_sidecar(target, manifest.dump(content), overwrite=overwrite)
+        taken = sum(tensor.crc32 is not None for tensor in (tensors or {}).values())
+        result = replace(result, num_tensor_digests=taken)
     return replace(result, elapsed_s=round(time.monotonic() - begun, 3))
-
-
-def _write(target: str, data: bytes, *, overwrite: bool, may_be_ours: bool) -> None:
-    """Write the manifest, unless another part has written the same."""
-    try:
-        write_sidecar(target, data, overwrite=overwrite)
-    except UsageError:
-        if not may_be_ours or read_small(target, target, manifest.MAX_BYTES, follow=False) != data:
-            raise
 
 
 def _target(directory: str, output: str | os.PathLike[str] | None, *, inside: bool, overwrite: bool) -> str:
@@ -263,56 +235,6 @@ def _result(
     )
 
 
-class Digesting:
-    """Questions about the files that a manifest lists.
-
-    Args:
-        digests: take them, and keep them.
-        files: by the names in the manifest.
-        listing: of all that is there.
-        jobs: threads.
-        progress: told of the bytes.
-    """
-
-    def __init__(
-        self,
-        digests: Digests,
-        files: Mapping[str, FileBytes],
-        listing: Listing,
-        jobs: int,
-        progress: Progress,
-    ) -> None:
-        self._digests, self._files, self._listing = digests, list(files.items()), listing
-        self._jobs, self._progress = jobs, progress
-        self.questions = [Question(name=name, nbytes=file.size) for name, file in self._files]
-
-    def state(self) -> State:
-        """Return the files, and what lies in them."""
-        recorded = [recorded_in(file) for _, file in self._files]
-        decided = {"sha256": self._digests.sha256, "recorded": recorded, "unlisted": self._listing.unlisted}
-        return State(files=[(name, file.path) for name, file in self._files], decided=decided)
-
-    def ask(self, numbers: Sequence[int]) -> dict[int, Report]:
-        """Read some files; what is wrong with each is the answer, and `digests` keeps the rest."""
-        tasks = [partial(self._digests.take, *self._files[number]) for number in numbers]
-        total = sum(self.questions[number].nbytes for number in numbers)
-        found = in_threads(tasks, self._jobs, self._progress, label="manifest", total_bytes=total)
-        return dict(zip(numbers, found, strict=True))
-
-    def dump(self, number: int, answer: Report) -> object:
-        """Return an answer and the digests as plain data."""
-        return {"report": answer.dump(), **self._digests.dump(*self._files[number])}
-
-    def load(self, number: int, plain: Any) -> Report:
-        """Return the answer that `dump` wrote; `digests` keeps the rest."""
-        self._digests.load(*self._files[number], plain)
-        return Report.load(plain["report"])
-
-    def is_final(self, number: int, answer: Report) -> bool:
-        """False if the system could not read the file."""
-        return not answer.has_unreadable
-
-
 class Digests:
     """Takes the digests of files, and of the chunks in them.
 
@@ -356,20 +278,6 @@ class Digests:
             sha256=scan.sha256,
             extents=tuple(self._extents(file, scan)) or None,
         )
-
-    def dump(self, name: str, file: FileBytes) -> dict[str, Any]:
-        """Return what was taken of a file as plain data."""
-        listed, rows = self.files.get(name), self._rows.get(place_of(file.path), [])
-        return {"file": None if listed is None else asdict(listed), "crcs": [self._crcs[row] for row in rows]}
-
-    def load(self, name: str, file: FileBytes, plain: Mapping[str, Any]) -> None:
-        """Take what `dump` wrote; KeyError, TypeError or ValueError if it is something else."""
-        listed = plain["file"]
-        if listed is not None:
-            extents = None if listed["extents"] is None else tuple(map(tuple, listed["extents"]))
-            self.files[name] = manifest.ListedFile(**{**listed, "extents": extents})
-        for row, crc in zip(self._rows.get(place_of(file.path), []), plain["crcs"], strict=True):
-            self._crcs[row] = crc
 
     def _extents(self, file: FileBytes, scan: Scan) -> Iterator[tuple[int, int, int]]:
         """Yield (first byte, bytes, CRC-32) of each part of a tensor that has no checksum in the file."""

@@ -19,16 +19,12 @@ from shardkit.transfer.journal import parse_versions
 
 _FORMAT = 1
 _MAX_BYTES = 1 << 28
-_PATHS = (
-    *("source", "checkpoint", "base", "tokenizer", "keys", "source_manifest", "adapter_config"),
-    *("path", "manifest", "against", "a", "b"),
-)
+_PATHS = ("source", "checkpoint", "base", "tokenizer", "keys", "source_manifest", "adapter_config")
 _MADE = "manifest_file"
 """A path that does not exist yet."""
 _OWN = {
     "output",
     "part",
-    "answers",
     "executor",
     "num_parts",
     "progress",
@@ -281,14 +277,13 @@ class Agreement:
         if changed:
             yield f"what is made of it: {', '.join(changed)}"
 
-    def command_of(self, part: Part, **where: str) -> str:
-        """Return what to type to carry out a part; in Python also where it goes, as `output` or `answers`."""
+    def command_of(self, part: Part, output: str) -> str:
+        """Return what to type to carry out a part; in Python also where it goes."""
         if self.typed:
             return f"{self.typed} --part {part}"
-        options = {**self.command.options, **where, "part": str(part)}
+        options = {**self.command.options, "output": output, "part": str(part)}
         given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
-        verb = self.command.verb
-        return f"shardkit.{'write_manifest' if verb == 'manifest' else verb}({given})"
+        return f"shardkit.{self.command.verb}({given})"
 
     def missing_parts(self, files: Sequence[int], weights: Sequence[int] = ()) -> list[tuple[Part, int]]:
         """Return the parts that lack something, with how many files each lacks; or weights, if any has no factors.

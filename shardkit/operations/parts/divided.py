@@ -453,7 +453,7 @@ def incomplete(
         f"{escape(destination)}: {what}{count(len(missing), unit)} of {len(of)} "
         f"{'is' if len(missing) == 1 and not weights else 'are'} missing, of {count(len(parts), 'part')}",
         problems=[
-            f"part {part}: {count(number, unit)}; {agreement.command_of(part, output=destination)}"
+            f"part {part}: {count(number, unit)}; {agreement.command_of(part, destination)}"
             for part, number in parts
         ],
         hint="run these parts, then shardkit commit again; shardkit status shows who is at work",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
 
 from shardkit.core.text import parse_size
 from shardkit.core.threads import NoProgress, Progress, choose_jobs
@@ -16,14 +15,11 @@ from shardkit.files import storage, stores
 from shardkit.files.digest import place_of
 from shardkit.files.links import may_follow_links
 from shardkit.formats.contract import Checkpoint
-from shardkit.operations.answers import Gathering, State, answers_to
 from shardkit.operations.holdings import Holdings, hold, hold_files
-from shardkit.operations.parts.part import Part
 from shardkit.operations.resolve import stands_for, take
-from shardkit.operations.verify.bytes import choose
-from shardkit.operations.verify.factors import FactorQuestions
+from shardkit.operations.verify.bytes import check_files, check_sample
+from shardkit.operations.verify.factors import check_factors
 from shardkit.operations.verify.gaps import check_gaps
-from shardkit.operations.verify.questions import Joined, Questions, recorded_in, some_stretches, whole_files
 from shardkit.operations.verify.result import Level, Report, VerifyResult
 from shardkit.operations.verify.store import check_stored
 from shardkit.operations.verify.structure import Structure, check_structure
@@ -46,8 +42,6 @@ def verify(
     ask_class: bool = False,
     jobs: int | None = None,
     holdings: bool = False,
-    part: str | Part | None = None,
-    answers: str | os.PathLike[str] | None = None,
     follow_links: bool = False,
     progress: Progress | None = None,
 ) -> VerifyResult:
@@ -79,9 +73,6 @@ def verify(
             and names alone tell what seems to be missing, which is a warning.
         jobs: threads; by default the cores that this process may use, from 2 to 8.
         holdings: tell too which file holds which bytes, for pictures.
-        part: read this part of what is to be read, such as "3/16", or "env" to ask the launcher. Where no other part is
-            missing, the result is that of one process.
-        answers: directory in which all parts put what they find; without `part`, put together what is there.
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
             Weight files of a Hub model are read in any case.
         progress: told of the bytes as they are read.
@@ -91,11 +82,9 @@ def verify(
         SourceError: there is nothing, no checkpoint, or one whose links lead out of it and are not followed; there is
             no such manifest; `against` or `hub` cannot be opened; or, with `strict`, `against` has something newer.
             That is raised before anything is read.
-        IncompleteError: `answers` without `part`, and parts are missing.
         ResourceError: a directory cannot be listed, or the Hub cannot be reached.
     """
-    gathering, given = Gathering.of("verify", locals()), stores.as_path(path)
-    path = given
+    given = path = stores.as_path(path)
     share, size = _parse_read(read)
     if full and read is not None:
         raise UsageError("a full check reads everything: give either --full or --read")
@@ -104,9 +93,7 @@ def verify(
     for option, is_given in (("--rounded", rounded), ("--strict", strict)):
         if is_given and against is None:
             raise UsageError(f"{option} belongs to --against, which is not given")
-    if gathering is not None and not (full or read or against or hub):
-        raise UsageError("--part divides what is read: give --full, --read, --against or --hub with it")
-    if store and (full or read or against or hub or ask_class or gathering or holdings):
+    if store and (full or read or against or hub or ask_class or holdings):
         raise UsageError("--store reads no bytes: give it without what reads or draws them")
     num_threads, progress = choose_jobs(jobs), progress or NoProgress()
     other = take(against, strict=True) if strict and against is not None else None
@@ -124,35 +111,28 @@ def verify(
     structure = check_structure(path, report, manifest_path=manifest_path)
     if structure.checkpoint is not None:
         check_gaps(structure.checkpoint, report, ask_class=ask_class)
-    if gathering is not None:
-        gathering.check_outside(path, structure.directory)
-    state = partial(_state, structure, report, seed=seed if level == "sample" else None)
-    kinds: list[Questions] = []
-    if level == "full":
-        kinds.append(whole_files(structure.files, num_threads, progress, state))
-    elif level == "sample":
-        wanted = size if share is None else -int(-report.tensor_bytes * share // 100)
-        chosen = choose(structure.files, wanted, seed)
-        kinds.append(some_stretches(chosen, num_threads, progress, state))
-    if structure.checkpoint is not None:
-        kinds.append(FactorQuestions(structure.checkpoint, full=full))
+    compared = None
     if against is not None:
         from shardkit.operations.verify.against import Against
 
         opened = structure.checkpoint
-        kinds.append(
-            Against(path, opened, stores.as_path(against), other, rounded=rounded, progress=progress)
-        )
-    commit = None
+        compared = Against(path, opened, stores.as_path(against), other, rounded=rounded, progress=progress)
+    repo = None
     if hub is not None:
         from shardkit.operations.verify.against import AgainstRepo
 
-        repo = AgainstRepo(structure.directory, hub, revision, num_threads, progress)
-        kinds.append(repo)
-        commit = repo.commit
-    inquiry = Joined(kinds)
-    found, waiting = answers_to(inquiry, gathering)
-    inquiry.sum_up(found, report)
+        repo = AgainstRepo(structure.directory, hub, revision, num_threads)
+    if level == "full":
+        check_files(structure.files, report, num_threads)
+    elif level == "sample":
+        wanted = size if share is None else -int(-report.tensor_bytes * share // 100)
+        check_sample(structure.files, report, num_threads, num_bytes=wanted, seed=seed)
+    if structure.checkpoint is not None:
+        check_factors(structure.checkpoint, report, full=full)
+    if compared is not None:
+        compared.check(report)
+    if repo is not None:
+        repo.check(report)
     return replace(
         _result(
             given,
@@ -163,9 +143,8 @@ def verify(
             seed=seed if level == "sample" else None,
             against=None if against is None else os.fspath(against),
             repo=hub,
-            commit=commit,
+            commit=None if repo is None else repo.commit,
         ),
-        part=waiting,
         holdings=_hold(structure) if holdings else None,
     )
 
@@ -180,14 +159,6 @@ def _hold(structure: Structure) -> Holdings:
     names = {place_of(each.path): each.name for each in structure.files}
     catalog = structure.checkpoint.catalog
     return hold(catalog, names=lambda file: names.get(place_of(file.path), file.name))
-
-
-def _state(structure: Structure, report: Report, *, seed: int | None) -> State:
-    """Return what is recorded of each file, and the files: what is read is compared with that."""
-    files = [(file.name, file.path) for file in structure.files]
-    recorded = [recorded_in(file) for file in structure.files]
-    problems = [problem.line() for problem in report.problems]
-    return State(files=files, decided={"recorded": recorded, "problems": problems, "seed": seed})
 
 
 def _parse_read(read: str | int | None) -> tuple[float | None, int]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import count, escape, in_shell
@@ -17,17 +15,15 @@ from shardkit.files.digest import ByteReader
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.repo import Repo, RepoFile, list_repo, named_repo
-from shardkit.operations.answers import Question, State
 from shardkit.operations.diff import Comparison, DiffOptions, DiffResult, TensorDiff
 from shardkit.operations.diff.sides import Wording
 from shardkit.operations.resolve import Taken, as_it_is, take
 from shardkit.operations.verify.manifest import list_files
-from shardkit.operations.verify.questions import FileQuestions
-from shardkit.operations.verify.result import Report
+from shardkit.operations.verify.result import Report, in_threads
 
 
 class Against:
-    """Questions about the weights of a checkpoint and of another one; each weight that differs is a problem.
+    """The weights of a checkpoint, and those of another one that they should be; each that differs is a problem.
 
     Values that are the other's, rounded to bf16 or fp16, are no problem where the stored dtypes show it.
 
@@ -66,52 +62,26 @@ class Against:
             )
         except SourceError as error:
             self._failure = error
-        self.questions = [] if self._comparison is None else self._comparison.questions
 
-    def state(self) -> State:
-        """Return files and options; of the other side alone where this one cannot be opened."""
-        return State(files=()) if self._comparison is None else self._comparison.state()
-
-    def ask(self, numbers: Sequence[int]) -> Mapping[int, Any]:
-        """Compare some pairs; what keeps them from being compared stands for all of them."""
-        assert self._comparison is not None
-        try:
-            return self._comparison.ask(numbers)
-        except SourceError as error:
-            return dict.fromkeys(numbers, error)
-
-    def dump(self, number: int, answer: Any) -> object:
-        """Return an answer as plain data."""
-        assert self._comparison is not None
-        if isinstance(answer, SourceError):
-            raise answer  # a part that could not compare has no answer: it is run again
-        return self._comparison.dump(number, answer)
-
-    def load(self, number: int, plain: Any) -> Any:
-        """Return the answer that `dump` wrote."""
-        assert self._comparison is not None
-        return self._comparison.load(number, plain)
-
-    def is_final(self, number: int, answer: Any) -> bool:
-        """True: what cannot be compared is no answer of a part."""
-        return True
-
-    def sum_up(self, answers: Mapping[int, Any], report: Report) -> None:
-        """Report what differs.
+    def check(self, report: Report) -> None:
+        """Compare them, and report what differs.
 
         Raises:
             SourceError: they cannot be compared. If problems were found before, a note says so instead.
         """
-        failures = [answer for answer in answers.values() if isinstance(answer, SourceError)]
-        failure = self._failure or next(iter(failures), None)
+        failure, result = self._failure, None
+        if self._comparison is not None:
+            try:
+                result = self._comparison.compare()
+            except SourceError as error:
+                failure = error
         path, other = self._path, self._other
         if failure is not None:
             if not report.problems:
                 raise failure
             report.add_notes([f"not compared with {escape(other)}: {failure.message}"])
             return
-        assert self._comparison is not None
-        result = self._comparison.sum_up(answers)
+        assert result is not None
         report.add_notes(result.notes)
         report.warnings += result.warnings
         if result.resolved_b.rstrip("/") != other.rstrip("/"):
@@ -172,15 +142,14 @@ _LEFT_OUT = (".gitattributes", "shardkit.json")
 """What the Hub or shardkit puts beside a model; it is no part of the model."""
 
 
-class AgainstRepo(FileQuestions):
-    """Questions about the files of a directory, which should be those of a repo.
+class AgainstRepo:
+    """The files of a directory, which should be those of a repo.
 
     Args:
         directory: with the files; or one file.
         repo_id: `organisation/name`, or its address.
         revision: branch, tag or commit; None is the default branch.
         jobs: threads.
-        progress: told of the bytes.
 
     Raises:
         UsageError: huggingface_hub is told to stay offline.
@@ -188,9 +157,7 @@ class AgainstRepo(FileQuestions):
         ResourceError: no network.
     """
 
-    def __init__(
-        self, directory: str, repo_id: str, revision: str | None, jobs: int, progress: Progress
-    ) -> None:
+    def __init__(self, directory: str, repo_id: str, revision: str | None, jobs: int) -> None:
         repo = named_repo(repo_id, revision) or Repo(repo_id, revision)
         self.commit, self._remote = list_repo(repo.id, revision=repo.revision)
         is_one_file = not storage.isdir(directory)
@@ -199,24 +166,9 @@ class AgainstRepo(FileQuestions):
         names = [os.path.basename(directory)] if is_one_file else [*local.files]
         self._held = {name: local.files[name] for name in names if name in local.files}
         self._wanted = names if is_one_file else self._remote
-        alike = {
-            name: (os.path.join(home, name), size)
-            for name, size in self._held.items()
-            if name in self._remote and size == self._remote[name].size
-        }
-        tasks = [partial(_compare, path, self._remote[name]) for name, (path, _) in alike.items()]
-        questions = [Question(name=name, nbytes=size) for name, (_, size) in alike.items()]
-        files = [(f"repo: {name}", path) for name, (path, _) in alike.items()]
-        super().__init__(
-            "hash",
-            questions,
-            tasks,
-            jobs,
-            progress,
-            lambda: State(files=files, decided={"repo": self.commit}),
-        )
+        self._home, self._jobs = home, jobs
 
-    def sum_up(self, answers: Mapping[int, Report], report: Report) -> None:
+    def check(self, report: Report) -> None:
         """Report the files that differ, that are missing, and that the repo lacks."""
         held, remote = self._held, self._remote
         for name in sorted({*held, *self._wanted}):
@@ -227,7 +179,9 @@ class AgainstRepo(FileQuestions):
             elif name not in _LEFT_OUT:
                 which = "extra: the repo has no such file" if name in held else "missing: the repo has it"
                 report.problem(which, file=name)
-        super().sum_up(answers, report)
+        alike = [name for name in held if name in remote and held[name] == remote[name].size]
+        tasks = [partial(_compare, os.path.join(self._home, name), remote[name]) for name in alike]
+        in_threads(report, tasks, self._jobs, label="hash", total_bytes=sum(held[name] for name in alike))
 
 
 def _compare(path: str, remote: RepoFile, report: Report) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from shardkit.core.catalog import SourceFile, ignore_read
@@ -17,11 +17,25 @@ from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import read_entries
 from shardkit.formats.torchsave.writer import RecordSkeleton, pickle_record, record_skeleton
-from shardkit.operations.verify.result import Report
+from shardkit.operations.verify.result import Report, in_threads
 
 _MAX_ENTRIES = 1 << 20
 # APPNOTE.TXT 4.3.16: without a comment, which torch does not write, the last record has 22 bytes.
 _ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK", b"PK\5\6", 22
+
+
+def check_files(files: Sequence[FileBytes], report: Report, jobs: int) -> None:
+    """Compare everything in files that has a recorded checksum with it, in threads."""
+    tasks = [partial(check_whole, file) for file in files]
+    in_threads(report, tasks, jobs, label="verify", total_bytes=sum(file.read_bytes for file in files))
+
+
+def check_sample(files: Sequence[FileBytes], report: Report, jobs: int, *, num_bytes: int, seed: int) -> None:
+    """Compare some chunks of files, `num_bytes` altogether or one more, with their checksums, in threads."""
+    chosen = choose(files, num_bytes, seed)
+    tasks = [partial(check_some, file, stretches) for file, stretches in chosen]
+    total_bytes = sum(stretch.nbytes for _, stretches in chosen for stretch in stretches)
+    in_threads(report, tasks, jobs, label="verify", total_bytes=total_bytes)
 
 
 def check_whole(file: FileBytes, report: Report) -> None:

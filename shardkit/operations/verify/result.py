@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +15,6 @@ from shardkit.core.text import escape
 from shardkit.core.threads import NoProgress, Progress, run_all
 from shardkit.errors import ResourceError, ShardkitError
 from shardkit.files.digest import Stretch
-from shardkit.operations.answers import PartAnswer
 from shardkit.operations.holdings import Holdings
 
 Level = Literal["structure", "sample", "full", "store"]
@@ -122,8 +121,6 @@ class VerifyResult(Result):
     """Those of `warnings` that say that something seems to be missing, though no byte is damaged."""
     notes: tuple[str, ...]
     """What could not be checked, and what a person should be told."""
-    part: PartAnswer | None = None
-    """What became of a part while others lack something: the rest is what this part found. None where all was checked."""
     holdings: Holdings | None = None
     """Which file holds which bytes, damaged or not; None unless it was asked for. Its `to_json` is its own."""
 
@@ -144,16 +141,8 @@ class VerifyResult(Result):
         return {"ok": self.ok, **plain}
 
 
-_TEXTS = ("warnings", "notes")
 _COUNTS = ("num_checked_chunks", "num_checked_files", "read_bytes")
 """What is counted while bytes are read."""
-
-
-def _load_problem(plain: Mapping[str, Any]) -> VerifyProblem:
-    """Return what `asdict` made plain, and JSON made lists of tuples."""
-    region = plain["region"]
-    box = None if region is None else (tuple(region[0]), tuple(region[1]))
-    return VerifyProblem(**{**plain, "region": box, "details": tuple(plain["details"])})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -234,24 +223,6 @@ class Report:
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(part, name))
 
-    @property
-    def has_unreadable(self) -> bool:
-        """True if the system could not read something."""
-        return any(problem.is_unreadable for problem in self.problems)
-
-    def dump(self) -> dict[str, Any]:
-        """Return what `add` takes of it as plain data."""
-        return {
-            "problems": [asdict(problem) for problem in self.problems],
-            **{name: getattr(self, name) for name in (*_TEXTS, *_COUNTS)},
-        }
-
-    @classmethod
-    def load(cls, plain: Mapping[str, Any]) -> Report:
-        """Return what `dump` wrote; KeyError, TypeError or ValueError if it is something else."""
-        fields = {name: plain[name] for name in (*_TEXTS, *_COUNTS)}
-        return cls(problems=[_load_problem(problem) for problem in plain["problems"]], **fields)
-
     def add_notes(self, notes: Iterable[str]) -> None:
         """Add notes, each once; none that is a warning."""
         self.notes += [note for note in notes if note not in (*self.notes, *self.warnings)]
@@ -276,25 +247,20 @@ class Report:
 Task = Callable[[Report], None]
 
 
-def in_threads(
-    tasks: Sequence[Task], jobs: int, progress: Progress, *, label: str, total_bytes: int
-) -> list[Report]:
-    """Carry out tasks, `jobs` at a time; what they report is the same for any number of threads.
+def in_threads(report: Report, tasks: Sequence[Task], jobs: int, *, label: str, total_bytes: int) -> None:
+    """Carry out tasks, `jobs` at a time; what is found is the same for any number of threads.
 
     Args:
-        tasks: each takes the report that it adds to, and tells it of every part that it reads.
+        report: gets what all of them find, in their order; its `progress` is told of the bytes.
+        tasks: each takes a report of its own, and tells it of every part that it reads.
         jobs: threads.
-        progress: told of the bytes.
         label: what the progress is called.
         total_bytes: that the tasks are going to read.
-
-    Returns:
-        The report of each task.
 
     Raises:
         BaseException: the first that a task raises, or Ctrl-C, once no task runs any more.
     """
-    stop = threading.Event()
+    stop, progress = threading.Event(), report.progress
     parts = [Report(progress=progress, stop=stop) for _ in tasks]
     calls = [partial(task, part) for task, part in zip(tasks, parts, strict=True)]
     progress.start(total_bytes, label)
@@ -302,4 +268,5 @@ def in_threads(
         run_all(calls, jobs, stop, name="shardkit-read")
     finally:
         progress.finish()
-    return parts
+    for part in parts:
+        report.add(part)
