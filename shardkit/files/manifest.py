@@ -458,6 +458,16 @@ def all_files(manifest: Manifest) -> tuple[SavedFile, ...]:
     return (*manifest.files, *(others or ()))
 
 
+def every_file(manifest: Manifest) -> Iterator[SavedFile]:
+    """Yield the same, and what describes them: chunk lists, each after its file, and `.metadata`."""
+    for file in all_files(manifest):
+        yield file
+        if isinstance(file, ShardFile):
+            yield file.chunks
+    if isinstance(manifest, (Presharded, SavedState)) and manifest.metadata is not None:
+        yield manifest.metadata
+
+
 def all_tensors(manifest: Manifest) -> Mapping[str, Tensor]:
     """Return every tensor that a manifest lists, by name."""
     return (None if isinstance(manifest, SavedState) else manifest.tensors) or {}

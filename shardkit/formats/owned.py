@@ -376,12 +376,10 @@ def _said(path: str) -> _Said:
 
 
 def _summed_up(content: manifest.Manifest) -> _Said:
-    files: dict[str, manifest.SavedFile | None] = {file.name: file for file in manifest.all_files(content)}
+    files: dict[str, manifest.SavedFile | None] = {file.name: file for file in manifest.every_file(content)}
     if isinstance(content, manifest.HubModel):
         return _Said(OutputKind.HUB, files, (), content.others is not None)
     if isinstance(content, manifest.FileList):
         is_ours = content.folders is not None or content.writer == "shardkit"
         return _Said(OutputKind.SHARDED if is_ours else None, files, content.folders or (), True)
-    if isinstance(content, manifest.Presharded):
-        files |= {file.chunks.name: file.chunks for file in content.files}
     return _Said(OutputKind.SHARDED, {**files, METADATA: None}, (), True)

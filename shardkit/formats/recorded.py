@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from shardkit.core.catalog import Catalog, Checksums, SourceFile
+from shardkit.core.catalog import Catalog, Checksums, SourceFile, TensorEntry
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.files import manifest, storage
@@ -197,6 +197,16 @@ def _take(read: _Read, catalogs: Iterable[Catalog], found: SourceManifests) -> N
         found.paths.append(read.path)
 
 
+def unlike_stored(
+    tensors: Mapping[str, manifest.Tensor], catalog: Catalog
+) -> Iterator[tuple[str, manifest.Tensor, TensorEntry | None]]:
+    """Yield each tensor that a manifest lists, and that is stored with another dtype or shape; None if it is not stored."""
+    for fqn, said in tensors.items():
+        entry = catalog.tensors.get(fqn)
+        if entry is None or (said.dtype, said.shape) != (entry.dtype.name, entry.shape):
+            yield fqn, said, entry
+
+
 def _check_headers(
     catalog: Catalog, listed: Mapping[str, manifest.SavedFile], tensors: Mapping[str, manifest.Tensor]
 ) -> None:
@@ -209,11 +219,10 @@ def _check_headers(
     if weights != files.keys() or any(listed[path].size != file.size for path, file in files.items()):
         return
     problems = []
-    for fqn, said in tensors.items():
-        entry = catalog.tensors.get(fqn)
+    for fqn, said, entry in unlike_stored(tensors, catalog):
         if entry is None:
             problems.append(f"{escape(fqn)}: recorded, and not in the files")
-        elif (said.dtype, said.shape) != (entry.dtype.name, entry.shape):
+        else:
             found = f"{entry.dtype.name} {list(entry.shape)}"
             recorded = f"{said.dtype} {list(said.shape)}"
             problems.append(f"{escape(fqn)}: {found}, the manifest records {escape(recorded)}")

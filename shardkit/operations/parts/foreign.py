@@ -102,7 +102,7 @@ def _listed(directory: str) -> Callable[[str], bool]:
         said = manifest.read(directory)
     except ShardkitError:
         said = None
-    known = set() if said is None else {file.name for file in manifest.all_files(said)}
+    known = set() if said is None else {file.name for file in manifest.every_file(said)}
     return lambda name: bool(_OF_RUNS.fullmatch(os.path.basename(name))) or is_asset(name) or name in known
 
 

@@ -25,6 +25,7 @@ from shardkit.files.links import locate
 from shardkit.files.strict_json import FOLLOWS_LINKS, read_small
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.dcp.chunk_list import ChunkList
+from shardkit.formats.recorded import unlike_stored
 from shardkit.operations.companions import walk
 from shardkit.operations.verify.result import SIZE, Report
 
@@ -283,11 +284,10 @@ def check_tensors(described: Described, catalog: Catalog, report: Report) -> Non
     if isinstance(content, manifest.SavedState):
         return
     tensors = manifest.all_tensors(content)
-    for fqn, said in tensors.items():
-        entry = catalog.tensors.get(fqn)
+    for fqn, said, entry in unlike_stored(tensors, catalog):
         if entry is None:
             report.problem("the manifest lists it, and it is not stored", file=where, tensor=fqn)
-        elif (said.dtype, said.shape) != (entry.dtype.name, entry.shape):
+        else:
             expected, found = f"{said.dtype} {list(said.shape)}", f"{entry.dtype.name} {list(entry.shape)}"
             report.problem("dtype and shape", file=where, tensor=fqn, expected=escape(expected), found=found)
     # Only a pre-sharded directory leaves out the other names of a tensor.

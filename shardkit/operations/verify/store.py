@@ -94,13 +94,8 @@ def _recorded(
         content = manifest.read_file(manifest_path or locate(here, manifest.NAME), os.path.basename(where))
     if content is None:
         return
-    files = [*manifest.all_files(content)]
-    if isinstance(content, (manifest.Presharded, manifest.SavedState)) and content.metadata is not None:
-        files.append(content.metadata)
-    for file in files:
+    for file in manifest.every_file(content):
         yield os.path.join(folder, file.name), file
-        if isinstance(file, manifest.ShardFile):
-            yield os.path.join(folder, file.chunks.name), file.chunks
     for inner in (content.folders or ()) if isinstance(content, manifest.FileList) else ():
         yield from _recorded(directory, None, report, os.path.join(folder, inner))
 
