@@ -314,6 +314,8 @@ class Catalog:
     chunks: ChunkTable = field(default_factory=ChunkTable)
     objects: tuple[str, ...] = ()
     """Names of entries that are not tensors. They are never decoded."""
+    metadata_crc32: int | None = None
+    """Of the `.metadata` that describes it, which has an id of each save; None if there is none."""
     paths: dict[str, tuple[str | int, ...]] | None = None
     """Path of each name in the state dict that was saved, as in DCP's planner_data."""
     notes: tuple[str, ...] = ()

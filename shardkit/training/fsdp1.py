@@ -37,7 +37,7 @@ from shardkit.training.model.between import check_hidden, compare_parameters, sa
 from shardkit.training.model.buffers import equalise_buffers, memory_for_buffers, restore_buffers, retie
 from shardkit.training.model.fit import ModelInitializationContext
 from shardkit.training.model.states import hand_over
-from shardkit.training.ranks.agree import agreed, device_for
+from shardkit.training.ranks.agree import agreed, device_for, world
 from shardkit.training.ranks.local import LocalShard, Replicas, allocate, distinct, full_name
 
 # accelerate 1.15, utils/dataclasses.py: if either is on, accelerate replaces param_init_fn by a function that
@@ -170,7 +170,8 @@ class UnitFiller:
             with kept_open() as opened:
                 self._sources = choose_sources([], self._supply, self._options, opened)
         with agreed("opening the source"):
-            if self._supply.weights is not None:
+            is_reader = self._sources is None or self._sources[world()[0]] == world()[0]
+            if self._supply.weights is not None and is_reader:
                 self._supply = replace(self._supply, weights=self._supply.weights.located())
 
     def _shards(self, modules: Sequence[nn.Module]) -> list[LocalShard]:

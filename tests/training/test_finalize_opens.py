@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import shardkit
 from shardkit.errors import LayoutError, SourceError
+from tests.formats.trainers import test_bytecheckpoint as bytecheckpoint
 from tests.training.stores_world import VERBS, Model, shard
 from tests.worlds.ranks import Ranks
 
 pytestmark = pytest.mark.dist
 
 _opened: list[str] | None = None
+_looked_at: list[str] | None = None
 
 
 def make(out: Path) -> None:
@@ -46,11 +51,35 @@ def make(out: Path) -> None:
     for size in (2, 4, 8):
         shardkit.preshard(out / "hub", out / f"sharded-{size}", world_size=size, wrap="none")
     sys.addaudithook(_note)  # in all ranks of all groups: they are forks
+    os.stat, os.lstat = _noting(os.stat), _noting(os.lstat)
 
 
 def _note(event: str, given: tuple[Any, ...]) -> None:
     if _opened is not None and event in ("open", "os.listdir", "os.scandir"):
         _opened.append(str(given[0]))
+
+
+def _noting(look: Any) -> Any:
+    def call(path: Any, *given: Any, **named: Any) -> Any:
+        if _looked_at is not None:
+            _looked_at.append(str(path))
+        return look(path, *given, **named)
+
+    return call
+
+
+@contextmanager
+def looked_at(directory: Path) -> Iterator[Counter[str]]:
+    """Count how often the status of each file of a directory is asked for."""
+    global _looked_at
+    _looked_at, found = [], Counter[str]()
+    try:
+        yield found
+    finally:
+        found.update(
+            os.path.relpath(path, directory) for path in _looked_at if path.startswith(str(directory))
+        )
+        _looked_at = None
 
 
 @contextmanager
@@ -108,7 +137,7 @@ def opens_few_files_of_others(out: Path) -> None:
     rank, saved = dist.get_rank(), save_by_torch(out)
     whole = load_file(out / "hub/model.safetensors")
     for load in VERBS.values():
-        with opened(saved) as found:
+        with opened(saved) as found, looked_at(saved) as looked:
             model = load(str(saved))
         for name, value in model.state_dict().items():
             assert isinstance(value, DTensor)
@@ -117,8 +146,11 @@ def opens_few_files_of_others(out: Path) -> None:
         assert files.pop(f"__{rank}_0.distcp") == 1
         assert set(files.values()) <= {1}, found
         assert len(files) <= 4  # of them a few bytes are compared between ranks
-        assert found[".metadata"] <= 3
-        assert found["."] <= 3
+        assert found[".metadata"] == (2 if rank == 0 else 0)  # first for whose format it is
+        assert found["."] <= 4
+        looked = Counter({name: times for name, times in looked.items() if name.endswith(".distcp")})
+        if rank:
+            assert looked.keys() <= {f"__{rank}_0.distcp", *files}
 
 
 @two.test
@@ -145,6 +177,75 @@ def test_fewer_ranks_than_saved(out: Path) -> None:
     files = {name for name in found if name.endswith(".distcp")}
     assert {f"__{2 * rank}_0.distcp", f"__{2 * rank + 1}_0.distcp"} <= files
     assert len(files) <= 2 + 4
+
+
+def save_compressed(out: Path) -> Path:
+    saved = out / "compressed"
+    writer = dcp.FileSystemWriter(str(saved), _extensions=[ZStandard()])
+    torch.manual_seed(0)
+    dcp.save(shard(Model()).state_dict(), storage_writer=writer)
+    return saved
+
+
+def save_by_bytecheckpoint(out: Path) -> Path:
+    """Write what its package does, from one rank, in a file for each."""
+    saved = out / "byte"
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patched:
+            writer = bytecheckpoint.Writer(saved / "model", bytecheckpoint.its_classes(patched))
+            for name, tensor in load_file(out / "hub/model.safetensors").items():
+                parts = tensor.chunk(dist.get_world_size())
+                writer.add(
+                    name,
+                    tensor,
+                    *(
+                        ([at * len(part), *[0] * (part.dim() - 1)], part.clone())
+                        for at, part in enumerate(parts)
+                    ),
+                )
+            writer.write()
+    dist.barrier()
+    return saved
+
+
+SAVES = {"compressed": save_compressed, "bytecheckpoint": save_by_bytecheckpoint}
+
+
+@pytest.mark.skipif(find_spec("zstandard") is None, reason="zstandard is not installed")
+@four.test_each(SAVES)
+def test_ranks_open_their_own_files_alone_in_other_forms(save: Callable[[Path], Path], out: Path) -> None:
+    rank, saved, counts = dist.get_rank(), save(out), list[Counter[str]]()
+    whole = load_file(out / "hub/model.safetensors")
+    for load in VERBS.values():
+        with opened(saved) as found, looked_at(saved) as looked:
+            model = load(str(saved))
+        for name, value in model.state_dict().items():
+            assert isinstance(value, DTensor)
+            assert torch.equal(value.full_tensor(), whole[name])
+        counts += [found, looked]
+    home = "model/" if save is save_by_bytecheckpoint else ""
+    for found, looked in zip(counts[::2], counts[1::2], strict=True):
+        if rank:
+            own = f"{home}__{rank}_0.distcp"
+            others = {
+                name: times for name, times in found.items() if name.endswith(".distcp") and name != own
+            }
+            assert set(others.values()) <= {1}
+            assert len(others) <= 4  # of them a few bytes are compared between ranks
+            assert {name for name in looked if name.endswith(".distcp")} == {own}
+            assert found[f"{home}.metadata"] == 0
+
+
+@two.test
+def test_ranks_that_read_nothing_open_nothing(out: Path) -> None:
+    """FSDP1 wants whole tensors, which are in all files."""
+    saved = out / "torch-2"
+    context = shardkit.prepare(Model, saved)
+    with opened(saved) as found:
+        fill = shardkit.param_init_fn(context, read="broadcast")
+        FullyShardedDataParallel(context.model, param_init_fn=fill, device_id=torch.device("cpu"))
+    files = {name for name in found if name.endswith(".distcp")}
+    assert len(files) == (2 if dist.get_rank() == 0 else 0)
 
 
 @eight.test

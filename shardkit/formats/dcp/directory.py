@@ -12,6 +12,7 @@ Source: torch 2.13, torch/distributed/checkpoint/filesystem.py.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from array import array
@@ -23,6 +24,7 @@ from shardkit.core.catalog import (
     MIN_COLUMNS,
     MIN_TOTAL,
     Catalog,
+    FileStamp,
     SourceFile,
     TensorEntry,
     subset,
@@ -31,10 +33,12 @@ from shardkit.core.catalog import (
 from shardkit.core.regions import Region, Shape, find_tiling_error
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
-from shardkit.files import storage
+from shardkit.files import shared_reads, storage
+from shardkit.files.digest import crc32
 from shardkit.files.home import MAX_METADATA, home_of, path_in
 from shardkit.files.links import is_below, locate
-from shardkit.files.strict_json import FOLLOW, FOLLOW_OR_COPY, read_small, status_of
+from shardkit.files.shared_reads import SIZES
+from shardkit.files.strict_json import FOLLOW, FOLLOW_OR_COPY, status_of
 from shardkit.formats.contract import Checkpoint, Place, asset_directories, listing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import (
@@ -62,6 +66,8 @@ class DcpDirectory:
     """By chunk, the extensions that its record went through."""
     objects: Mapping[str, Place | None]
     """Entries that are not tensors, and where each one's record lies."""
+    is_looked_up: bool = False
+    """Another process has looked at its files for this one."""
 
     @property
     def has_records(self) -> bool:
@@ -85,8 +91,6 @@ class DcpDirectory:
     ) -> Catalog:
         """Return the same with those chunks alone in which some regions lie: the records of no others are opened.
 
-        It is for records that were put through no extension.
-
         Args:
             wanted: regions of each tensor, in elements; a tensor may have none.
             opened: descriptors by path, which are taken from there and put there.
@@ -95,8 +99,11 @@ class DcpDirectory:
             SourceError, IntegrityError, ResourceError: as `select`.
         """
         assert self.has_records
-        assert not self.transforms
-        return select_raw(subset_within(self.catalog, wanted), {}, tuple(wanted), opened=opened)
+        chosen, table = subset_within(self.catalog, wanted), self.catalog.chunks
+        known = {(table.file[row], table.start[row]): each for row, each in self.transforms.items()}
+        places = enumerate(zip(chosen.chunks.file, chosen.chunks.start, strict=True))
+        transforms = {row: known[place] for row, place in places if place in known} if known else {}
+        return select_raw(chosen, transforms, tuple(wanted), opened=opened)
 
     def foresee(self, names: Collection[str], *, opens_all: bool = False) -> Catalog:
         """Return the same for one of several processes: it opens few records before it knows what it reads.
@@ -179,7 +186,14 @@ def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
     Raises:
         SourceError, ResourceError: as `open_dcp`.
     """
-    files = _stat_files(directory, metadata)
+    described = path_in(directory, METADATA)
+    files = _told_files(directory, metadata, described)
+    is_looked_up = files is not None
+    if files is None:
+        stamp = _stamp_of(described)
+        files = _stat_files(directory, metadata)
+        if stamp is not None:
+            shared_reads.note(SIZES, described, json.dumps([file.size for file in files]).encode(), stamp)
     if metadata.encoding != "raw" and _holds_bare_bytes(metadata):
         # Here, so that DCP opens without the modules for Hub models.
         from shardkit.formats.dcp.hugging_face import point_at_parts
@@ -196,9 +210,15 @@ def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
         chunks=metadata.chunks,
         objects=tuple(metadata.objects),
         paths=metadata.paths,
+        metadata_crc32=metadata.crc32,
         notes=(*_orphan_notes(metadata), *_stale_notes(directory, metadata)),
     )
-    return DcpDirectory(catalog=catalog, transforms=metadata.transforms, objects=metadata.objects)
+    return DcpDirectory(
+        catalog=catalog,
+        transforms=metadata.transforms,
+        objects=metadata.objects,
+        is_looked_up=is_looked_up,
+    )
 
 
 def _refuse_empty(path: str, catalog: Catalog) -> None:
@@ -235,7 +255,8 @@ def _read_metadata(directory: str) -> DcpMetadata:
     """Read `.metadata`; rank-local metadata only if there is none, never instead of a damaged one."""
     path = path_in(directory, METADATA)
     if storage.lexists(path):
-        metadata = parse_metadata(read_small(path, METADATA, MAX_METADATA, follow=False), where=METADATA)
+        data = shared_reads.read(path, METADATA, MAX_METADATA)
+        metadata = replace(parse_metadata(data, where=METADATA), crc32=int(crc32(data)))
         return metadata if path == os.path.join(directory, METADATA) else _at_home(metadata, directory)
     names = _listing(directory)
     if not rank_files(names):
@@ -290,6 +311,25 @@ def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
         hint=FOLLOW_OR_COPY if are_links else missing,
     )
     return files
+
+
+def _told_files(directory: str, metadata: DcpMetadata, described: str) -> list[SourceFile] | None:
+    """Return the files of a `.metadata` that another process has looked at, and found right; None if none has."""
+    told = shared_reads.take(SIZES, described)
+    if told is None:
+        return None
+    sizes = zip(metadata.files, json.loads(told[0]), strict=True)
+    return [
+        SourceFile(name=name, path=os.path.join(directory, name) if _is_shard(name) else "", size=size)
+        for name, size in sizes
+    ]
+
+
+def _stamp_of(path: str) -> FileStamp | None:
+    try:
+        return FileStamp.of(storage.stat(path))
+    except OSError:  # rank-local metadata
+        return None
 
 
 def _is_shard(name: str) -> bool:

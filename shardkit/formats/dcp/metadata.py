@@ -80,6 +80,8 @@ class DcpMetadata:
     """What to call it in messages, escaped."""
     encoding: str = "torch-record"
     """What the chunks' extents are; see `Catalog.encoding`."""
+    crc32: int | None = None
+    """Of `.metadata`; None for rank-local metadata."""
 
 
 def parse_metadata(data: bytes, *, where: str = ".metadata") -> DcpMetadata:

@@ -167,15 +167,15 @@ def foresee_raw(
     for number, held in found.items():
         file = seen.files[number]
         if file.stamp is None:
-            file = replace(file, stamp=_stamp(file))
+            file = replace(file, stamp=stamp_unread(file))
         chosen.files[number] = replace(file, checksums=_checksums(held))
     chosen.encoding, chosen.is_foreseen = "raw", True
     chosen.records = _ForeseenRecords(catalog, chosen)
     return chosen
 
 
-def _stamp(file: SourceFile) -> FileStamp:
-    """Return the stamp of a file that is not opened before it is read: each of many parts would open all of them."""
+def stamp_unread(file: SourceFile) -> FileStamp:
+    """Return the stamp of a file that is not opened before it is read: each of many parts, or ranks, would open all."""
     try:
         status = status_of(file.path)
     except OSError:
@@ -551,8 +551,7 @@ class _Scan:
         """Return a file with its stamp, even if none of its records was opened."""
         source = self.chosen.files[file]
         if source.stamp is None:
-            with open_regular(source.path, source.name, follow=False) as (fd, _):
-                source = self.chosen.files[file] = replace(source, stamp=stamp_of(fd))
+            source = self.chosen.files[file] = replace(source, stamp=stamp_unread(source))
         return source
 
     def raise_problems(self) -> None:

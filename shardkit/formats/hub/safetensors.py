@@ -28,7 +28,9 @@ from shardkit.core.dtypes import BY_SAFETENSORS, DType
 from shardkit.core.regions import Region, Shape, blocks, flat_offset, full_region
 from shardkit.core.text import MIB, escape, suggestion
 from shardkit.errors import SourceError
+from shardkit.files import shared_reads
 from shardkit.files.digest import crc32
+from shardkit.files.shared_reads import HEADER
 from shardkit.files.strict_json import (
     DOWNLOAD_AGAIN,
     is_unicode,
@@ -37,7 +39,6 @@ from shardkit.files.strict_json import (
     read_exactly,
     stamp_of,
 )
-from shardkit.formats.hub import shared_headers
 from shardkit.transfer.images import Hole, Piece, TensorHoles
 
 # safetensors 0.8, tensor.rs: MAX_HEADER_SIZE
@@ -98,12 +99,12 @@ def read_header(path: str, name: str) -> SafetensorsHeader:
 
     Source: safetensors 0.8, safetensors/src/tensor.rs, SafeTensors::read_metadata and Metadata::validate.
     """
-    known = shared_headers.take(path)
+    known = shared_reads.take(HEADER, path)
     if known is None:
         with open_regular(path, name) as (fd, size):
             length = text_length(read_exactly(fd, 0, min(size, LENGTH_BYTES), name), size, name)
             known = read_exactly(fd, LENGTH_BYTES, length, name), stamp_of(fd)
-        shared_headers.note(path, *known)
+        shared_reads.note(HEADER, path, *known)
     text, stamp = known
     return check_header(text, stamp.size, name, stamp)
 

@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING, Any
 from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError
-from shardkit.files.strict_json import open_regular, read_exactly, read_small, stamp_of
+from shardkit.files import shared_reads
+from shardkit.files.digest import crc32
+from shardkit.files.shared_reads import CONTENT
+from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.contract import Checkpoint, Opener, asset_directories, explained, inner, listing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import DcpDirectory, as_checkpoint, open_metadata
 from shardkit.formats.dcp.metadata import join_fields
-from shardkit.formats.dcp.records import difference
+from shardkit.formats.dcp.records import difference, stamp_unread
 from shardkit.formats.dcp.vocabulary import (
     MAX_BYTES,
     RECORDS,
@@ -126,8 +129,12 @@ def _open_optimizer(directory: str) -> OptimizerState | Unmapped:
 
 def is_bytecheckpoint_metadata(directory: str) -> bool:
     """True if the `.metadata` of a directory begins with a class of ByteCheckpoint's."""
+    path = os.path.join(directory, METADATA)
+    known = shared_reads.take(CONTENT, path, is_last=False)
+    if known is not None:
+        return _MARK in known[0][:_MARK_WITHIN]
     try:
-        with open_regular(os.path.join(directory, METADATA), METADATA, follow=False) as (fd, size):
+        with open_regular(path, METADATA, follow=False) as (fd, size):
             return _MARK in read_exactly(fd, 0, min(size, _MARK_WITHIN), METADATA)
     except (SourceError, ResourceError):
         return False
@@ -141,13 +148,17 @@ def open_bytecheckpoint_files(directory: str) -> DcpDirectory:
         IntegrityError: the two descriptions of a chunk differ.
         ResourceError: a file may not be read.
     """
-    data = read_small(os.path.join(directory, METADATA), METADATA, _MAX_METADATA, follow=False)
+    data = shared_reads.read(os.path.join(directory, METADATA), METADATA, _MAX_METADATA)
     top = parse_in_columns(data, bytecheckpoint_vocabulary, METADATA)
     if not isinstance(top, ByteMetadata):
         raise SourceError(f"{METADATA} holds {type(top).__name__}, not the Metadata of a ByteCheckpoint")
     metadata = join_fields(top.fields, METADATA)
-    metadata.encoding = "raw"
+    metadata.encoding, metadata.crc32 = "raw", int(crc32(data))
     opened = open_metadata(directory, metadata)
+    if (
+        not opened.is_looked_up
+    ):  # else each rank would look at all: each file counts as it is when it is opened
+        _stamp(opened.catalog)
     _point(opened.catalog, _pickles(top.fields.get("all_tensor_metadata")))
     return opened
 
@@ -164,7 +175,6 @@ def _pickles(value: object) -> PickleTable:
 
 def _point(catalog: Catalog, pickles: PickleTable) -> None:
     """Replace each extent, which is a storage, by the chunk's bytes in it."""
-    _stamp(catalog)
     stored = [parse_tensor(data, f"{METADATA}, the pickle of a tensor") for data in pickles.pickles]
     table, problems = catalog.chunks, list[str]()
     for fqn, entry in catalog.tensors.items():
@@ -196,8 +206,7 @@ def _stamp(catalog: Catalog) -> None:
     """Tie the files to the state that they are in now."""
     for file in set(catalog.chunks.file):
         source = catalog.files[file]
-        with open_regular(source.path, source.name, follow=False) as (fd, _):
-            catalog.files[file] = replace(source, stamp=stamp_of(fd))
+        catalog.files[file] = replace(source, stamp=stamp_unread(source))
 
 
 def _corner(offsets: Sequence[int]) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,9 +21,7 @@ from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError
 from shardkit.files import manifest, storage
-from shardkit.files.home import path_in
 from shardkit.formats.contract import Checkpoint, HubModel, inner
-from shardkit.formats.dcp import METADATA
 from shardkit.formats.dequantize import take_plain, why_scaled
 from shardkit.formats.hub.base import SAVED_ASSETS, recorded_names, saved_derived, saved_key_rules
 from shardkit.formats.hub.directory import read_config
@@ -55,6 +52,7 @@ from shardkit.osft.plan import Target, factor_of, stored_targets
 from shardkit.training.fill.from_rank import RankSource
 from shardkit.training.fill.presharded import Presharded, open_presharded
 from shardkit.training.fill.reading import KeyRules, OpenChunks, Weights
+from shardkit.training.ranks.agree import world
 from shardkit.training.ranks.local import ExpectedTensor
 
 _ATTRIBUTE = "_shardkit_key_rules"
@@ -465,10 +463,8 @@ def _of_hub(checkpoint: Checkpoint, model: HubModel) -> _Stored:
 def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) -> _Stored:
     names, notes = _select(source, wanted)
     config = next((read_config(directory) for directory in checkpoint.assets), None)
-    rules, digest = saved_key_rules(checkpoint), _file_digest(checkpoint.catalog.directory)
-    dcp = checkpoint.dcp
-    # What decoding proves is counted by one rank for all: it looks at all records that were put through extensions.
-    has_records = dcp is not None and dcp.has_records and not dcp.transforms
+    rules, dcp, save = saved_key_rules(checkpoint), checkpoint.dcp, checkpoint.catalog.metadata_crc32
+    has_records = dcp is not None and dcp.has_records
     # What `save` wrote beside them is the config of the live model, whose tensors these are.
     is_plain = checkpoint.dequantized is not None or checkpoint.writer == "shardkit"
     return _Stored(
@@ -478,8 +474,8 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) ->
         further_names=frozenset(name for _, *others in recorded_names(checkpoint).ties for name in others),
         select=partial(_selected, checkpoint) if not has_records else partial(subset, checkpoint.catalog),
         open_chunks=partial(_open_chunks, checkpoint) if has_records else None,
-        identity=lambda catalog: [digest, _rows(catalog)],
-        sampled_files=_MANY if digest is None else _A_HANDFUL,
+        identity=lambda catalog: [save, _rows(catalog)],
+        sampled_files=_MANY if save is None else _A_HANDFUL,
         config=config,
         quantised=None if is_plain else why_quantised({}, config),
         assets=checkpoint.assets,
@@ -498,7 +494,9 @@ def _open_chunks(
 ) -> Catalog:
     """Return a catalog with the records of some regions: a rank that opens those of all ranks opens a thousand files."""
     assert checkpoint.dcp is not None
-    catalog = checkpoint.dcp.select_within(wanted, opened)
+    # What decoding proves is counted by one rank for all, which has to have all records that extensions were put through.
+    has_all = bool(checkpoint.dcp.transforms) and world()[0] == 0
+    catalog = checkpoint.dcp.select(wanted) if has_all else checkpoint.dcp.select_within(wanted, opened)
     add_checksums(catalog, checkpoint.path)
     return catalog
 
@@ -542,25 +540,6 @@ def _rows(catalog: Catalog) -> list[object]:
         ]
         for entry in catalog.tensors.values()
     ]
-
-
-def _file_digest(directory: str) -> str | None:
-    """Return a digest of `.metadata`, which has an id of each save; None if there is none."""
-    digest = hashlib.sha256()
-    try:
-        fd = storage.open_fd(path_in(directory, METADATA), os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        at = 0
-        while block := storage.pread(fd, 1 << 20, at):
-            digest.update(block)
-            at += len(block)
-    except OSError:
-        return None
-    finally:
-        storage.close_fd(fd)
-    return digest.hexdigest()
 
 
 def _digest(content: Any) -> str:

@@ -1,23 +1,24 @@
 """What one rank looks up for all: listings of stores, since hundreds of ranks that list at once are turned away, and
-headers of safetensors files, which each rank would open once more for it."""
+headers of safetensors files and what describes a DCP directory, which each rank would open once more for it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from shardkit.errors import ShardkitError
-from shardkit.files import home, stores
+from shardkit.files import home, shared_reads, stores
 from shardkit.formats.contract import has_any, listing
-from shardkit.formats.hub import shared_headers
+from shardkit.formats.dcp import METADATA
 from shardkit.training.ranks.agree import agreed, broadcast_json, world
 
 
 def share_listings(paths: Iterable[object], look: Callable[[], object], *, phase: str) -> None:
     """Have the first rank look at a source, and the others know what it has found; every rank calls it.
 
-    Paths elsewhere than in a store, and without safetensors files, cost two messages and nothing else.
+    Paths elsewhere than in a store, without safetensors files, and without `.metadata`, cost two messages and nothing
+    else. So do pre-sharded directories: their ranks open no `.metadata`.
 
     Args:
         paths: of this rank: what it will look at.
@@ -31,15 +32,15 @@ def share_listings(paths: Iterable[object], look: Callable[[], object], *, phase
     if size == 1:
         return
     is_told = rank == 0 and any(map(is_looked_at, paths))
-    with agreed(phase), contextlib.suppress(ShardkitError, OSError), shared_headers.noted() as headers:
+    with agreed(phase), contextlib.suppress(ShardkitError, OSError), shared_reads.noted() as notes:
         if is_told:
             look()
-    said = [stores.known(), home.known(), list(headers.items())] if is_told else None
+    said = [stores.known(), home.known(), notes.plain()] if is_told else None
     told = broadcast_json(said, 0, phase=phase)
     if told is not None and rank != 0:
         stores.learn(told[0])
         home.learn(told[1])
-        shared_headers.learn(told[2])
+        shared_reads.learn(told[2])
 
 
 def is_looked_at(path: object) -> bool:
@@ -47,4 +48,17 @@ def is_looked_at(path: object) -> bool:
     if not isinstance(path, (str, os.PathLike)):
         return False
     path = os.fspath(path)
-    return stores.is_remote(path) or has_any(listing(path), "*.safetensors")
+    return stores.is_remote(path) or any(map(_describes_others, _levels(path)))
+
+
+def _describes_others(names: Collection[str]) -> bool:
+    return has_any(names, "*.safetensors") or (METADATA in names and not has_any(names, "*.chunks.json"))
+
+
+def _levels(path: str) -> Iterator[Collection[str]]:
+    """Yield the names in a directory, and in each directory there: trainers put some around a checkpoint."""
+    names = listing(path)
+    yield names
+    for name in names:
+        if "." not in name:
+            yield listing(os.path.join(path, name))

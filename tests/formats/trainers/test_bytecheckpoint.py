@@ -52,6 +52,10 @@ class Fields:
 
 @pytest.fixture
 def classes(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    return its_classes(monkeypatch)
+
+
+def its_classes(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module with the names of ByteCheckpoint's classes."""
     module = types.ModuleType(MODULE)
     for name in ("Metadata", "_StorageInfo"):

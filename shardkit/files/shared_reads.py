@@ -1,0 +1,119 @@
+"""What one process reads for others of files that describe the rest: a thousand ranks would open each file for it.
+
+These are headers of safetensors files, `.metadata`, and the sizes of the files that `.metadata` names.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+
+from shardkit.core.catalog import FileStamp
+from shardkit.core.text import MIB, escape
+from shardkit.errors import SourceError
+from shardkit.files import storage
+from shardkit.files.stores import is_remote
+from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
+
+_State = tuple[str | int, ...]
+"""What it is, then path, size, time and inode of a file: the same on all nodes that share a file system."""
+
+CONTENT, HEADER, SIZES = "content", "header", "sizes"
+_MOST_NBYTES = 64 * MIB
+
+_known: dict[_State, bytes] = {}
+
+
+class SharedReads:
+    """What is read meanwhile, for other processes to `learn`."""
+
+    def __init__(self) -> None:
+        self._found: dict[_State, bytes] = {}
+        self._nbytes = 0
+
+    def add(self, state: _State, data: bytes) -> None:
+        """Note something, unless it would be too much."""
+        if self._nbytes + len(data) <= _MOST_NBYTES and state not in self._found:
+            self._nbytes += len(data)
+            self._found[state] = data
+
+    def plain(self) -> list[tuple[_State, str]]:
+        """Return all of it as plain data."""
+        return [
+            (state, base64.b64encode(zlib.compress(data, 1)).decode()) for state, data in self._found.items()
+        ]
+
+
+_noting: list[SharedReads] = []
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[SharedReads]:
+    """Note what is read of files on disk meanwhile."""
+    notes = SharedReads()
+    _noting.append(notes)
+    try:
+        yield notes
+    finally:
+        _noting.remove(notes)
+
+
+def learn(said: Iterable[tuple[Sequence[str | int], str]]) -> None:
+    """Take what another process has noted, as `SharedReads.plain` has it. Each counts once, for the very same file."""
+    _known.clear()
+    _known.update((tuple(state), zlib.decompress(base64.b64decode(text))) for state, text in said)
+
+
+def read(path: str, name: str, limit: int) -> bytes:
+    """Return the content of a file, which may be no link, of at most `limit` bytes; another process may have read it.
+
+    Raises:
+        SourceError, ResourceError: as `read_small`.
+    """
+    known = take(CONTENT, path)
+    if known is None:
+        with open_regular(path, name, follow=False) as (fd, size):
+            if size > limit:
+                raise SourceError(f"{escape(name)}: expected at most {limit} bytes, found {size}")
+            known = read_exactly(fd, 0, size, name), stamp_of(fd)
+    note(CONTENT, path, *known)
+    return known[0]
+
+
+def note(what: str, path: str, data: bytes, stamp: FileStamp) -> None:
+    """Note what was read of a file, if somebody else may need it: any bytes, whoever takes them checks them.
+
+    Args:
+        what: CONTENT, HEADER or SIZES.
+        path: of the file.
+        data: what was read.
+        stamp: of the file as it was read.
+    """
+    if not is_remote(path):
+        for notes in _noting:
+            notes.add(_state(what, path, stamp), data)
+
+
+def take(what: str, path: str, *, is_last: bool = True) -> tuple[bytes, FileStamp] | None:
+    """Return what another process has read of a file, and the file's stamp; None if none has.
+
+    Args:
+        what: CONTENT, HEADER or SIZES.
+        path: of the file.
+        is_last: nobody takes it again.
+    """
+    if not _known:
+        return None
+    try:
+        stamp = FileStamp.of(storage.stat(path))
+    except OSError:
+        return None
+    state = _state(what, path, stamp)
+    data = _known.pop(state, None) if is_last else _known.get(state)
+    return None if data is None else (data, stamp)
+
+
+def _state(what: str, path: str, stamp: FileStamp) -> _State:
+    return what, storage.realpath(path), stamp.size, stamp.modified_ns, stamp.inode
