@@ -69,12 +69,9 @@ ELSEWHERE = {
 """Files that stand on another floor than the other files of their folder. `ground` is what everybody may use."""
 SHARED_NAMES: frozenset[str] = frozenset(
     """
-    Agreement Answer Axis Cut Descriptions Difference Entry Factoring Fit Fold Found
-    HubForm HubModel Index JobOptions Listing Mesh Object Opaque Part Piece Place Presharded
-    Reading Refusal Repo Result Source SourceFile Staging Step Stored StoredTensor
-    Structure Target Unit Unused Weights Wording Writer _Chunk _Content _Entry _Form _Home
-    _Kind _Open _Place _Publishing _Row _Run _Sides _Source _Storage _StorageClass _Stored _Tensor
-    _Writer _Wrong
+    Answer Axis Cut Descriptions Difference Entry Factoring Fit Fold HubForm JobOptions Listing Mesh
+    Part Piece Place Presharded Reading Refusal Repo Result Source SourceFile Staging Step Stored
+    Target Unit Wording Writer _Form _Kind _Open _Place _Publishing _Sides _Source _Wrong
     """.split()
 )
 """Classes that still have the name of another class. The list only shrinks."""

@@ -14,6 +14,7 @@ from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of
 from shardkit.formats.registry import directory_of
+from shardkit.transfer.chains import Entry
 
 _SAFETENSORS = ".safetensors"
 _NEW_ONE = "shardkit manifest writes a new one"
@@ -55,14 +56,6 @@ class SourceManifests:
         IntegrityError.raise_for(
             problems, "files beside the weights are not what the source's manifest says", hint=_WAYS_OUT
         )
-
-
-class _Row(NamedTuple):
-    """A range of a file's bytes and its CRC-32; 0 if none is known."""
-
-    start: int
-    stop: int
-    crc: int
 
 
 class _Read(NamedTuple):
@@ -257,7 +250,7 @@ def _add_checksums(
     for number, entry in lacking.items():
         rows = _DisjointRows()
         held = catalog.files[number].checksums
-        own = [] if held is None else list(map(_Row, held.starts, held.stops, held.crcs))
+        own = [] if held is None else list(map(Entry, held.starts, held.stops, held.crcs))
         rows.add(row for row in own if row.crc)
         num_own = len(rows.rows)
         rows.add(_extents(entry))
@@ -266,33 +259,33 @@ def _add_checksums(
             was_taken = True
             rows.add(row for row in own if not row.crc)
             rows.fill(chunks.get(number, ()))
-            rows.fill([_Row(0, catalog.files[number].size, 0)])  # so that every byte read has a row
+            rows.fill([Entry(0, catalog.files[number].size, 0)])  # so that every byte read has a row
             checksums = Checksums.of((row.start, row.stop - row.start, row.crc) for row in rows.rows)
             catalog.files[number] = replace(catalog.files[number], checksums=checksums)
     return was_taken
 
 
-def _extents(file: manifest.SavedFile) -> Iterator[_Row]:
+def _extents(file: manifest.SavedFile) -> Iterator[Entry]:
     """Yield the parts of tensors that have a CRC-32 in a file's entry."""
     extents = file.extents if isinstance(file, manifest.ListedFile) else None
     for start, nbytes, crc in extents or ():
         if nbytes and start + nbytes <= file.size:
-            yield _Row(start, start + nbytes, crc)
+            yield Entry(start, start + nbytes, crc)
 
 
 def _tensor_rows(
     catalog: Catalog, tensors: Mapping[str, manifest.Tensor], files: Mapping[int, object]
-) -> tuple[dict[int, list[_Row]], dict[int, list[_Row]]]:
+) -> tuple[dict[int, list[Entry]], dict[int, list[Entry]]]:
     """Return two dicts by file: tensors of one chunk that have a CRC-32 in a manifest, and all chunks."""
     table = catalog.chunks
-    found: dict[int, list[_Row]] = {}
-    chunks: dict[int, list[_Row]] = {}
+    found: dict[int, list[Entry]] = {}
+    chunks: dict[int, list[Entry]] = {}
     for fqn, entry in catalog.tensors.items():
         said = tensors.get(fqn)
         for row in entry.chunk_ids:
             number, start, nbytes = table.file[row], table.start[row], table.nbytes[row]
             if number in files and nbytes:
-                chunks.setdefault(number, []).append(_Row(start, start + nbytes, 0))
+                chunks.setdefault(number, []).append(Entry(start, start + nbytes, 0))
                 if (
                     entry.num_chunks == 1
                     and said is not None
@@ -300,7 +293,7 @@ def _tensor_rows(
                     and (said.dtype, said.shape) == (entry.dtype.name, entry.shape)
                     and nbytes == entry.nbytes
                 ):
-                    found.setdefault(number, []).append(_Row(start, start + nbytes, said.crc32))
+                    found.setdefault(number, []).append(Entry(start, start + nbytes, said.crc32))
     return found, chunks
 
 
@@ -308,16 +301,16 @@ class _DisjointRows:
     """Rows of a file that do not overlap; the first to come stays."""
 
     def __init__(self) -> None:
-        self.rows: list[_Row] = []
+        self.rows: list[Entry] = []
 
-    def add(self, rows: Iterable[_Row]) -> None:
+    def add(self, rows: Iterable[Entry]) -> None:
         """Add the rows that overlap nothing."""
         for row in sorted(rows):
             place = bisect_left(self.rows, row)
             if self._stop_before(place) <= row.start and self._start_from(place) >= row.stop:
                 insort(self.rows, row)
 
-    def fill(self, rows: Iterable[_Row]) -> None:
+    def fill(self, rows: Iterable[Entry]) -> None:
         """Add the parts of some rows that nothing covers."""
         for row in sorted(rows):
             at = row.start
@@ -326,7 +319,7 @@ class _DisjointRows:
                 at = max(at, self._stop_before(place))
                 stop = min(row.stop, self._start_from(place))
                 if at < stop:
-                    self.rows.insert(place, _Row(at, stop, row.crc))
+                    self.rows.insert(place, Entry(at, stop, row.crc))
                 at = max(at, stop)
 
     def _stop_before(self, place: int) -> int:

@@ -319,7 +319,7 @@ def _check_listing(directory: str) -> None:
         ) from None
 
 
-def _look(path: str) -> tuple[Format | None, plain_dcp.Found | None]:
+def _look(path: str) -> tuple[Format | None, plain_dcp.RecognisedDirectory | None]:
     """Return the format of a path, or the structure around it."""
     if not storage.isdir(path):
         return next((row for row in (_HUB, _FULL_FILE) if _opener(row).matches(path)), None), None

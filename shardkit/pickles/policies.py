@@ -4,7 +4,7 @@
 an inert value of ours and is never imported. Everything else in the file is an error.
 
 `Inert` is for what a training script puts beside its weights, which nobody can list. It refuses no name: what
-is not plain data becomes an `Opaque`, and whatever is done to an `Opaque` gives an `Opaque`. Only a `Maker`
+is not plain data becomes an `UnmadeObject`, and whatever is done to an `UnmadeObject` gives an `UnmadeObject`. Only a `Maker`
 gives anything else, and the makers are ours.
 
 Neither lets a small file cost much. `Strict` hashes only strings, and records that the vocabulary takes care
@@ -395,7 +395,7 @@ def _may_begin(kind: RunKind, stack: list[Any], outer: list[list[Any]]) -> bool:
     )
 
 
-class Opaque:
+class UnmadeObject:
     """Something that is not plain data; nothing of it was made but its name."""
 
     __slots__ = ("name", "value")
@@ -407,18 +407,18 @@ class Opaque:
         """Its only argument where that was a string, a number or a bool: the value of an enum, a device."""
 
     def __repr__(self) -> str:
-        return f"Opaque({self.name!r})"
+        return f"UnmadeObject({self.name!r})"
 
     def make(self, args: object) -> object:
         """Return the result of calling it with a tuple of arguments, or of making an instance of it."""
         only = args[0] if type(args) is tuple and len(args) == 1 else None
-        return Opaque(self.name, only if type(only) in (str, int, float, bool) else None)
+        return UnmadeObject(self.name, only if type(only) in (str, int, float, bool) else None)
 
     def build(self, state: object) -> None:
         """Take the state that the pickle gives it: not at all."""
 
 
-class Maker(Opaque):
+class Maker(UnmadeObject):
     """A name that stands for a function of ours, which gets the arguments and must check them."""
 
     __slots__ = ("_call",)
@@ -428,10 +428,10 @@ class Maker(Opaque):
         self._call = call
 
     def make(self, args: object) -> object:
-        return self._call(args) if type(args) is tuple else Opaque(self.name)
+        return self._call(args) if type(args) is tuple else UnmadeObject(self.name)
 
 
-class Fields(Opaque):
+class Fields(UnmadeObject):
     """An instance whose state is kept, because the classes around it are known."""
 
     __slots__ = ("args", "items")
@@ -474,7 +474,7 @@ _OPAQUE, _THING, _NAME, _SHARED = 80, 250, 600, 250
 
 
 class Inert(Interpreter):
-    """Refuses no name: the result is None, bool, int, float, str, bytes, list, tuple, dict and `Opaque`.
+    """Refuses no name: the result is None, bool, int, float, str, bytes, list, tuple, dict and `UnmadeObject`.
 
     Args:
         data: the whole pickle.
@@ -485,7 +485,7 @@ class Inert(Interpreter):
     hint = "nothing in it was executed; use another copy of the file"
     max_opcodes = 1 << 23
     max_int_bytes = 1 << 10
-    passive = (Opaque,)
+    passive = (UnmadeObject,)
 
     def __init__(
         self, data: bytes, names: Callable[[str, str], object], persistent: Callable[[object], object]
@@ -575,7 +575,7 @@ class Inert(Interpreter):
 
     def push_set(self, items: list[Any]) -> None:
         """Push what stands for a set; none is made, because nothing here hashes what a file says."""
-        self.stack.append(Opaque("builtins.set"))
+        self.stack.append(UnmadeObject("builtins.set"))
 
     def pop_one(self) -> None:
         if self.stack:
@@ -585,18 +585,18 @@ class Inert(Interpreter):
 
     def make(self, function: object, args: object, *keywords: object) -> None:
         """REDUCE, NEWOBJ, and with keywords, which are ignored, NEWOBJ_EX."""
-        if not isinstance(function, Opaque):
+        if not isinstance(function, UnmadeObject):
             raise Refusal(f"a call of something of type {type(function).__name__}")
         made = function.make(args)
         if isinstance(made, (tuple, dict)):
             self.charge(_DICT + _DICT_ITEM * len(made))
         else:
-            self.charge(_OPAQUE if type(made) is Opaque else _THING)
+            self.charge(_OPAQUE if type(made) is UnmadeObject else _THING)
         self.stack.append(made)
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, Opaque):
+        if isinstance(target, UnmadeObject):
             target.build(state)
 
 

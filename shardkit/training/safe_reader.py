@@ -47,7 +47,7 @@ from shardkit.files import storage
 from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.dcp.directory import DcpDirectory, open_dcp
 from shardkit.formats.dcp.records import decode_object
-from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
+from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, read_directory
 from shardkit.formats.torchsave.bin import screen
 from shardkit.training.fill.reading import DAMAGED, Read, plan_reads, run_reads, torch_dtype
 from shardkit.transfer.checks import SourceCheck
@@ -379,7 +379,7 @@ def _trusted_names() -> frozenset[str]:
     return frozenset(name for name in names if not name.startswith("torch."))
 
 
-def _clean_copy(reader: ZipReader, entries: dict[str, Entry], pickle: bytes) -> io.BytesIO:
+def _clean_copy(reader: ZipReader, entries: dict[str, ZipEntry], pickle: bytes) -> io.BytesIO:
     """Put what was checked into a new zip, so that no other reader finds entries that ours did not."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:

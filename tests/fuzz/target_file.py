@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit.core.catalog import ignore_read
 from shardkit.core.regions import Region
-from shardkit.formats.torchsave.archive import Entry
+from shardkit.formats.torchsave.archive import ZipEntry
 from shardkit.formats.torchsave.bin import BinTensor, read_bin
 from shardkit.formats.torchsave.file import (
     DistributedRef,
@@ -31,7 +31,7 @@ from shardkit.formats.torchsave.file import (
     leaves,
     open_torch_file,
 )
-from shardkit.pickles.policies import Inert, Opaque
+from shardkit.pickles.policies import Inert, UnmadeObject
 from tests.formats.dcp.samples import as_rank, replicate
 from tests.formats.torchsave.classes import unpacked
 from tests.fuzz.mutate import pick
@@ -77,7 +77,7 @@ def _check_leaf(value: Any, size: int) -> None:
             _check_leaf(part.tensor, size)
             _check_region(part.region, value)
     else:
-        plain = (type(None), bool, int, float, str, bytes, list, dict, tuple, Opaque)
+        plain = (type(None), bool, int, float, str, bytes, list, dict, tuple, UnmadeObject)
         assert isinstance(value, plain) or type(value).__name__ == "DType", type(value)
 
 
@@ -246,14 +246,14 @@ def bin_seeds() -> list[bytes]:
 
 
 @cache
-def _storages() -> list[dict[str, Entry]]:
+def _storages() -> list[dict[str, ZipEntry]]:
     """The storages of each seed: key -> where it could lie."""
     tables = []
     for seed in file_seeds():
         found = {
             part.name.split(b"/data/")[1].decode(): part for part in members(seed) if b"/data/" in part.name
         }
-        tables.append({key: Entry(64, len(part.data), 1, 0) for key, part in found.items()})
+        tables.append({key: ZipEntry(64, len(part.data), 1, 0) for key, part in found.items()})
     return tables
 
 

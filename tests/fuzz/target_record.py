@@ -16,7 +16,7 @@ import torch
 
 from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import ShardkitError
-from shardkit.formats.torchsave.record import StoredTensor, TensorRecord, parse_tensor
+from shardkit.formats.torchsave.record import PickledTensor, TensorRecord, parse_tensor
 from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template
 from tests.formats.torchsave.classes import UNREADABLE, unpacked
 from tests.formats.torchsave.samples import read_record
@@ -54,7 +54,7 @@ def check_record(data: bytes) -> bool:
     return True
 
 
-def _compare(loaded: Any, record: TensorRecord | StoredTensor) -> None:
+def _compare(loaded: Any, record: TensorRecord | PickledTensor) -> None:
     assert type(loaded) is torch.Tensor
     assert str(loaded.dtype) == f"torch.{record.dtype.name}"
     assert tuple(loaded.shape) == record.shape
@@ -146,7 +146,7 @@ def check_tensor_pickle(data: bytes) -> bool:
     return True
 
 
-def _reach(tensor: StoredTensor) -> int:
+def _reach(tensor: PickledTensor) -> int:
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))
     last = tensor.storage_offset + (0 if 0 in tensor.shape else steps + 1)
     return last * tensor.dtype.itemsize

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import SourceError
 from shardkit.pickles import policies
-from shardkit.pickles.policies import Inert, Opaque
+from shardkit.pickles.policies import Inert, UnmadeObject
 
 PLAIN = st.recursive(
     st.none()
@@ -43,7 +43,9 @@ def look_into(data: bytes) -> Any:
 
 
 def pickle_of(data: bytes) -> Inert:
-    return Inert(data, lambda module, name: Opaque(f"{module}.{name}"), lambda value: Opaque("storage"))
+    return Inert(
+        data, lambda module, name: UnmadeObject(f"{module}.{name}"), lambda value: UnmadeObject("storage")
+    )
 
 
 @given(PLAIN, st.integers(2, 5))
@@ -78,7 +80,7 @@ def test_bytes_are_plain_data(size, protocol):
 )
 def test_everything_else_is_opaque(value, protocol):
     found = look_into(pickle.dumps([value, "after"], protocol))
-    assert isinstance(found[0], Opaque)
+    assert isinstance(found[0], UnmadeObject)
     assert found[1] == "after"
 
 

@@ -43,7 +43,7 @@ _ASSETS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HubModel:
+class OpenedHubModel:
     """A model as the Hub lays it out, opened."""
 
     catalog: Catalog
@@ -64,7 +64,7 @@ class HubModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class EntryLocation:
     """Where the bytes of one entry of a DCP directory lie."""
 
     file: int
@@ -89,7 +89,7 @@ class DcpFolder(Protocol):
         """By chunk, the extensions that its record went through."""
 
     @property
-    def objects(self) -> Mapping[str, Place | None]:
+    def objects(self) -> Mapping[str, EntryLocation | None]:
         """Entries that are not tensors, and where each one's record lies."""
 
     @property
@@ -146,7 +146,7 @@ class Checkpoint:
     """
     has_checksums: bool = False
     """True if its files record CRC-32s of the bytes of their tensors."""
-    hub: HubModel | None = None
+    hub: OpenedHubModel | None = None
     """The Hub model that it is; None for a checkpoint of a training."""
     dcp: DcpFolder | None = None
     """The DCP directory that its weights lie in; None if they lie in files of another kind."""

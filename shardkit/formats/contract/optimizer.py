@@ -5,7 +5,7 @@
 
 `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns it nested; `dcp.save` makes these flat names.
 
-Where each rank saved a file of its own, `Agreement` compares them: all ranks count the same steps. The files
+Where each rank saved a file of its own, `OptimizerComparison` compares them: all ranks count the same steps. The files
 of two saves in one directory fit each other by name, shape and place, but training would go on with moments
 of different steps.
 """
@@ -218,7 +218,7 @@ class StateWriter:
         return name
 
 
-class Agreement:
+class OptimizerComparison:
     """Compares the file of each rank with the first one; keeps the values of the first one only."""
 
     def __init__(self) -> None:

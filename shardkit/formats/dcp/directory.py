@@ -39,7 +39,7 @@ from shardkit.files.home import MAX_METADATA, home_of, path_in
 from shardkit.files.links import is_below, locate
 from shardkit.files.shared_reads import SIZES
 from shardkit.files.strict_json import FOLLOW, FOLLOW_OR_COPY, status_of
-from shardkit.formats.contract import Checkpoint, Place, asset_directories, listing
+from shardkit.formats.contract import Checkpoint, EntryLocation, asset_directories, listing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import (
     DcpMetadata,
@@ -64,7 +64,7 @@ class DcpDirectory:
     """Its extents are whole records ("torch-record"), or bytes ("raw") if the files hold no records."""
     transforms: Mapping[int, tuple[str, ...]]
     """By chunk, the extensions that its record went through."""
-    objects: Mapping[str, Place | None]
+    objects: Mapping[str, EntryLocation | None]
     """Entries that are not tensors, and where each one's record lies."""
     is_looked_up: bool = False
     """Another process has looked at its files for this one."""

@@ -66,7 +66,7 @@ _COPY = "copy all shard-*.safetensors files of the save; each rank wrote some"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Home:
+class _ShardDirectory:
     """Where shards lie, and what lies beside them."""
 
     path: str
@@ -96,7 +96,7 @@ def open_dcp_hf(path: str) -> Checkpoint:
         ResourceError: a file may not be read.
     """
     directory = _shard_directory(path) or path
-    home = _Home(path=path, directory=directory, config=_config(path, directory))
+    home = _ShardDirectory(path=path, directory=directory, config=_config(path, directory))
     assets = asset_directories(
         inner(directory, _HF_METADATA), inner(path, _HF_METADATA), path, inner(path, "consolidated")
     )
@@ -207,7 +207,7 @@ def _bytes_of(catalog: Catalog, fqn: str) -> bytes:
         return read_exactly(fd, table.start[row], table.nbytes[row], source.name)
 
 
-def _open_shards(home: _Home) -> Catalog:
+def _open_shards(home: _ShardDirectory) -> Catalog:
     """Open the shards, and compare them with whatever else says what should be there."""
     catalog = _read_shards(home.directory, f"{_SHARDED}/" if home.directory != home.path else "")
     problems = [*_absent(home, catalog), *_too_small(home, catalog)]
@@ -219,7 +219,7 @@ def _open_shards(home: _Home) -> Catalog:
     return catalog
 
 
-def _absent(home: _Home, catalog: Catalog) -> Iterator[str]:
+def _absent(home: _ShardDirectory, catalog: Catalog) -> Iterator[str]:
     """Yield each tensor that a list of names beside the shards has, but the shards lack."""
     is_tied = ties_embeddings(home.config)
     for name, fqns in _lists_of_names(home):
@@ -228,7 +228,7 @@ def _absent(home: _Home, catalog: Catalog) -> Iterator[str]:
                 yield f"{escape(fqn)}: listed in {name}, in no shard"
 
 
-def _lists_of_names(home: _Home) -> Iterator[tuple[str, Mapping[str, object]]]:
+def _lists_of_names(home: _ShardDirectory) -> Iterator[tuple[str, Mapping[str, object]]]:
     for directory in dict.fromkeys((home.directory, home.path)):
         mapping = _read_json(directory, f"{_HF_METADATA}/{_MAPPING}")
         if mapping:
@@ -238,7 +238,7 @@ def _lists_of_names(home: _Home) -> Iterator[tuple[str, Mapping[str, object]]]:
             yield _INDEX, names
 
 
-def _too_small(home: _Home, catalog: Catalog) -> Iterator[str]:
+def _too_small(home: _ShardDirectory, catalog: Catalog) -> Iterator[str]:
     """Yield each embedding that is smaller than the config says, and each norm smaller than its embedding.
 
     Their last parts are missing: shards say where they begin, but not how large the whole is.
@@ -265,7 +265,7 @@ def _norms_beside(catalog: Catalog, embedding: str) -> Iterator[str]:
             yield home + end
 
 
-def _unproved(home: _Home, catalog: Catalog) -> Iterator[str]:
+def _unproved(home: _ShardDirectory, catalog: Catalog) -> Iterator[str]:
     """Yield a note if nothing tells how large the tensors should be."""
     embeddings = [fqn for fqn in catalog.tensors if fqn.endswith(_EMBEDDINGS)]
     by_config = embeddings and type(home.config.get("vocab_size")) is int
@@ -284,7 +284,7 @@ class _ShardName(NamedTuple):
     total: int
 
 
-class _Chunk(NamedTuple):
+class _PartExtent(NamedTuple):
     """Where a part lies."""
 
     file: int
@@ -296,7 +296,7 @@ class _Parts(NamedTuple):
     """One tensor's parts."""
 
     dtype: DType
-    chunks: dict[Region, _Chunk]
+    chunks: dict[Region, _PartExtent]
 
 
 def _shard_names(names: Collection[str]) -> dict[str, _ShardName]:
@@ -377,7 +377,7 @@ def _read_shard(
                 f"{escape(tensor.fqn)}: {escape(name)} has {len(tensor.shape)} dims, another does not"
             )
         else:  # an equal region is a replica
-            found.chunks.setdefault(region, _Chunk(file, tensor.start, tensor.nbytes))
+            found.chunks.setdefault(region, _PartExtent(file, tensor.start, tensor.nbytes))
 
 
 def _add(catalog: Catalog, fqn: str, found: _Parts, problems: list[str]) -> None:

@@ -27,11 +27,11 @@ from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.strict_json import read_small
-from shardkit.formats.contract import Place
+from shardkit.formats.contract import EntryLocation
 from shardkit.formats.dcp.vocabulary import (
     RECORDS,
+    BytesEntry,
     Metadata,
-    Object,
     StorageTable,
     Tensor,
     metadata_vocabulary,
@@ -70,7 +70,7 @@ class DcpMetadata:
     """By chunk, the extensions that its record went through, e.g. ("stream.zstd/1",); absent for most."""
     files: tuple[str, ...] = ()
     """The values of relative_path, unchecked."""
-    objects: dict[str, Place | None] = field(default_factory=dict)
+    objects: dict[str, EntryLocation | None] = field(default_factory=dict)
     """Entries that are not tensors, and their place if they have one."""
     paths: dict[str, Path] | None = None
     """planner_data: the path of each name in the state dict that was saved; None if there is none."""
@@ -173,7 +173,7 @@ class _Join:
             mine = rows.get(fqn, _NO_ROWS)
             if isinstance(entry, Tensor):
                 used += self._add_tensor(fqn, entry, mine)
-            elif isinstance(entry, Object):
+            elif isinstance(entry, BytesEntry):
                 used += self._add_object(fqn, mine)
             else:
                 self._problem(fqn, "neither a tensor nor an object")
@@ -202,7 +202,7 @@ class _Join:
             self._problem(fqn, "an object, but storage_data places chunks of a tensor under its name")
             return len(rows)
         for row in rows:
-            place = Place(
+            place = EntryLocation(
                 file=storage.path_ids[row],
                 start=storage.offsets[row],
                 nbytes=storage.lengths[row],

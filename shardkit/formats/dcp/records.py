@@ -46,7 +46,7 @@ from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import storage
 from shardkit.files.stores import is_remote
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of, status_of
-from shardkit.formats.contract import Place
+from shardkit.formats.contract import EntryLocation
 from shardkit.formats.torchsave.archive import crc_of_range
 from shardkit.formats.torchsave.classes import UnreadableClass, padding, refuse_classes
 from shardkit.formats.torchsave.record import TensorRecord, decoded_file, gather, strided_file
@@ -272,7 +272,7 @@ class _ForeseenRecords:
     def open_as_read(self, names: Collection[str]) -> None:
         """See `ForeseenRecords`."""
         self._names, self._places = list(dict.fromkeys(names)), {}
-        found, at_once = dict[int, dict[int, _Place]](), list[str]()
+        found, at_once = dict[int, dict[int, _UnopenedRecord]](), list[str]()
         for fqn in self._names:
             rows = self._catalog.tensors[fqn].chunk_ids, self._foreseen.tensors[fqn].chunk_ids
             for there, row in zip(*rows, strict=True):
@@ -290,10 +290,10 @@ class _ForeseenRecords:
             at_once = self._names
         self.open(at_once)
 
-    def _place(self, fqn: str, there: int, row: int) -> _Place:
+    def _place(self, fqn: str, there: int, row: int) -> _UnopenedRecord:
         table, entry = self._catalog.chunks, self._catalog.tensors[fqn]
         kind = entry.dtype, table.region(there).sizes, table.nbytes[there]
-        return _Place(table.start[there], table.start[there] + table.nbytes[there], kind, fqn, row)
+        return _UnopenedRecord(table.start[there], table.start[there] + table.nbytes[there], kind, fqn, row)
 
     def extent(self, file: int, start: int, stop: int) -> tuple[int, int]:
         """See `ForeseenRecords`."""
@@ -332,7 +332,7 @@ class _ForeseenRecords:
                 places.is_open[at] = True
 
     def _open_one(
-        self, fd: int, source: SourceFile, place: _Place, stretch: tuple[int, int, int], head: bytes
+        self, fd: int, source: SourceFile, place: _UnopenedRecord, stretch: tuple[int, int, int], head: bytes
     ) -> bool:
         """Open a record whose first bytes are known; False if it is damaged or not as foreseen."""
         scanner = getattr(self._thread, "scanner", None)
@@ -359,7 +359,7 @@ class _ForeseenRecords:
         return True
 
 
-class _Place(NamedTuple):
+class _UnopenedRecord(NamedTuple):
     """A record that is opened as it is read."""
 
     start: int
@@ -371,10 +371,10 @@ class _Place(NamedTuple):
     """Of the foreseen catalog."""
 
 
-class _Places(list[_Place]):
+class _Places(list[_UnopenedRecord]):
     """Those of one file, by their first bytes."""
 
-    def __init__(self, places: Sequence[_Place]) -> None:
+    def __init__(self, places: Sequence[_UnopenedRecord]) -> None:
         super().__init__(places)
         self._starts = [place.start for place in places]
         self.overlap = any(a.stop > b.start for a, b in pairwise(places))
@@ -763,7 +763,7 @@ def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
     return replace(decoded_file(source, chunk.entry, nbytes, decode), is_proved=True)
 
 
-def decode_object(source: SourceFile, fqn: str, place: Place, limit: int) -> memoryview:
+def decode_object(source: SourceFile, fqn: str, place: EntryLocation, limit: int) -> memoryview:
     """Return the bytes of an entry that is not a tensor, as they were before it went through extensions.
 
     Args:

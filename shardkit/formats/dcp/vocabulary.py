@@ -264,7 +264,7 @@ class Tensor(Record):
             extend(chunk.sizes)
 
 
-class Object(Record):
+class BytesEntry(Record):
     """`BytesStorageMetadata`: an entry that is not a tensor."""
 
     __slots__ = ()
@@ -285,7 +285,7 @@ class Metadata(Record):
         self.fields = checked_fields(state, "Metadata", _METADATA_FIELDS)
 
 
-class Unused(Record):
+class Ignored(Record):
     """An object that we do not look at; its fields must still be those of its class."""
 
     __slots__ = ("_known", "_name")
@@ -411,7 +411,7 @@ def _make_path(args: tuple[Any, ...]) -> None:
 
 
 def _unused(name: str, *known: str) -> Global:
-    return Global(name, new=lambda: Unused(name, frozenset(known)))
+    return Global(name, new=lambda: Ignored(name, frozenset(known)))
 
 
 _PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
@@ -423,7 +423,7 @@ _NAMES: dict[tuple[str, str], object] = {
     (_FILESYSTEM, "_StorageInfo"): Global("_StorageInfo", new=StorageInfo),
     (_METADATA, "TensorProperties"): Global("TensorProperties", new=Properties),
     (_OLD_METADATA, "TensorProperties"): Global("TensorProperties", new=Properties),
-    (_METADATA, "BytesStorageMetadata"): Global("BytesStorageMetadata", new=Object),
+    (_METADATA, "BytesStorageMetadata"): Global("BytesStorageMetadata", new=BytesEntry),
     (_METADATA, "Metadata"): Global("Metadata", new=Metadata),
     (_METADATA, "StorageMeta"): _unused("StorageMeta", "checkpoint_id", "save_id", "load_id", "modules"),
     ("torch", "Size"): Global("torch.Size", call=_make_size),

@@ -55,8 +55,8 @@ from shardkit.formats.deepspeed.files import (
 )
 from shardkit.formats.deepspeed.zero import group_params, masters_of, open_zero_optimizer
 from shardkit.formats.rankfiles.flat import (
+    FlatRange,
     Leaves,
-    Piece,
     Weight,
     build_catalog,
     is_number,
@@ -374,7 +374,7 @@ def _untrained(name: str, states: Sequence[ModelStates], numbers: Mapping[int, i
         if ref is None or not ref.is_contiguous or prod(ref.shape) < length:
             return None
         if length or not size:
-            pieces.append(Piece(numbers[id(state.file)], ref, 0, rank * part, length))
+            pieces.append(FlatRange(numbers[id(state.file)], ref, 0, rank * part, length))
     return Weight(dtype=pieces[0].tensor.dtype, shape=shape, pieces=pieces)
 
 
@@ -388,7 +388,7 @@ def _as_stored(name: str, state: ModelStates, numbers: Mapping[int, int]) -> Wei
     return Weight.whole(numbers[id(state.file)], stored)
 
 
-class _Stored(NamedTuple):
+class _FileValue(NamedTuple):
     """What one file holds."""
 
     file: TorchFile
@@ -527,9 +527,9 @@ def _leaves(tag: Tag, name: str) -> set[str]:
     return {found.removesuffix(_SUFFIX) for found in names if found.endswith(_SUFFIX) and found != _WEIGHTS}
 
 
-def _read(file: TorchFile) -> _Stored:
+def _read(file: TorchFile) -> _FileValue:
     value = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
-    return _Stored(
+    return _FileValue(
         without_tree(file, [value]), value if isinstance(value, TensorRef) or is_number(value) else None
     )
 

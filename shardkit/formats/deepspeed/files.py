@@ -39,7 +39,7 @@ from shardkit.formats.contract.optimizer import GROUPS, STATE, STEP, count_of, r
 from shardkit.formats.rankfiles.files import open_each
 from shardkit.formats.rankfiles.flat import StateDict, without_tree
 from shardkit.formats.torchsave.file import TensorRef, TorchFile
-from shardkit.pickles.policies import Opaque
+from shardkit.pickles.policies import UnmadeObject
 
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{2,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{2,6})_optim_states\.pt")
@@ -414,7 +414,7 @@ def _inner_leaves(state: Mapping[str, Any]) -> dict[object, dict[str, object]]:
 def _stage(state: Mapping[str, Any]) -> int:
     """Return 1 or 2, which differ in nothing that is saved; the optimizer of bf16 does not say."""
     stage = state.get("zero_stage")
-    return 2 if (stage.value if isinstance(stage, Opaque) else stage) == 2 else 1
+    return 2 if (stage.value if isinstance(stage, UnmadeObject) else stage) == 2 else 1
 
 
 def _other_groups(state: Mapping[str, Any], counts: Sequence[int]) -> bool:

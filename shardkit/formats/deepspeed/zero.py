@@ -24,7 +24,7 @@ from shardkit.formats.deepspeed.files import ModelStates, OptimizerStates
 from shardkit.formats.rankfiles.flat import (
     NEVER,
     FlatPiece,
-    Piece,
+    FlatRange,
     Pieces,
     Weight,
     across,
@@ -55,7 +55,7 @@ def masters_of(
     masters: dict[str, Weight] = {}
     for name, found in pieces_of(model, optimizers, directory).items():
         parts = [
-            Piece(first_file + piece.rank, optimizers[piece.rank].flat[piece.group], *piece[2:])
+            FlatRange(first_file + piece.rank, optimizers[piece.rank].flat[piece.group], *piece[2:])
             for piece in found
         ]
         masters[name] = Weight(dtype=parts[0].tensor.dtype, shape=shapes[name], pieces=parts)

@@ -20,7 +20,14 @@ from shardkit.core.text import escape, in_shell
 from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import is_data_folder
-from shardkit.formats.contract import NAME_A_REPO, Checkpoint, HubModel, absent, has_model_config, meant_path
+from shardkit.formats.contract import (
+    NAME_A_REPO,
+    Checkpoint,
+    OpenedHubModel,
+    absent,
+    has_model_config,
+    meant_path,
+)
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG, adapted_model
 from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
 from shardkit.formats.hub.directory import open_model, read_config, repo_id_of
@@ -341,7 +348,7 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
 
 
 def _describe(
-    label: str, directory: str, model: HubModel | None, assets: Mapping[str, str], *, is_given: bool
+    label: str, directory: str, model: OpenedHubModel | None, assets: Mapping[str, str], *, is_given: bool
 ) -> Base:
     tensors = model.catalog.tensors.values() if model else ()
     beside = model.beside if model and is_given else ()

@@ -17,10 +17,10 @@ from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.links import is_below, link_notes, locate, locate_weights, read_inside
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
-from shardkit.formats.contract import Checkpoint, HubModel, Opener, absent, asset_directories, listing
+from shardkit.formats.contract import Checkpoint, OpenedHubModel, Opener, absent, asset_directories, listing
 from shardkit.formats.hub.adapter import ADAPTER, ADAPTER_CONFIG, adapted_model, is_adapter_file
 from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
-from shardkit.formats.hub.files import Kind, Weights, select_file, select_weights
+from shardkit.formats.hub.files import Kind, WeightFiles, select_file, select_weights
 from shardkit.formats.hub.safetensors import SafetensorsHeader, read_header
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ Elsewhere = Mapping[str, Callable[[], SafetensorsHeader]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Index:
+class HubIndex:
     """A `*.index.json`."""
 
     weight_map: dict[str, str]
@@ -54,7 +54,7 @@ class Index:
         return tuple(dict.fromkeys(self.weight_map.values()))
 
 
-def open_model(directory: str, *, variant: str | None = None) -> HubModel:
+def open_model(directory: str, *, variant: str | None = None) -> OpenedHubModel:
     """Open a Hub model: read and check every header, no tensor data.
 
     Args:
@@ -79,7 +79,7 @@ def open_model(directory: str, *, variant: str | None = None) -> HubModel:
     return replace(model, beside=(*model.beside, *list_around(directory)))
 
 
-def choose_weights(directory: str, names: Collection[str], *, variant: str | None = None) -> Weights:
+def choose_weights(directory: str, names: Collection[str], *, variant: str | None = None) -> WeightFiles:
     """Decide which files in a directory are the weights of a model; errors as for `select_weights`.
 
     Args:
@@ -91,7 +91,7 @@ def choose_weights(directory: str, names: Collection[str], *, variant: str | Non
     return select_weights(names, directory, variant=variant, adapted=adapted)
 
 
-def with_beside(model: HubModel, names: Iterable[str], folders: Collection[str] = ()) -> HubModel:
+def with_beside(model: OpenedHubModel, names: Iterable[str], folders: Collection[str] = ()) -> OpenedHubModel:
     """Return a model with what lies beside its weights.
 
     Args:
@@ -105,11 +105,11 @@ def with_beside(model: HubModel, names: Iterable[str], folders: Collection[str] 
 
 def open_weights(
     directory: str,
-    weights: Weights,
+    weights: WeightFiles,
     *,
     chosen_by_hand: bool = False,
     elsewhere: Elsewhere = MappingProxyType({}),
-) -> HubModel:
+) -> OpenedHubModel:
     """Open weights that were chosen.
 
     Args:
@@ -133,7 +133,7 @@ def open_weights(
     catalog.notes = (*weights.notes, *linked, *_notes(catalog, index, weights.index, contents))
     stem = os.path.splitext(names[0])[0] if weights.single and names else ""
     repo, commit = stores.repo_of(directory) or (None, None)
-    return HubModel(
+    return OpenedHubModel(
         catalog=catalog,
         config=read_config(directory),
         directory=directory,
@@ -151,8 +151,8 @@ def open_weights(
 
 
 def weight_files(
-    directory: str, weights: Weights, *, chosen_by_hand: bool = False
-) -> tuple[tuple[str, ...], Index | None]:
+    directory: str, weights: WeightFiles, *, chosen_by_hand: bool = False
+) -> tuple[tuple[str, ...], HubIndex | None]:
     """Return the names of the weight files, and the index that lists them, if there is one.
 
     Raises:
@@ -166,7 +166,7 @@ def weight_files(
     return index.files, index
 
 
-def read_index(path: str, name: str) -> Index:
+def read_index(path: str, name: str) -> HubIndex:
     """Read an index and check that every file name in it stays below the index's directory.
 
     Args:
@@ -195,7 +195,7 @@ def read_index(path: str, name: str) -> Index:
     )
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return Index(weight_map=weight_map, total_bytes=total if type(total) is int else None)
+    return HubIndex(weight_map=weight_map, total_bytes=total if type(total) is int else None)
 
 
 def _name_problem(file: object) -> str | None:
@@ -207,7 +207,7 @@ def _name_problem(file: object) -> str | None:
     return None
 
 
-def _refuse_stray(weights: Weights, index: Index) -> None:
+def _refuse_stray(weights: WeightFiles, index: HubIndex) -> None:
     if weights.single and weights.single not in index.files:
         raise SourceError(
             f"{escape(weights.single)} lies beside {escape(weights.index or '')}, which does not list it: "
@@ -283,7 +283,7 @@ def _read(path: str, name: str, kind: Kind) -> Content:
     return read_bin(path, name)
 
 
-def _check_index(index: Index, contents: dict[str, Content], index_name: str) -> None:
+def _check_index(index: HubIndex, contents: dict[str, Content], index_name: str) -> None:
     """Compare the index with its files: each tensor must be in the one file that the index names."""
     holders: dict[str, list[str]] = {}
     for name, content in contents.items():
@@ -337,7 +337,7 @@ def _source(name: str, path: str, content: Content) -> SourceFile:
 
 
 def _catalog(
-    directory: str, kind: Kind, contents: dict[str, Content], paths: dict[str, str], index: Index | None
+    directory: str, kind: Kind, contents: dict[str, Content], paths: dict[str, str], index: HubIndex | None
 ) -> Catalog:
     """Return the catalog of files that have been checked; each tensor is one chunk."""
     catalog = Catalog(format=kind, directory=directory)
@@ -368,7 +368,7 @@ def _catalog(
 
 
 def _notes(
-    catalog: Catalog, index: Index | None, index_name: str | None, contents: dict[str, Content]
+    catalog: Catalog, index: HubIndex | None, index_name: str | None, contents: dict[str, Content]
 ) -> tuple[str, ...]:
     notes = [
         note
@@ -465,7 +465,7 @@ def open_hub_directory(path: str) -> Checkpoint:
     return as_checkpoint(path, open_model(path))
 
 
-def as_checkpoint(path: str, model: HubModel) -> Checkpoint:
+def as_checkpoint(path: str, model: OpenedHubModel) -> Checkpoint:
     """Return an opened Hub model as a checkpoint."""
     catalog = model.catalog
     names = [file.name for file in catalog.files]

@@ -119,7 +119,7 @@ _LOOKS_LIKE: tuple[tuple[str, str, str], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class WeightFiles:
     """The files to open."""
 
     kind: Kind
@@ -180,7 +180,7 @@ def select_weights(
     variant: str | None = None,
     adapted: str | None = None,
     is_repo: bool = False,
-) -> Weights:
+) -> WeightFiles:
     """Decide which files are the weights of a model.
 
     Args:
@@ -207,7 +207,7 @@ def select_weights(
     return replace(found, numbered=tuple(filter(_OF_A_SET.fullmatch, names)))
 
 
-def select_file(name: str) -> Weights:
+def select_file(name: str) -> WeightFiles:
     """Return the weights that a person named by one file: a weight file or an index.
 
     Raises:
@@ -216,11 +216,11 @@ def select_file(name: str) -> Weights:
     shard = f"{escape(name)} is one shard of a larger model: what the others hold is missing"
     notes = (shard,) if _SHARD.search(name) else ()
     if name.endswith(".safetensors"):
-        return Weights(kind="safetensors", index=None, single=name, notes=notes)
+        return WeightFiles(kind="safetensors", index=None, single=name, notes=notes)
     if name.endswith(".bin"):
-        return Weights(kind="torch-bin", index=None, single=name, notes=notes)
+        return WeightFiles(kind="torch-bin", index=None, single=name, notes=notes)
     if name.endswith(".json") and ".index." in name:
-        return Weights(kind="torch-bin" if ".bin." in name else "safetensors", index=name, single=None)
+        return WeightFiles(kind="torch-bin" if ".bin." in name else "safetensors", index=name, single=None)
     refused = other_form(name)
     if refused is not None:
         raise refused
@@ -240,12 +240,12 @@ def _is_sharded(names: Collection[str]) -> bool:
     return ".metadata" in names or any(fnmatchcase(name, "model_world_size_*_rank_*.pt") for name in names)
 
 
-def _default(names: Collection[str], kind: Kind) -> Weights | None:
+def _default(names: Collection[str], kind: Kind) -> WeightFiles | None:
     single, index = (name if name in names else None for name in map(str.format, _FORMS[kind][:2], ("", "")))
-    return None if single is None and index is None else Weights(kind=kind, index=index, single=single)
+    return None if single is None and index is None else WeightFiles(kind=kind, index=index, single=single)
 
 
-def _other_index(names: Collection[str], label: str) -> Weights | None:
+def _other_index(names: Collection[str], label: str) -> WeightFiles | None:
     variants = {name for _, name, _ in _variants(names)}
     found = sorted(
         name
@@ -256,10 +256,10 @@ def _other_index(names: Collection[str], label: str) -> Weights | None:
     )
     if len(found) > 1:
         raise _ambiguous(label, found)
-    return Weights(kind="safetensors", index=found[0], single=None) if found else None
+    return WeightFiles(kind="safetensors", index=found[0], single=None) if found else None
 
 
-def _only_variant(names: Collection[str], label: str) -> Weights | None:
+def _only_variant(names: Collection[str], label: str) -> WeightFiles | None:
     known = sorted({variant for variant, _, _ in _variants(names)})
     if len(known) > 1:
         raise _ambiguous(label, sorted(name for _, name, _ in _variants(names)))
@@ -270,7 +270,7 @@ def _only_variant(names: Collection[str], label: str) -> Weights | None:
     return replace(found, notes=(note,))
 
 
-def _with_variant(names: Collection[str], variant: str) -> Weights | None:
+def _with_variant(names: Collection[str], variant: str) -> WeightFiles | None:
     """Return the files of a variant, safetensors before legacy ones; None if there are none."""
     for kind, forms in _FORMS.items():
         found = [name for form in forms if (name := form.format(f".{variant}")) in names]
@@ -278,7 +278,7 @@ def _with_variant(names: Collection[str], variant: str) -> Weights | None:
             raise _ambiguous(f"variant {variant}", found)
         if found:
             single, index = (None, found[0]) if found[0].endswith(".json") else (found[0], None)
-            return Weights(kind=kind, index=index, single=single)
+            return WeightFiles(kind=kind, index=index, single=single)
     return None
 
 

@@ -30,10 +30,10 @@ from shardkit.files.remote.hub import (
     names_repo,
     status_of,
 )
-from shardkit.formats.contract import HubModel
+from shardkit.formats.contract import OpenedHubModel
 from shardkit.formats.hub.assets import list_weights
 from shardkit.formats.hub.directory import Elsewhere, open_weights, weight_files, with_beside
-from shardkit.formats.hub.files import Weights, select_weights
+from shardkit.formats.hub.files import WeightFiles, select_weights
 from shardkit.formats.hub.safetensors import LENGTH_BYTES, SafetensorsHeader, check_header, text_length
 
 # What building the model needs besides weights; remote code is fetched here and never run here.
@@ -100,7 +100,7 @@ def named_repo(text: str, revision: str | None = None) -> Repo | None:
 
 def fetch_model(
     repo_id: str, *, revision: str | None = None, variant: str | None = None, headers_only: bool = False
-) -> HubModel:
+) -> OpenedHubModel:
     """Download a model's weights into huggingface_hub's cache and open them.
 
     Args:
@@ -135,7 +135,7 @@ def fetch_model(
 
 
 def _weight_files(
-    repo_id: str, commit: str, folder: str, weights: Weights
+    repo_id: str, commit: str, folder: str, weights: WeightFiles
 ) -> tuple[tuple[str, ...], list[str]]:
     """Download the index; return the names of the weight files, and of those that are not in the cache."""
     if weights.index:
@@ -177,7 +177,7 @@ def fetch_files(repo_id: str, patterns: Iterable[str], *, revision: str | None =
         return _download(repo_id, revision, patterns)
 
 
-def open_headers(repo_id: str, commit: str) -> HubModel | None:
+def open_headers(repo_id: str, commit: str) -> OpenedHubModel | None:
     """Open a repo's weights without downloading them; None if it has no safetensors weights.
 
     Args:
@@ -250,7 +250,7 @@ def _literal(names: Iterable[str]) -> list[str]:
     return [glob.escape(name) for name in names]
 
 
-def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tuple[Weights, list[str]]:
+def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tuple[WeightFiles, list[str]]:
     """Choose the weights among the repo's files, or the cached ones if the Hub does not answer.
 
     Returns:

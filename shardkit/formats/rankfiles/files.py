@@ -23,7 +23,7 @@ from shardkit.formats.contract.optimizer import Path, path_name
 from shardkit.formats.torchsave.classes import refuse_objects
 from shardkit.formats.torchsave.file import (
     DistributedRef,
-    Part,
+    HeldShard,
     TensorRef,
     TorchFile,
     UnreadableTensor,
@@ -82,7 +82,7 @@ class _Chunk(NamedTuple):
     """CRC-32 recorded for its bytes; None if others share the storage, or none is recorded."""
 
 
-class _Tensor(NamedTuple):
+class _CollectedTensor(NamedTuple):
     """A tensor while its parts are collected."""
 
     path: Path
@@ -104,7 +104,7 @@ def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
             problems of a kind at once.
         ResourceError: a file may not be read.
     """
-    gathering, no_dicts = Gathering(directory), list[str]()
+    gathering, no_dicts = TensorCollector(directory), list[str]()
     below: dict[str, list[Path]] = {}
     for name, path in files:
         below.setdefault(name, []).append(path)
@@ -177,7 +177,7 @@ def require_ranks(pattern: str, ranks: Collection[int], world_size: int) -> None
         )
 
 
-class Gathering:
+class TensorCollector:
     """Collects the tensors of files, one file after another.
 
     Args:
@@ -190,7 +190,7 @@ class Gathering:
         """Tensors that were left out, and why."""
         self._may_lack = may_lack
         self._catalog = Catalog(format="torch-save", directory=directory)
-        self._tensors: dict[str, _Tensor] = {}
+        self._tensors: dict[str, _CollectedTensor] = {}
         self._objects: dict[str, None] = {}
         self._opened: list[TorchFile] = []
         self._file_ids: list[int] = []  # of the files in the catalog, which may have others between them
@@ -243,7 +243,7 @@ class Gathering:
             else:
                 self._add_parts(source, path, value, value.parts, is_plain=False)
         elif isinstance(value, TensorRef):
-            self._add_parts(source, path, value, (Part(full_region(value.shape), value),), is_plain=True)
+            self._add_parts(source, path, value, (HeldShard(full_region(value.shape), value),), is_plain=True)
         else:
             return False
         return True
@@ -259,7 +259,7 @@ class Gathering:
         source: SourceFile,
         path: Path,
         whole: DistributedRef | TensorRef,
-        parts: Iterable[Part],
+        parts: Iterable[HeldShard],
         *,
         is_plain: bool,
     ) -> None:
@@ -267,7 +267,7 @@ class Gathering:
         tensor = self._tensors.get(name)
         if tensor is None:
             self._check_number(1, source)
-            tensor = self._tensors[name] = _Tensor(path, whole.dtype, whole.shape, is_plain, {})
+            tensor = self._tensors[name] = _CollectedTensor(path, whole.dtype, whole.shape, is_plain, {})
         elif (reason := _difference(tensor, path, whole.dtype, whole.shape, is_plain)) is not None:
             self._different.setdefault(name, f"{source.name}: {reason}")
             return
@@ -341,7 +341,9 @@ class Gathering:
             )
 
 
-def _difference(tensor: _Tensor, path: Path, dtype: DType, shape: Shape, is_plain: bool) -> str | None:
+def _difference(
+    tensor: _CollectedTensor, path: Path, dtype: DType, shape: Shape, is_plain: bool
+) -> str | None:
     if path != tensor.path:
         return "two tensors of one name"
     if is_plain != tensor.is_plain:

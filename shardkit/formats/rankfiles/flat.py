@@ -18,8 +18,8 @@ from shardkit.core.regions import Region, Shape, flat_range_boxes, full_region
 from shardkit.core.text import escape
 from shardkit.formats.contract.optimizer import (
     STEP,
-    Agreement,
     Group,
+    OptimizerComparison,
     OptimizerState,
     StateWriter,
     path_name,
@@ -60,7 +60,7 @@ def across(group: int, bounds: Sequence[int], start: int, stop: int) -> Iterator
         rank += 1
 
 
-class Piece(NamedTuple):
+class FlatRange(NamedTuple):
     """A range of a stored tensor's elements that is a range of a weight's."""
 
     file: int
@@ -78,14 +78,14 @@ class Weight:
 
     dtype: DType
     shape: Shape
-    pieces: Sequence[Piece]
+    pieces: Sequence[FlatRange]
     """In the order of its elements."""
 
     @classmethod
     def whole(cls, file: int, tensor: TensorRef, shape: Shape | None = None) -> Weight:
         """Return one stored tensor as a weight, in another shape if one is given."""
         shape = tensor.shape if shape is None else shape
-        return cls(dtype=tensor.dtype, shape=shape, pieces=(Piece(file, tensor, 0, 0, prod(shape)),))
+        return cls(dtype=tensor.dtype, shape=shape, pieces=(FlatRange(file, tensor, 0, 0, prod(shape)),))
 
 
 def build_catalog(path: str, files: Sequence[TorchFile], weights: Mapping[str, Weight]) -> Catalog:
@@ -202,7 +202,7 @@ def split_states(
             leaves[leaf] = found
         if not leaves:
             return f"{escape(name)}: {NEVER}"
-    agreement = Agreement()
+    agreement = OptimizerComparison()
     for rank in ranks:
         states = {f"flat tensor {number}": leaves for number, leaves in rank.states.items()}
         agreement.add(rank.file.name, states, rank.groups)
@@ -231,7 +231,7 @@ def _leaf(
             return f"{file} has no flat tensor of it"
         if ref.shape[0] < (length := lengths[piece.rank][piece.group]):  # padding may make it longer
             return f"{file} has {ref.shape[0]} elements for {length}"
-        parts.append(Piece(piece.rank, ref, *piece[2:]))
+        parts.append(FlatRange(piece.rank, ref, *piece[2:]))
     return Weight(dtype=parts[0].tensor.dtype, shape=shape, pieces=parts)
 
 

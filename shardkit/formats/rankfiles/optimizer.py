@@ -33,14 +33,14 @@ from shardkit.formats.contract.optimizer import (
     GROUPS,
     PARAMS,
     STATE,
-    Agreement,
+    OptimizerComparison,
     OptimizerState,
     StateWriter,
     Unmapped,
     read_groups,
     state_path,
 )
-from shardkit.formats.rankfiles.files import Gathering, open_each
+from shardkit.formats.rankfiles.files import TensorCollector, open_each
 from shardkit.formats.rankfiles.flat import FlatPiece, Pieces, StateDict, across, split_states
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, TorchFile, UnreadableTensor
 from shardkit.keys.names import clean, join
@@ -83,7 +83,7 @@ def open_optimizer_files(
         IntegrityError: files of different saves.
         ResourceError: a file may not be read.
     """
-    gathering, named, agreement = Gathering(directory), dict[_Key, str](), Agreement()
+    gathering, named, agreement = TensorCollector(directory), dict[_Key, str](), OptimizerComparison()
     others: dict[tuple[str, str], object] = {}
     shapes = {parameter.name: parameter.shape for parameter in parameters}
     first: StateDict | None = None
@@ -295,7 +295,7 @@ def _flat_lengths(rank: StateDict, numbers: Sequence[int]) -> dict[int, int] | N
     return found
 
 
-class _Run(NamedTuple):
+class _ParameterRange(NamedTuple):
     """Parameters of one module: `start` to `stop` of the model's."""
 
     start: int
@@ -337,7 +337,9 @@ def _fits(num_elements: int, size: int, num_ranks: int) -> bool:
     return size == -(-num_elements // num_ranks) * num_ranks
 
 
-def _only_runs(sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parameter]) -> list[_Run] | None:
+def _only_runs(
+    sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parameter]
+) -> list[_ParameterRange] | None:
     """Return modules of these sizes, one after another; None if there are none or several choices."""
     bounds = [0, *accumulate(prod(parameter.shape) for parameter in parameters)]
     modules = _modules(parameters)
@@ -345,14 +347,14 @@ def _only_runs(sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parame
         size: [run for run in modules if _fits(bounds[run.stop] - bounds[run.start], size, num_ranks)]
         for size in set(sizes)
     }
-    first, at = list[_Run](), 0
+    first, at = list[_ParameterRange](), 0
     for size in sizes:
         run = min((run for run in fitting[size] if run.start >= at), key=lambda run: run.stop, default=None)
         if run is None:
             return None
         first.append(run)
         at = run.stop
-    last, at = list[_Run](), len(parameters)
+    last, at = list[_ParameterRange](), len(parameters)
     for size in reversed(sizes):
         run = max((run for run in fitting[size] if run.stop <= at), key=lambda run: run.start, default=None)
         if run is None:
@@ -370,14 +372,14 @@ def _only_runs(sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parame
     return None if nested else first
 
 
-def _modules(parameters: Sequence[Parameter]) -> list[_Run]:
+def _modules(parameters: Sequence[Parameter]) -> list[_ParameterRange]:
     """Return the runs that are all parameters of some module, each once."""
-    bounds: dict[str, _Run] = {}
+    bounds: dict[str, _ParameterRange] = {}
     for place, parameter in enumerate(parameters):
         steps = parameter.name.split(".")
         for depth in range(1, len(steps)):
             path = ".".join(steps[:depth])
-            bounds[path] = _Run(bounds[path].start if path in bounds else place, place + 1)
+            bounds[path] = _ParameterRange(bounds[path].start if path in bounds else place, place + 1)
     return sorted(set(bounds.values()))
 
 

@@ -36,7 +36,7 @@ Pread = Callable[[int, int], bytes]
 """(first byte, most bytes) -> bytes, fewer only at the end."""
 
 
-class Entry(NamedTuple):
+class ZipEntry(NamedTuple):
     """One entry of the zip; positions count from the zip's first byte."""
 
     start: int
@@ -75,7 +75,7 @@ class ZipReader:
             return self._tail[start - self._tail_at : start - self._tail_at + nbytes]
         return self._pread(start, nbytes)
 
-    def content(self, name: str, entry: Entry, limit: int = _MAX_SMALL) -> bytes:
+    def content(self, name: str, entry: ZipEntry, limit: int = _MAX_SMALL) -> bytes:
         """Return the bytes of an entry, at most `limit`, after checking their CRC-32."""
         if entry.nbytes > limit:
             self.refuse(f"its entry {name} has {entry.nbytes} bytes, more than any that torch writes")
@@ -90,14 +90,14 @@ class ZipReader:
         if not (len(text) <= 4 and text.isdigit() and int(text) in _VERSIONS):
             self.refuse(f"its format has version {escape(repr(data[:20]))}, which is not one of torch's")
 
-    def check_crc(self, name: str, entry: Entry) -> None:
+    def check_crc(self, name: str, entry: ZipEntry) -> None:
         """Read a large entry and compare its CRC-32."""
         crc, stop = 0, entry.start + entry.nbytes
         for start in range(entry.start, stop, _READ_BYTES):
             crc = crc32(self._pread(start, min(_READ_BYTES, stop - start)), crc)
         self._compare(name, entry, crc)
 
-    def _compare(self, name: str, entry: Entry, found: int) -> None:
+    def _compare(self, name: str, entry: ZipEntry, found: int) -> None:
         if found != entry.crc:
             raise IntegrityError(
                 f"{self.where}: entry {name} is damaged: recorded CRC-32 {entry.crc:08x}, found {found:08x}",
@@ -120,7 +120,7 @@ class ZipReader:
 
 def read_directory(
     reader: ZipReader, is_known: Callable[[str], bool], *, max_entries: int
-) -> dict[str, Entry]:
+) -> dict[str, ZipEntry]:
     """Return the entries by their names without the common first part. All of them are checked.
 
     Args:
@@ -137,7 +137,7 @@ def read_directory(
     if stop - at > _MAX_DIRECTORY:
         reader.refuse(f"its directory has {stop - at} bytes, more than any that torch writes")
     directory = reader.read(at, stop - at)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ZipEntry] = {}
     prefix, pos, free = None, 0, 0
     for _ in range(count):
         name, header_at, entry, pos = _parse_entry(reader, directory, pos)
@@ -179,7 +179,7 @@ def _find_directory(reader: ZipReader) -> tuple[int, int, int]:
     return count, at, stop
 
 
-def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, int, Entry, int]:
+def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, int, ZipEntry, int]:
     """Return (name, position of the local header, entry, position of the next) at `pos`."""
     if pos + CENTRAL.size > len(directory):
         reader.refuse("its directory is cut short")
@@ -198,7 +198,7 @@ def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, 
         reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} is compressed or encrypted")
     if fields[13] or fields[15] & _IS_DIRECTORY:
         reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} is on another disk, or a directory")
-    return name, header_at, Entry(0, nbytes, crc, pos + CRC_AT), stop
+    return name, header_at, ZipEntry(0, nbytes, crc, pos + CRC_AT), stop
 
 
 def _wide(reader: ZipReader, extra: bytes, *values: int) -> list[int]:
@@ -219,7 +219,7 @@ def _wide(reader: ZipReader, extra: bytes, *values: int) -> list[int]:
     return result
 
 
-def _locate(reader: ZipReader, name: bytes, header_at: int, entry: Entry) -> Entry:
+def _locate(reader: ZipReader, name: bytes, header_at: int, entry: ZipEntry) -> ZipEntry:
     """Return the entry with its place. Its own header gives the place, and must agree with the directory."""
     fields = LOCAL.unpack(reader.read(header_at, LOCAL.size))
     found = reader.read(header_at + LOCAL.size, fields[9]) if fields[9] == len(name) else b""

@@ -32,7 +32,7 @@ from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, open_regular, read_exactly, stamp_of
-from shardkit.formats.torchsave.archive import Entry, ZipReader, crc_of_range, read_directory
+from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, crc_of_range, read_directory
 from shardkit.formats.torchsave.classes import is_known_class
 from shardkit.formats.torchsave.file import (
     DistributedRef,
@@ -44,7 +44,7 @@ from shardkit.formats.torchsave.file import (
 )
 from shardkit.formats.torchsave.record import row_major
 from shardkit.pickles.interpreter import Refusal
-from shardkit.pickles.policies import Inert, Maker, Opaque
+from shardkit.pickles.policies import Inert, Maker, UnmadeObject
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ class BinTensor(NamedTuple):
     """Returns the bytes if there is no `start`: read-only, row-major, contiguous, little-endian. Else None."""
 
 
-class _Content(NamedTuple):
+class _BinContent(NamedTuple):
     """The entries of a file, as in `BinFile`."""
 
     tensors: tuple[BinTensor, ...]
@@ -169,7 +169,7 @@ def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...]]:
     return crc32(json.dumps(rows).encode()), stretches, others
 
 
-def _read_classes(path: str, name: str, others: Collection[str]) -> _Content | None:
+def _read_classes(path: str, name: str, others: Collection[str]) -> _BinContent | None:
     """Take a file with tensors of classes, or parts of tensors; None if it has none, or names more than these need.
 
     Args:
@@ -202,7 +202,7 @@ def _read_classes(path: str, name: str, others: Collection[str]) -> _Content | N
         else:
             objects.append(str(key))
     _check_content(name, len(file.tree), bool(tensors or unreadable), objects, problems)
-    return _Content(tuple(tensors), tuple(objects), unreadable)
+    return _BinContent(tuple(tensors), tuple(objects), unreadable)
 
 
 def _module_and_name(full: str) -> tuple[str, str]:
@@ -276,7 +276,7 @@ def _mappings(stamp: FileStamp) -> _Mappings:
     return found
 
 
-def _split(entries: Mapping[object, object], name: str, path: str, mappings: _Mappings) -> _Content:
+def _split(entries: Mapping[object, object], name: str, path: str, mappings: _Mappings) -> _BinContent:
     """Return the tensors, and the names of everything else."""
     import torch
 
@@ -292,7 +292,7 @@ def _split(entries: Mapping[object, object], name: str, path: str, mappings: _Ma
         except ValueError as error:
             problems.append(f"{escape(key)}: {error}")
     _check_content(name, len(entries), bool(tensors), objects, problems)
-    return _Content(tuple(tensors), tuple(objects), {})
+    return _BinContent(tuple(tensors), tuple(objects), {})
 
 
 def _check_content(
@@ -357,7 +357,7 @@ def _row_major_bytes(
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data.toreadonly()
 
 
-def screen(pickle: bytes, storages: Mapping[str, Entry], where: str) -> tuple[str, ...]:
+def screen(pickle: bytes, storages: Mapping[str, ZipEntry], where: str) -> tuple[str, ...]:
     """Look through the pickle of a file of `torch.save`; return what it names besides plain data and plain tensors.
 
     Args:
@@ -378,7 +378,7 @@ def screen(pickle: bytes, storages: Mapping[str, Entry], where: str) -> tuple[st
         if _TENSOR_NAMES.fullmatch(full):
             return tensors.look_up(module, name)
         others[full] = None
-        return Opaque(full)
+        return UnmadeObject(full)
 
     _PlainPickle(pickle, look_up, tensors.storage).run(where)
     return tuple(others)
@@ -405,13 +405,13 @@ def _make_set(args: tuple[Any, ...]) -> object:
     if len(args) != 1 or type(args[0]) is not list:
         raise Refusal("a set of something other than a list")
     _check_keys(args[0])
-    return Opaque("set")
+    return UnmadeObject("set")
 
 
 def _make_counter(args: tuple[Any, ...]) -> object:
     if len(args) != 1 or type(args[0]) is not dict:
         raise Refusal("a Counter of something other than a dict")
-    return Opaque("Counter")
+    return UnmadeObject("Counter")
 
 
 def _make_ordered(args: tuple[Any, ...]) -> object:
@@ -424,21 +424,21 @@ def _make_bytes(args: tuple[Any, ...]) -> object:
     """bytes, as protocol 2 spells them: encode(text, "latin1"); other codecs may cost anything."""
     if len(args) != 2 or type(args[0]) is not str or args[1] != "latin1":
         raise Refusal("text encoded with another codec than latin1")
-    return Opaque("bytes")
+    return UnmadeObject("bytes")
 
 
 def _make_bytearray(args: tuple[Any, ...]) -> object:
     is_text = len(args) == 2 and type(args[0]) is str and args[1] == "latin-1"
-    if args and not is_text and not (len(args) == 1 and isinstance(args[0], (bytes, Opaque))):
+    if args and not is_text and not (len(args) == 1 and isinstance(args[0], (bytes, UnmadeObject))):
         raise Refusal("a bytearray of something other than its bytes")
-    return Opaque("bytearray")
+    return UnmadeObject("bytearray")
 
 
 def _make_scalars(name: str, most: int) -> Maker:
     def make(args: tuple[Any, ...]) -> object:
         if len(args) > most or any(type(arg) not in (str, int, float) for arg in args):
             raise Refusal(f"a {name} of something other than numbers or text")
-        return Opaque(name)
+        return UnmadeObject(name)
 
     return Maker(name, make)
 

@@ -25,7 +25,7 @@ from shardkit.core.catalog import SourceFile
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
-from shardkit.formats.torchsave.archive import Entry
+from shardkit.formats.torchsave.archive import ZipEntry
 from shardkit.formats.torchsave.record import TensorRecord, is_extent
 
 
@@ -100,7 +100,7 @@ class UnreadableClass(SourceError):
     """With its module, as in the file."""
     why = ""
     """The class, and what it is made of; escaped."""
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, ZipEntry]
     """The record's storages; positions count from the start of the file."""
     tensors: frozenset[str] = frozenset()
     """Names of all of them, where several are refused at once."""
@@ -189,7 +189,7 @@ def padding(record: TensorRecord, shape: Shape) -> UnreadableClass | None:
 
 
 def unreadable(
-    name: str, why: str, *, where: str = "", entries: Mapping[str, Entry] | None = None
+    name: str, why: str, *, where: str = "", entries: Mapping[str, ZipEntry] | None = None
 ) -> UnreadableClass:
     """Return the error for a record.
 

@@ -2,7 +2,7 @@
 
 The pickle inside is interpreted, never executed, and no tensor data is read. A tensor becomes a `TensorRef`,
 or a `DistributedRef` if it is one rank's part of a larger one. Everything else that is not plain data
-becomes an `Opaque`.
+becomes an `UnmadeObject`.
 
 The part of a DTensor is placed by arithmetic on its placements and the rank's position in the mesh, both of
 which are in the pickle; the shards of a ShardedTensor say where they lie. Names of torch's own modules are
@@ -30,11 +30,11 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
-from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
+from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, read_directory
 from shardkit.formats.torchsave.classes import describe, made_by, padding, quantised_parameter, unwrap
 from shardkit.formats.torchsave.record import STORAGES, TensorRecord, is_extent
 from shardkit.pickles.interpreter import Refusal
-from shardkit.pickles.policies import Fields, Inert, Maker, Opaque
+from shardkit.pickles.policies import Fields, Inert, Maker, UnmadeObject
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _MAX_ENTRIES = 1 << 18
@@ -72,12 +72,12 @@ class TorchFile:
     """The file's, when its description was read."""
     tree: object
     """None, bool, int, float, str, bytes, lists, tuples, dicts with strings and integers as keys.
-    `TensorRef`, `DistributedRef` and `Opaque` stand for tensors and everything else. Size and depth (100
+    `TensorRef`, `DistributedRef` and `UnmadeObject` stand for tensors and everything else. Size and depth (100
     levels) of the tree are bounded, though equal parts may be one object. It leaves out attributes that were
     set on a dict or tensor."""
     num_dropped: int
     """Entries of dicts that are left out because their keys are neither strings nor integers."""
-    storages: Mapping[str, Entry]
+    storages: Mapping[str, ZipEntry]
     """Where the storages lie, by key; positions count from the first byte of the file."""
 
     @property
@@ -186,7 +186,7 @@ class TensorRef(TensorRecord):
     """Name of the storage in the file: equal for tensors that share it."""
 
 
-class Part(NamedTuple):
+class HeldShard(NamedTuple):
     """What one rank holds of a tensor."""
 
     region: Region
@@ -200,13 +200,13 @@ class DistributedRef:
     dtype: DType
     shape: Shape
     """Of the whole tensor."""
-    parts: tuple[Part, ...]
+    parts: tuple[HeldShard, ...]
     """Empty if the rank holds nothing of it."""
     problem: str | None = None
     """Why the parts cannot be placed."""
 
 
-class UnreadableTensor(Opaque):
+class UnreadableTensor(UnmadeObject):
     """A tensor whose bytes do not give its values: quantised, sparse, on no device; `name` says which.
 
     `value` is the class, with its module, where that is the reason.
@@ -215,7 +215,7 @@ class UnreadableTensor(Opaque):
     __slots__ = ()
 
 
-class _StorageClass(Opaque):
+class _StorageClass(UnmadeObject):
     """A storage class: its dtype, None if its bytes are no plain numbers; and the bytes of what it counts."""
 
     __slots__ = ("dtype", "unit")
@@ -226,12 +226,12 @@ class _StorageClass(Opaque):
         self.unit = dtype.itemsize if dtype else unit
 
 
-class _Storage(Opaque):
+class _Storage(UnmadeObject):
     """A storage of the file; its `entry` is None if the file has no bytes of it, as for the meta device."""
 
     __slots__ = ("dtype", "entry", "key")
 
-    def __init__(self, key: str, dtype: DType | None, entry: Entry | None) -> None:
+    def __init__(self, key: str, dtype: DType | None, entry: ZipEntry | None) -> None:
         super().__init__("torch.storage")
         self.key, self.dtype, self.entry = key, dtype, entry
 
@@ -239,12 +239,12 @@ class _Storage(Opaque):
 class TensorNames:
     """The vocabulary of one file."""
 
-    def __init__(self, storages: Mapping[str, Entry]) -> None:
+    def __init__(self, storages: Mapping[str, ZipEntry]) -> None:
         self._storages = storages
         self._known: dict[tuple[str, str], object] = {}
 
     def look_up(self, module: str, name: str) -> object:
-        """Return what a name stands for; an `Opaque` for all but a few."""
+        """Return what a name stands for; an `UnmadeObject` for all but a few."""
         value = self._known.get((module, name))
         if value is None:
             value = self._known[module, name] = _NAMES.get((module, name)) or _guess(module, name)
@@ -257,7 +257,7 @@ class TensorNames:
             Refusal: the storage is not in the file, or has another size there.
         """
         if type(value) is not tuple or len(value) != 5 or value[0] != "storage":
-            return Opaque("a persistent id")
+            return UnmadeObject("a persistent id")
         _, cls, key, location, count = value
         if type(cls) is not _StorageClass or type(key) is not str or type(count) is not int:
             raise Refusal("a storage that is not one of torch's")
@@ -282,7 +282,7 @@ def _guess(module: str, name: str) -> object:
         return Maker(full, lambda args: UnreadableTensor(_ON_META if kind.startswith("meta_") else kind))
     if (cls := made_by(module, name)) is not None:
         return Maker(full, partial(_object_of, cls))
-    return Opaque(full)
+    return UnmadeObject(full)
 
 
 def _object_of(cls: str, args: tuple[Any, ...]) -> object:
@@ -292,10 +292,10 @@ def _object_of(cls: str, args: tuple[Any, ...]) -> object:
 
 def _attribute(args: tuple[Any, ...]) -> object:
     """getattr(class, name), as pickles spell a method of a class."""
-    if len(args) == 2 and isinstance(args[0], Opaque) and type(args[1]) is str:
+    if len(args) == 2 and isinstance(args[0], UnmadeObject) and type(args[1]) is str:
         if made_by(args[0].name, args[1]) is not None:
             return Maker(args[0].name, partial(_object_of, args[0].name))
-    return Opaque("builtins.getattr")
+    return UnmadeObject("builtins.getattr")
 
 
 def _without_values(name: str) -> Maker:
@@ -353,7 +353,7 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> object:
 
 def _rebuild_from_type(args: tuple[Any, ...]) -> object:
     """(function, type, its arguments, state): a subclass of Tensor."""
-    if len(args) != 4 or not isinstance(args[1], Opaque):
+    if len(args) != 4 or not isinstance(args[1], UnmadeObject):
         return UnreadableTensor("a tensor of an unknown class")
     function, kind, inner, state = args
     if kind.name.startswith("torch.distributed"):
@@ -363,12 +363,12 @@ def _rebuild_from_type(args: tuple[Any, ...]) -> object:
             return _dtensor(made)
         if kind.name.endswith(".ShardedTensor"):
             return _sharded_tensor(made)
-    if isinstance(function, Opaque) and function.name == _REBUILD_WRAPPER:
+    if isinstance(function, UnmadeObject) and function.name == _REBUILD_WRAPPER:
         made = Fields(kind.name, ())
         made.build(state)
         value = unwrap(kind.name, inner, made.items)
         return UnreadableTensor(value, kind.name) if isinstance(value, str) else value
-    plain = function.make(inner) if isinstance(function, Opaque) else None
+    plain = function.make(inner) if isinstance(function, UnmadeObject) else None
     if isinstance(plain, TensorRef) and _is_plain(kind.name):
         return plain
     is_torchs = isinstance(function, Maker) and function.name.rpartition(".")[2].startswith(_REBUILDS)
@@ -384,7 +384,7 @@ def _dtensor(made: Fields) -> object:
     """Place a rank's part of a DTensor, from `_local_tensor` and `_spec`."""
     local, spec = made.items.get("_local_tensor"), made.items.get("_spec")
     if not isinstance(local, TensorRef):
-        what = local.name if isinstance(local, Opaque) else "nothing"
+        what = local.name if isinstance(local, UnmadeObject) else "nothing"
         cls = local.value if isinstance(local, UnreadableTensor) else None
         return UnreadableTensor(f"a DTensor of {what}", cls)
     shape = made.args[2] if len(made.args) > 2 else None  # (class, dtype, shape, stride, ...)
@@ -400,7 +400,7 @@ def _dtensor(made: Fields) -> object:
             )
     except ValueError as error:
         return DistributedRef(dtype=local.dtype, shape=shape, parts=(), problem=str(error))
-    parts = () if region is None else (Part(region, local),)
+    parts = () if region is None else (HeldShard(region, local),)
     return DistributedRef(dtype=local.dtype, shape=shape, parts=parts)
 
 
@@ -567,7 +567,7 @@ def _sharded_tensor(made: Fields) -> object:
         offsets = where.items.get("shard_offsets") if isinstance(where, Fields) else None
         if not isinstance(local, TensorRef) or not _are_ints(offsets) or len(offsets) != len(local.shape):
             return UnreadableTensor("a ShardedTensor whose shards do not say where they lie")
-        parts.append(Part(Region(tuple(offsets), local.shape), local))
+        parts.append(HeldShard(Region(tuple(offsets), local.shape), local))
     return DistributedRef(dtype=dtype, shape=tuple(shape), parts=tuple(parts))
 
 

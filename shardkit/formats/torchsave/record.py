@@ -20,7 +20,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.strict_json import open_regular, read_exactly
-from shardkit.formats.torchsave.archive import Entry
+from shardkit.formats.torchsave.archive import ZipEntry
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Global, Strict, Vocabulary
 
@@ -61,7 +61,7 @@ class TensorRecord:
     """Bytes of the storage."""
     crc32: int | None
     """CRC-32 of the storage as recorded, None if it was not (0 on data that is not empty)."""
-    beside: tuple[Entry, ...] = ()
+    beside: tuple[ZipEntry, ...] = ()
     """Other storages of a record, if its tensor is of a class that keeps more than the value; from the file's start."""
     unpadded: tuple[str, Shape] | None = None
     """A class that pads weights, and the shape that it says the whole weight has."""
@@ -95,7 +95,7 @@ class TensorRecord:
         return True
 
 
-class StoredTensor(NamedTuple):
+class PickledTensor(NamedTuple):
     """What a `data.pkl` says."""
 
     dtype: DType
@@ -105,13 +105,13 @@ class StoredTensor(NamedTuple):
     storage_nbytes: int
 
 
-class _StorageClass(NamedTuple):
+class _StorageDtype(NamedTuple):
     """A storage class: its dtype, None for the untyped one, which counts bytes."""
 
     dtype: DType | None
 
 
-class _Storage(NamedTuple):
+class _ViewedStorage(NamedTuple):
     """The storage that the tensor views."""
 
     dtype: DType | None
@@ -123,7 +123,7 @@ class _Hooks:
     """An empty OrderedDict."""
 
 
-def parse_tensor(data: bytes, where: str) -> StoredTensor:
+def parse_tensor(data: bytes, where: str) -> PickledTensor:
     """Return the one tensor that a `data.pkl` describes.
 
     Args:
@@ -134,42 +134,42 @@ def parse_tensor(data: bytes, where: str) -> StoredTensor:
         SourceError: damaged, hostile, or not one plain tensor.
     """
     value = Strict(data, _VOCABULARY, in_columns=False).run(where)
-    if not isinstance(value, StoredTensor):
+    if not isinstance(value, PickledTensor):
         raise SourceError(f"{where}: it holds something other than one tensor")
     return value
 
 
-def _make_storage(value: object) -> _Storage:
+def _make_storage(value: object) -> _ViewedStorage:
     """("storage", class, key, location, number of elements), as torch names a storage in a pickle."""
     if type(value) is not tuple or len(value) != 5 or type(value[0]) is not str or value[0] != "storage":
         raise Refusal("a persistent id that is not a storage")
     _, cls, key, location, count = value
-    if type(cls) is not _StorageClass or type(key) is not str or key != "0" or type(location) is not str:
+    if type(cls) is not _StorageDtype or type(key) is not str or key != "0" or type(location) is not str:
         raise Refusal("a storage that is not the record's only one")
     if location == "meta":
         raise Refusal("a storage on the meta device, which has no values")
     if type(count) is not int or not 0 <= count < _MAX_ELEMENTS:
         raise Refusal("a storage of impossible size")
-    return _Storage(cls.dtype, count)
+    return _ViewedStorage(cls.dtype, count)
 
 
-def _rebuild_v2(args: tuple[Any, ...]) -> StoredTensor:
+def _rebuild_v2(args: tuple[Any, ...]) -> PickledTensor:
     """(storage, offset, shape, stride, requires_grad, hooks[, metadata])."""
-    if len(args) not in (6, 7) or type(args[0]) is not _Storage or args[0].dtype is None:
+    if len(args) not in (6, 7) or type(args[0]) is not _ViewedStorage or args[0].dtype is None:
         raise Refusal("_rebuild_tensor_v2 with other arguments than torch gives it")
     return _view(args[0].dtype, args[0].num_units * args[0].dtype.itemsize, args[1:6], args[6:])
 
 
-def _rebuild_v3(args: tuple[Any, ...]) -> StoredTensor:
+def _rebuild_v3(args: tuple[Any, ...]) -> PickledTensor:
     """(storage, offset, shape, stride, requires_grad, hooks, dtype[, metadata]); the storage counts bytes."""
-    if len(args) not in (7, 8) or type(args[0]) is not _Storage or args[0].dtype is not None:
+    if len(args) not in (7, 8) or type(args[0]) is not _ViewedStorage or args[0].dtype is not None:
         raise Refusal("_rebuild_tensor_v3 with other arguments than torch gives it")
     if type(args[6]) is not DType:
         raise Refusal("_rebuild_tensor_v3 without a dtype")
     return _view(args[6], args[0].num_units, args[1:6], args[7:])
 
 
-def _view(dtype: DType, nbytes: int, view: tuple[Any, ...], metadata: tuple[Any, ...]) -> StoredTensor:
+def _view(dtype: DType, nbytes: int, view: tuple[Any, ...], metadata: tuple[Any, ...]) -> PickledTensor:
     offset, shape, stride, requires_grad, hooks = view
     if metadata and metadata[0] is not None:
         flags = ", ".join(map(escape, metadata[0])) if type(metadata[0]) is dict else "unknown flags"
@@ -180,7 +180,7 @@ def _view(dtype: DType, nbytes: int, view: tuple[Any, ...], metadata: tuple[Any,
         raise Refusal("a tensor with an impossible shape or stride")
     if prod(shape) >= _MAX_ELEMENTS:  # a stride of 0 needs no bytes
         raise Refusal("a tensor of more elements than can be counted")
-    return StoredTensor(dtype, shape, stride, offset, nbytes)
+    return PickledTensor(dtype, shape, stride, offset, nbytes)
 
 
 def is_extent(value: object) -> TypeGuard[Shape]:
@@ -203,8 +203,8 @@ _VOCABULARY = Vocabulary(
         ("torch._utils", "_rebuild_tensor_v2"): Global("_rebuild_tensor_v2", call=_rebuild_v2),
         ("torch._utils", "_rebuild_tensor_v3"): Global("_rebuild_tensor_v3", call=_rebuild_v3),
         ("collections", "OrderedDict"): Global("OrderedDict", call=_make_hooks),
-        ("torch.storage", "UntypedStorage"): _StorageClass(None),
-        **{("torch", name): _StorageClass(BY_NAME[dtype]) for name, dtype in STORAGES.items()},
+        ("torch.storage", "UntypedStorage"): _StorageDtype(None),
+        **{("torch", name): _StorageDtype(BY_NAME[dtype]) for name, dtype in STORAGES.items()},
         **{("torch", name): dtype for name, dtype in BY_NAME.items()},
     },
     max_bytes=_MAX_BYTES,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardkit.core.text import escape
 from shardkit.files import storage
 from shardkit.files.digest import crc32
-from shardkit.formats.torchsave.archive import Entry, Pread, ZipReader, read_directory
+from shardkit.formats.torchsave.archive import Pread, ZipEntry, ZipReader, read_directory
 from shardkit.formats.torchsave.classes import unreadable
 from shardkit.formats.torchsave.file import TensorNames, TensorRef, UnreadableTensor
 from shardkit.formats.torchsave.record import TensorRecord, parse_tensor
@@ -70,7 +70,7 @@ class Template(NamedTuple):
 
 def read_entries(
     pread: Pread, offset: int, length: int, *, where: str = "record", check_crc: bool = False
-) -> tuple[TensorRecord, dict[str, Entry]]:
+) -> tuple[TensorRecord, dict[str, ZipEntry]]:
     """Read the description of the record at a byte range; also return its entries.
 
     Args:
@@ -113,7 +113,7 @@ def _is_known(name: str) -> bool:
     return name in _NAMES or _is_storage(name)
 
 
-def _plain_record(reader: ZipReader, pickle: bytes, entries: Mapping[str, Entry]) -> TensorRecord:
+def _plain_record(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEntry]) -> TensorRecord:
     """Return what a `data.pkl` describes that is one plain tensor."""
     others = [name for name in entries if _is_storage(name) and name != _DATA]
     if others:
@@ -135,7 +135,7 @@ def _plain_record(reader: ZipReader, pickle: bytes, entries: Mapping[str, Entry]
     return record
 
 
-def _value_of(reader: ZipReader, pickle: bytes, entries: Mapping[str, Entry]) -> TensorRecord:
+def _value_of(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEntry]) -> TensorRecord:
     """Return the value of an object whose class wraps a tensor."""
     storages = {
         name[len(_STORAGE) :]: entry._replace(start=reader.offset + entry.start)
@@ -240,7 +240,7 @@ class RecordScanner:
         return _moved(known.record, offset, int.from_bytes(crc, "little"))
 
     def _learn(
-        self, record: TensorRecord, entries: Mapping[str, Entry], offset: int, length: int
+        self, record: TensorRecord, entries: Mapping[str, ZipEntry], offset: int, length: int
     ) -> Template | None:
         """Return the template that a record gives; None if too much is around the data, or in an unusual order."""
         if record.beside or record.unpadded:
@@ -295,7 +295,7 @@ def _moved(record: TensorRecord, offset: int, crc: int) -> TensorRecord:
     )
 
 
-def _crc_places(entry: Entry, tail: bytes, tail_at: int) -> tuple[int, ...]:
+def _crc_places(entry: ZipEntry, tail: bytes, tail_at: int) -> tuple[int, ...]:
     """Return where an entry's CRC-32 stands in the tail: behind its content, and in the directory."""
     behind = entry.start + entry.nbytes - tail_at
     described = tail.startswith(_DESCRIPTOR, behind)

@@ -46,7 +46,7 @@ _AFTER_DATA = (("version", b"3\n"), (".data/serialization_id", _SERIALIZATION_ID
 _TYPED_STORAGES = {dtype: name for name, dtype in STORAGES.items()}
 
 
-class _Entry(NamedTuple):
+class _WrittenEntry(NamedTuple):
     """One entry of the zip, written or about to be written."""
 
     name: str
@@ -99,7 +99,7 @@ def record_skeleton(dtype: DType, shape: Shape) -> RecordSkeleton:
     head = bytearray()
     pickle = _pickle_tensor(dtype, shape, num_elements)
     entries = [_append_entry(head, 0, *entry) for entry in (("data.pkl", pickle), *_BEFORE_DATA)]
-    data = _Entry("archive/data/0", len(head), nbytes, 0, _UTF8 | (_DESCRIPTOR if nbytes else 0))
+    data = _WrittenEntry("archive/data/0", len(head), nbytes, 0, _UTF8 | (_DESCRIPTOR if nbytes else 0))
     head += _local_header(data)
     tail = bytearray(_descriptor(data))
     places = [4] if tail else []
@@ -118,15 +118,15 @@ def bare_skeleton(dtype: DType, shape: Shape) -> RecordSkeleton:
     return RecordSkeleton(b"", 0, nbytes, nbytes, b"", ())
 
 
-def _append_entry(out: bytearray, base: int, name: str, content: bytes) -> _Entry:
+def _append_entry(out: bytearray, base: int, name: str, content: bytes) -> _WrittenEntry:
     """Append a whole entry to `out`, whose first byte is byte `base` of the record."""
     flags = _UTF8 | _DESCRIPTOR
-    entry = _Entry(f"archive/{name}", base + len(out), len(content), crc32(content), flags)
+    entry = _WrittenEntry(f"archive/{name}", base + len(out), len(content), crc32(content), flags)
     out += _local_header(entry) + content + _descriptor(entry)
     return entry
 
 
-def _local_header(entry: _Entry) -> bytes:
+def _local_header(entry: _WrittenEntry) -> bytes:
     """Header with the padding that puts the content at a multiple of the alignment.
 
     The descriptor behind the content holds sizes and CRC. The padding is an extra field "FB" filled with "Z".
@@ -138,21 +138,21 @@ def _local_header(entry: _Entry) -> bytes:
     return LOCAL.pack(*fixed) + entry.name.encode() + extra
 
 
-def _zip64_field(entry: _Entry, stored_size: int) -> bytes:
+def _zip64_field(entry: _WrittenEntry, stored_size: int) -> bytes:
     """Extra field with the sizes and offset that do not fit into 32 bits; torch puts it into both headers."""
     values = [entry.size, stored_size] if entry.size >= _U32_MAX else []
     values += [entry.header_at] if entry.header_at >= _U32_MAX else []
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
 
-def _descriptor(entry: _Entry) -> bytes:
+def _descriptor(entry: _WrittenEntry) -> bytes:
     if not entry.flags & _DESCRIPTOR:
         return b""
     sizes = "QQ" if _zip64_field(entry, entry.size) else "II"
     return struct.pack("<II" + sizes, 0x08074B50, entry.crc, entry.size, entry.size)
 
 
-def _append_directory(out: bytearray, base: int, entries: list[_Entry]) -> None:
+def _append_directory(out: bytearray, base: int, entries: list[_WrittenEntry]) -> None:
     start = base + len(out)
     for entry in entries:
         out += _directory_entry(entry)
@@ -164,7 +164,7 @@ def _append_directory(out: bytearray, base: int, entries: list[_Entry]) -> None:
     out += END.pack(0x06054B50, 0, 0, count, count, end - start, min(start, _U32_MAX), 0)
 
 
-def _directory_entry(entry: _Entry) -> bytes:
+def _directory_entry(entry: _WrittenEntry) -> bytes:
     extra = _zip64_field(entry, entry.size)
     size, offset = min(entry.size, _U32_MAX), min(entry.header_at, _U32_MAX)
     fixed = (0x02014B50, 0, 0, entry.flags, 0, 0, 0, entry.crc, size, size, len(entry.name), len(extra))

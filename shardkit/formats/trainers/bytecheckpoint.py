@@ -40,7 +40,7 @@ from shardkit.formats.dcp.vocabulary import (
     metadata_names,
     store_places,
 )
-from shardkit.formats.torchsave.record import StoredTensor, TensorRecord, parse_tensor, strided_file
+from shardkit.formats.torchsave.record import PickledTensor, TensorRecord, parse_tensor, strided_file
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Global, Record, Vocabulary, parse_in_columns
 
@@ -213,7 +213,7 @@ def _corner(offsets: Sequence[int]) -> bytes:
     return array("q", offsets).tobytes()
 
 
-def _record(tensor: StoredTensor, start: int, nbytes: int) -> TensorRecord:
+def _record(tensor: PickledTensor, start: int, nbytes: int) -> TensorRecord:
     return TensorRecord(
         dtype=tensor.dtype,
         shape=tensor.shape,
@@ -225,7 +225,7 @@ def _record(tensor: StoredTensor, start: int, nbytes: int) -> TensorRecord:
     )
 
 
-def _storage_problem(tensor: StoredTensor, record: TensorRecord) -> str | None:
+def _storage_problem(tensor: PickledTensor, record: TensorRecord) -> str | None:
     """Return why a view does not lie in its storage, or why the storage has another size than what is stored."""
     if tensor.storage_nbytes != record.data_nbytes:
         return f"a storage of {tensor.storage_nbytes} bytes, of which {record.data_nbytes} are stored"

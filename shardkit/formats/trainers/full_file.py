@@ -13,7 +13,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.contract import Checkpoint, Opener, asset_directories, parent
-from shardkit.formats.rankfiles.files import Gathering
+from shardkit.formats.rankfiles.files import TensorCollector
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, TorchFile, open_torch_file
 from shardkit.formats.trainers.lightning import AVERAGED, AVERAGING, CURRENT, VERSION, holds_average
 
@@ -53,7 +53,7 @@ def open_full_file(path: str) -> Checkpoint:
             hint="save model.state_dict(), not the model itself",
         )
     is_lightning = VERSION in file.tree
-    gathering = Gathering(parent(path), lambda path: _is_beside(path, is_lightning=is_lightning))
+    gathering = TensorCollector(parent(path), lambda path: _is_beside(path, is_lightning=is_lightning))
     gathering.add(file, file.tree)
     gathered = gathering.finish()
     if not gathered.catalog.tensors:

@@ -61,7 +61,7 @@ _NOT_SHOWN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Structure:
+class TrainerDirectory:
     """A directory that a trainer puts around a checkpoint."""
 
     format: str | None
@@ -82,15 +82,15 @@ class Structure:
     """Without that file it is taken if nothing finished is there: DCP's own markers prove its tensors."""
 
 
-class Found(NamedTuple):
+class RecognisedDirectory(NamedTuple):
     """A structure, recognised."""
 
-    structure: Structure
+    structure: TrainerDirectory
     weights: str
     """The directory of the checkpoint in it."""
 
 
-_VEOMNI = Structure(
+_VEOMNI = TrainerDirectory(
     format="veomni",
     writer="VeOmni",
     weights=("model/ckpt",),
@@ -101,13 +101,13 @@ _VEOMNI = Structure(
     is_taken_without_last=True,
 )
 _STRUCTURES = (
-    Structure(
+    TrainerDirectory(
         format="verl-megatron",
         writer="verl (Megatron)",
         weights=("model/dist_ckpt", "dist_ckpt", "actor/model/dist_ckpt", "actor/dist_ckpt"),
         assets=("model/huggingface", "huggingface", "actor/model/huggingface", "actor/huggingface"),
     ),
-    Structure(
+    TrainerDirectory(
         format="mini-trainer",
         writer="mini_trainer",
         weights=("distributed",),
@@ -115,34 +115,34 @@ _STRUCTURES = (
         roots={"model": ("model",)},
         last="training_state.pt",
     ),
-    Structure(
+    TrainerDirectory(
         format="olmo-core",
         writer="OLMo-core",
         weights=("model_and_optim",),
         roots={"model": ("model",), "optimizer": ("optim",)},
         last=".metadata.json",
     ),
-    Structure(
+    TrainerDirectory(
         format="nemo-rl",
         writer="NeMo-RL",
         weights=("policy/weights/model", "policy/weights"),
         assets=("policy/tokenizer", "policy"),
     ),
-    Structure(format="skyrl", writer="SkyRL", weights=("policy",), assets=("policy/huggingface",)),
-    Structure(
+    TrainerDirectory(format="skyrl", writer="SkyRL", weights=("policy",), assets=("policy/huggingface",)),
+    TrainerDirectory(
         format="prime-rl",
         writer="prime-rl",
         weights=("trainer",),
         roots={"model": ("app", "model"), "optimizer": ("app", "optimizers")},
     ),
-    Structure(
+    TrainerDirectory(
         format="nemo",
         writer="NeMo 2.0",
         weights=("weights",),
         beside=("context",),
         assets=("context", "context/nemo_tokenizer"),
     ),
-    Structure(
+    TrainerDirectory(
         format="nemo-automodel",
         writer="NeMo Automodel",
         weights=("model",),
@@ -151,11 +151,11 @@ _STRUCTURES = (
     ),
     _VEOMNI,
     # No trainer in particular: the model's part of a checkpoint in a directory of its own.
-    Structure(format=None, writer=None, weights=("model", "weights", "distcp", "dcp", "fsdp")),
+    TrainerDirectory(format=None, writer=None, weights=("model", "weights", "distcp", "dcp", "fsdp")),
 )
 
 
-class _Writer(NamedTuple):
+class _TrainerNames(NamedTuple):
     """Names in a DCP directory that only one trainer gives."""
 
     name: str
@@ -174,18 +174,20 @@ class _Writer(NamedTuple):
 _APP = ("app", "model")
 # The first that fits counts.
 _WRITERS = (
-    _Writer("fms-fsdp", ("model_state",), (("optimizer_state",),)),
-    _Writer("VeOmni", ("model",), (("optimizer",),), mark="extra_state"),
-    _Writer("Composer", ("state", "model"), (("state", "optimizers"),)),
-    _Writer("AReaL", ("dcp", "model"), (("dcp", "optimizer"), ("dcp", "optim"))),
-    _Writer("prime-rl", _APP, (("app", "optimizers"),), also=(("app", "progress"), ("app", "optimizers"))),
-    _Writer("torch's AppState recipe", _APP, (("app", "optim"), ("app", "optimizer"))),
-    _Writer("torchtitan", None, (("optimizer",),), also=(("train_state",), ("tok_embeddings.weight",))),
-    _Writer("torchtune", None, ending=".sa_norm.scale"),
+    _TrainerNames("fms-fsdp", ("model_state",), (("optimizer_state",),)),
+    _TrainerNames("VeOmni", ("model",), (("optimizer",),), mark="extra_state"),
+    _TrainerNames("Composer", ("state", "model"), (("state", "optimizers"),)),
+    _TrainerNames("AReaL", ("dcp", "model"), (("dcp", "optimizer"), ("dcp", "optim"))),
+    _TrainerNames(
+        "prime-rl", _APP, (("app", "optimizers"),), also=(("app", "progress"), ("app", "optimizers"))
+    ),
+    _TrainerNames("torch's AppState recipe", _APP, (("app", "optim"), ("app", "optimizer"))),
+    _TrainerNames("torchtitan", None, (("optimizer",),), also=(("train_state",), ("tok_embeddings.weight",))),
+    _TrainerNames("torchtune", None, ending=".sa_norm.scale"),
 )
 
 
-def find_structure(path: str) -> Found | None:
+def find_structure(path: str) -> RecognisedDirectory | None:
     """Return the structure of a directory, going by the names in it; None if it has none of them."""
     names = listing(path)
     if has_any(names, ".metadata", "__*.metadata"):
@@ -196,7 +198,7 @@ def find_structure(path: str) -> Found | None:
         for below in structure.weights:
             found = inner(path, below) if below.partition("/")[0] in names else None
             if found is not None and has_any(listing(found), *_WEIGHTS):
-                return Found(structure, found)
+                return RecognisedDirectory(structure, found)
     return _pair(path, names)
 
 
@@ -205,7 +207,7 @@ def _lies_in(path: str, names: frozenset[str], beside: str) -> bool:
     return inner(path, beside) is not None if below and first in names else has_any(names, beside)
 
 
-def _pair(path: str, names: frozenset[str]) -> Found | None:
+def _pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
     """Return a directory with the weights of one model beside one of its optimizer, whatever the two are called.
 
     A run's directory, with other steps beside them, is none.
@@ -225,7 +227,9 @@ def _pair(path: str, names: frozenset[str]) -> Found | None:
     steps = {name for name in names.difference(optimizers, paired) if _STEP.search(name)}
     if len(paired) != 1 or any(inner(path, name) is not None for name in steps):
         return None
-    return Found(Structure(format=None, writer=None, weights=(paired[0],)), os.path.join(path, paired[0]))
+    return RecognisedDirectory(
+        TrainerDirectory(format=None, writer=None, weights=(paired[0],)), os.path.join(path, paired[0])
+    )
 
 
 def optimizers_beside(path: str, names: Collection[str]) -> set[str]:
@@ -259,7 +263,7 @@ def _holds_modules(path: str) -> bool:
     )
 
 
-def inside(checkpoint: Checkpoint, found: Found, path: str) -> Checkpoint:
+def inside(checkpoint: Checkpoint, found: RecognisedDirectory, path: str) -> Checkpoint:
     """Return the checkpoint inside a structure as that of the whole directory.
 
     Args:
@@ -335,7 +339,7 @@ def _only_optimizer(tops: set[str | int], directory: str) -> Iterator[str]:
     yield f"this is the state of an optimizer{where}"
 
 
-def _beside(path: str, found: Found) -> Iterator[tuple[str, str]]:
+def _beside(path: str, found: RecognisedDirectory) -> Iterator[tuple[str, str]]:
     """Yield what lies beside the weights and was not read."""
     above = ""
     for taken in os.path.relpath(found.weights, path).split(os.sep):
@@ -346,7 +350,7 @@ def _beside(path: str, found: Found) -> Iterator[tuple[str, str]]:
         above = os.path.join(above, taken)
 
 
-def _unfinished(path: str, structure: Structure) -> Iterator[str]:
+def _unfinished(path: str, structure: TrainerDirectory) -> Iterator[str]:
     if structure.last is not None and structure.last not in listing(path):
         yield f"{structure.last} is missing, which {structure.writer} writes last: the save may not have finished"
 

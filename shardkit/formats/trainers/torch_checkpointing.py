@@ -20,7 +20,7 @@ from shardkit.files import storage
 from shardkit.files.links import read_inside
 from shardkit.formats.contract import Checkpoint, Opener, asset_directories, explained, listing
 from shardkit.formats.rankfiles.files import RankFile, gather_files
-from shardkit.pickles.policies import Inert, Opaque
+from shardkit.pickles.policies import Inert, UnmadeObject
 
 _METADATA = "metadata.pkl"
 _MAX_METADATA = 1 << 25
@@ -84,7 +84,9 @@ def _read_metadata(path: str) -> tuple[_Tree, int]:
         SourceError: not the metadata of torch_checkpointing.
     """
     data = read_inside(path, _METADATA, _MAX_METADATA)
-    pickle = Inert(data, lambda module, name: Opaque(f"{module}.{name}"), lambda value: Opaque("storage"))
+    pickle = Inert(
+        data, lambda module, name: UnmadeObject(f"{module}.{name}"), lambda value: UnmadeObject("storage")
+    )
     tree = pickle.run(_METADATA)
     items = tree.get("metadata") if isinstance(tree, dict) else None
     num_ranks = tree.get("world_size") if isinstance(tree, dict) else None

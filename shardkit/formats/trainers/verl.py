@@ -39,7 +39,7 @@ _CONFIG, _LORA = "fsdp_config.json", "lora_train_meta.json"
 _MAX_CONFIG = 1 << 16
 
 
-class _Home(NamedTuple):
+class _RankDirectory(NamedTuple):
     """The directory with the ranks' files."""
 
     path: str
@@ -76,13 +76,13 @@ def open_verl(path: str) -> Checkpoint:
     )
 
 
-def _find_home(path: str) -> _Home | None:
+def _find_home(path: str) -> _RankDirectory | None:
     if any(map(_MODEL.fullmatch, listing(path))):
-        return _Home(path, None)
+        return _RankDirectory(path, None)
     for role in _ROLES:
         found = inner(path, role)
         if found is not None and any(map(_MODEL.fullmatch, listing(found))):
-            return _Home(found, role)
+            return _RankDirectory(found, role)
     return None
 
 
@@ -134,14 +134,14 @@ def _open_optimizer(directory: str, names: list[str], model: Gathered) -> Optimi
     return open_optimizer_files(directory, names, parameters_of(model.catalog, model.plain, model.contents))
 
 
-def _skipped(path: str, home: _Home, taken: list[str]) -> Iterator[tuple[str, str]]:
+def _skipped(path: str, home: _RankDirectory, taken: list[str]) -> Iterator[tuple[str, str]]:
     yield from explained(listing(home.path).difference(taken), _SKIPPED)
     for role in _ROLES:
         if home.role is not None and role != home.role and inner(path, role) is not None:
             yield role, "another model"
 
 
-def _notes(path: str, home: _Home) -> Iterator[str]:
+def _notes(path: str, home: _RankDirectory) -> Iterator[str]:
     if home.role == "actor" and inner(path, "critic") is not None:
         yield "the actor was taken; give the directory critic to take the critic"
     lora = _read_config(home.path, _LORA)

@@ -17,7 +17,7 @@ from shardkit.core.threads import NoProgress, OnStep
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import combine, crc32, sha256_of
-from shardkit.formats.contract import HubModel
+from shardkit.formats.contract import OpenedHubModel
 from shardkit.formats.hub.assets import CONFIG, is_weights
 from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file, select_weights
@@ -263,14 +263,14 @@ def check_output(job: ConsolidateJob, directory: str) -> None:
     )
 
 
-def _open(job: ConsolidateJob, directory: str) -> HubModel:
+def _open(job: ConsolidateJob, directory: str) -> OpenedHubModel:
     names = [image.name for image in job.output]
     if job.output.index() is None:
         return open_weights(directory, select_file(names[0]))
     return open_weights(directory, select_weights(storage.listdir(directory), directory))
 
 
-def _differences(job: ConsolidateJob, model: HubModel) -> Iterator[str]:
+def _differences(job: ConsolidateJob, model: OpenedHubModel) -> Iterator[str]:
     found, expected = model.catalog.tensors, {tensor.fqn: tensor for tensor in job.tensors}
     for name in expected.keys() - found.keys():
         yield f"{escape(name)}: missing"

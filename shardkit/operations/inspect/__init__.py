@@ -26,7 +26,7 @@ from shardkit.files.home import home_of, path_in
 from shardkit.files.links import may_follow_links
 from shardkit.files.staging import journal_of
 from shardkit.files.strict_json import status_of
-from shardkit.formats.contract import Checkpoint, HubModel, absent
+from shardkit.formats.contract import Checkpoint, OpenedHubModel, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dequantize import why_scaled
 from shardkit.formats.gaps import Gaps, gaps_among, gaps_of
@@ -263,7 +263,7 @@ def _quantised(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Iter
         yield f"the model is quantised: {why}: its values mean nothing without their scales"
 
 
-def _inspect_hub(path: str, checkpoint: Checkpoint, model: HubModel, *, unfold: bool) -> InspectResult:
+def _inspect_hub(path: str, checkpoint: Checkpoint, model: OpenedHubModel, *, unfold: bool) -> InspectResult:
     catalog, config = model.catalog, model.config or {}
     found = [_Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values()]
     held = {file.name: 0 for file in catalog.files}

@@ -17,7 +17,7 @@ from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, format_size, listed
 from shardkit.core.threads import OnStep, silent
 from shardkit.errors import UsageError
-from shardkit.formats.contract import Checkpoint, Dequantized, HubModel
+from shardkit.formats.contract import Checkpoint, Dequantized, OpenedHubModel
 from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
 from shardkit.formats.gaps import gaps_of
@@ -111,7 +111,7 @@ class JobOptions:
 class PreshardJob:
     """A decided preshard."""
 
-    model: HubModel
+    model: OpenedHubModel
     profile: Profile
     layout: Layout
     aliases: Mapping[str, tuple[str, ...]]
@@ -262,7 +262,7 @@ def _check_keys(options: JobOptions) -> None:
         )
 
 
-def _check_no_factors(model: HubModel, options: JobOptions) -> None:
+def _check_no_factors(model: OpenedHubModel, options: JobOptions) -> None:
     """Refuse a source with factors of OSFT where its names are held against those of a model, or divided again.
 
     Raises:
@@ -282,7 +282,7 @@ def _check_no_factors(model: HubModel, options: JobOptions) -> None:
 
 
 def _bound(
-    model: HubModel, layout: Layout, factored: Sequence[FactoredWeight], options: JobOptions
+    model: OpenedHubModel, layout: Layout, factored: Sequence[FactoredWeight], options: JobOptions
 ) -> Catalog:
     """Return a catalog that has all sources of a layout: what is made of others, and factors."""
     catalog = model.catalog
@@ -292,7 +292,7 @@ def _bound(
     return add_factors(catalog, factored) if factored else catalog
 
 
-def _choose_layout(model: HubModel, mesh: Mesh, options: JobOptions, on_step: OnStep) -> Layout:
+def _choose_layout(model: OpenedHubModel, mesh: Mesh, options: JobOptions, on_step: OnStep) -> Layout:
     """Return which rank holds which regions, under the model's own names; errors as for `build_job`."""
     laid_on = data_axes(mesh) if options.parallel else mesh
     keys = options.keys
@@ -357,7 +357,7 @@ class _Content:
 
 
 def _part(
-    model: HubModel,
+    model: OpenedHubModel,
     content: _Content,
     options: JobOptions,
     dequantized: Dequantized | None,
@@ -381,7 +381,7 @@ def _part(
 
 
 def _dcp_part(
-    model: HubModel,
+    model: OpenedHubModel,
     content: _Content,
     options: JobOptions,
     dequantized: Dequantized | None,
@@ -448,7 +448,7 @@ def not_for_stock(layout: Layout) -> Iterator[str]:
         )
 
 
-def _taken_whole(model: HubModel, layout: Layout) -> Iterator[str]:
+def _taken_whole(model: OpenedHubModel, layout: Layout) -> Iterator[str]:
     """Yield the warning about tensors that are not made in pieces."""
     groups = opaque_groups(layout.made)
     if groups:
@@ -460,7 +460,7 @@ def _taken_whole(model: HubModel, layout: Layout) -> Iterator[str]:
         )
 
 
-def _lay_out_by_rules(model: HubModel, mesh: Mesh, wrap: str, rules: RuleSet) -> Layout:
+def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleSet) -> Layout:
     """Return the layout of the tensors that key rules make of a model's files.
 
     Raises:
@@ -498,7 +498,7 @@ def _lay_out_by_rules(model: HubModel, mesh: Mesh, wrap: str, rules: RuleSet) ->
     )
 
 
-def _skipped(model: HubModel) -> list[str]:
+def _skipped(model: OpenedHubModel) -> list[str]:
     objects = model.catalog.objects
     return [f"left out, as they are not tensors: {escape(', '.join(objects))}"] if objects else []
 
@@ -512,7 +512,7 @@ def _not_copied(links: Sequence[str]) -> list[str]:
 
 
 def _resolve_ties(
-    model: HubModel, layout: Layout
+    model: OpenedHubModel, layout: Layout
 ) -> tuple[Layout, dict[str, tuple[str, ...]], tuple[str, ...], tuple[str, ...]]:
     """Store each group of tied names once, but keep names apart whose bytes in the source differ.
 
@@ -572,7 +572,7 @@ def _choose_dtypes(
     return chosen, notes
 
 
-def _phase(model: HubModel, dtypes: Mapping[str, DType], sources: Mapping[str, str]) -> Phase:
+def _phase(model: OpenedHubModel, dtypes: Mapping[str, DType], sources: Mapping[str, str]) -> Phase:
     """Return a function that tells images where a tensor's bytes lie in the source, so that they can match it."""
     catalog = model.catalog
 

@@ -22,7 +22,7 @@ from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.stores import is_remote
-from shardkit.formats.contract import HubModel
+from shardkit.formats.contract import OpenedHubModel
 from shardkit.formats.hub.assets import asset_patterns, list_assets
 from shardkit.formats.hub.repo import fetch_files
 from shardkit.formats.torchsave.writer import Plain, plain_record
@@ -251,7 +251,7 @@ class Assets(NamedTuple):
     """Names of links that leave the directory."""
 
 
-def find_assets(profile: Profile, model: HubModel) -> Assets:
+def find_assets(profile: Profile, model: OpenedHubModel) -> Assets:
     """Return the files of the model that are copied, so that the output can be built and exported by itself.
 
     Those of a repo are downloaded, if they were not.

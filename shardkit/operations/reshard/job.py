@@ -35,7 +35,7 @@ from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of
 from shardkit.files.strict_json import open_regular
-from shardkit.formats.contract import Checkpoint, DcpFolder, Place, listing
+from shardkit.formats.contract import Checkpoint, DcpFolder, EntryLocation, listing
 from shardkit.formats.contract.optimizer import OptimizerState
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.images import DcpImages, JoinedImages
@@ -363,7 +363,7 @@ def _open_part(folder: str, opened: DcpFolder, *, no_optimizer: bool) -> Part:
     )
 
 
-def _record(catalog: Catalog, placed: Sequence[tuple[str, int, Place]]) -> list[str]:
+def _record(catalog: Catalog, placed: Sequence[tuple[str, int, EntryLocation]]) -> list[str]:
     """Have byte entries compared, as they move, with the CRC-32s that they hold: they are zips.
 
     Returns:
@@ -394,7 +394,7 @@ def _pread(fd: int, start: int, nbytes: int) -> bytes:
     return storage.pread(fd, nbytes, start)
 
 
-def _entry_notes(folder: str, objects: Mapping[str, Place | None]) -> Iterator[str]:
+def _entry_notes(folder: str, objects: Mapping[str, EntryLocation | None]) -> Iterator[str]:
     """Yield what to tell about byte entries before a job of another size loads them."""
     of_ranks = [name for name, place in objects.items() if place and _ENTRY_OF_A_RANK.fullmatch(name)]
     where = f" of {escape(folder)}" if folder else ""

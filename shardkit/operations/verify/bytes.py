@@ -13,7 +13,7 @@ from shardkit.errors import ResourceError, SourceError
 from shardkit.files import storage
 from shardkit.files.digest import Archive, ByteReader, FileBytes, Scan, Stretch, crc32_combine
 from shardkit.files.strict_json import named_failures, open_regular, stamp_of
-from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
+from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, read_directory
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import read_entries
 from shardkit.formats.torchsave.writer import RecordSkeleton, pickle_record, record_skeleton
@@ -301,7 +301,7 @@ def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> Differen
     return Difference(start + at + (hole if at >= num_before else 0), expected[at], found[at])
 
 
-def object_spelling(fd: int, start: int, nbytes: int, entries: Mapping[str, Entry]) -> Difference | bool:
+def object_spelling(fd: int, start: int, nbytes: int, entries: Mapping[str, ZipEntry]) -> Difference | bool:
     """Compare the record of an object with what torch writes for the same pickle.
 
     Args:

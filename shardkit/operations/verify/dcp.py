@@ -21,7 +21,7 @@ from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.chunk_list import ListedChunk
 from shardkit.formats.dcp.directory import open_dcp, unused_shards
 from shardkit.formats.dcp.records import Packed, check_transforms, difference, packed_file
-from shardkit.formats.torchsave.archive import Entry
+from shardkit.formats.torchsave.archive import ZipEntry
 from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner, expect_records
@@ -272,7 +272,7 @@ class _Folder:
         self._report.chunk(nbytes)
 
     def _add_storages(
-        self, file: FileBytes, place: _Place, entries: Iterable[Entry], *, is_whole: bool = False
+        self, file: FileBytes, place: _Place, entries: Iterable[ZipEntry], *, is_whole: bool = False
     ) -> None:
         """Have storages of a record compared: all of them, whose values cannot be taken, or what lies beside the value."""
         what = f"a storage in the record of {escape(place.entry.fqn)}"

@@ -23,7 +23,7 @@ from shardkit.formats.contract import Checkpoint, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
-from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
+from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, read_directory
 from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.operations.companions import walk
@@ -427,7 +427,7 @@ def _add_entries(file: FileBytes, decoded: Sequence[str], report: Report) -> Non
     file.stretches = kept
 
 
-def _of_entry(name: str, entry: Entry, inside: Sequence[Stretch], decoded: Sequence[str]) -> Stretch:
+def _of_entry(name: str, entry: ZipEntry, inside: Sequence[Stretch], decoded: Sequence[str]) -> Stretch:
     """Describe an entry of a zip: the tensors in it, or those that may be in it."""
     what, region = f"the data ({name})", None
     tensor = inside[0].tensor if inside else None

@@ -21,7 +21,7 @@ from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError
 from shardkit.files import manifest, storage
-from shardkit.formats.contract import Checkpoint, HubModel, inner
+from shardkit.formats.contract import Checkpoint, OpenedHubModel, inner
 from shardkit.formats.dequantize import take_plain, why_scaled
 from shardkit.formats.hub.base import SAVED_ASSETS, recorded_names, saved_derived, saved_key_rules
 from shardkit.formats.hub.directory import read_config
@@ -445,7 +445,7 @@ def _other_versions(presharded: Presharded) -> Iterator[str]:
             yield f"pre-sharded with {name} {escape(there)}, and this job has {escape(here)}: modules may differ"
 
 
-def _of_hub(checkpoint: Checkpoint, model: HubModel) -> _Stored:
+def _of_hub(checkpoint: Checkpoint, model: OpenedHubModel) -> _Stored:
     names = {name: name for name in model.catalog.tensors}
     return _Stored(
         names=names,

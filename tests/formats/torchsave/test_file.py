@@ -33,7 +33,7 @@ from shardkit.formats.torchsave.file import (
     leaves,
     open_torch_file,
 )
-from shardkit.pickles.policies import Fields, Opaque
+from shardkit.pickles.policies import Fields, UnmadeObject
 from tests.bits import raw
 
 Save = Callable[..., TorchFile]
@@ -99,7 +99,7 @@ def test_a_training_checkpoint(save, protocol):
     first = optimizer.state_dict()["state"][0]["exp_avg"]
     assert read(file, tree["optimizer"]["state"][0]["exp_avg"]) == raw(first)
     assert (tree["more"], tree["epoch"], file.num_dropped) == ({"a": 1}, 3, 0)
-    assert [type(value) for value in (tree["path"], *tree["rng"])] == [Opaque] * 4
+    assert [type(value) for value in (tree["path"], *tree["rng"])] == [UnmadeObject] * 4
     assert (type(tree["args"]), tree["args"].items) == (Fields, {"lr": 1})
 
 
