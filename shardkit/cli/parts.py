@@ -50,16 +50,20 @@ def commit_command(*, out: Output, output: str, wait: float, overwrite: bool) ->
 def commit_lines(result: CommitResult) -> list[str]:
     """Return a result as lines for people."""
     if result.by_another:
-        return [f"{escape(result.output)} is there"]
+        return [f"{escape(result.output)} is there", *facts(_pushed(result))]
     return [headline(result.output, dry_run=False), *facts(_commit_facts(result))]
 
 
 def _commit_facts(result: CommitResult) -> Iterator[tuple[str, str]]:
     yield "parts", f"{count(result.num_files, 'file')}, {format_size(result.written_bytes)}"
     yield from check_facts(result)
+    yield from _pushed(result)
+    yield "time", f"{result.elapsed_s:.2f} s"
+
+
+def _pushed(result: CommitResult) -> Iterator[tuple[str, str]]:
     if result.pushed_to is not None:
         yield "pushed", escape(result.pushed_to)
-    yield "time", f"{result.elapsed_s:.2f} s"
 
 
 @click.command(

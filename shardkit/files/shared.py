@@ -15,7 +15,8 @@ It appears whole, with one rename, and nothing makes a second `data`: where it i
 destination, or a commit has taken it to exchange it, and it comes back if that commit dies. Files get their names in
 `data` by a rename, and whoever writes a file of that name writes the same bytes, so that a process may work on what
 another one was believed to have lost. No locks. Only a commit moves `data`, and only a commit or a person removes the
-rest: the name is not one that `staging.abandoned` takes for a dead run's. Where a part commits, `plan.json` and
+rest: the name is not one that `staging.abandoned` takes for a dead run's. After the commit `plan.json`, `committed.json`
+and `work` lie there until what comes after the output is done; then, where a part commits, `plan.json` and
 `committed.json` stay under a name that ends in `.done`, so that parts that come late see that all is done; a person, or
 the job that comes after, removes that with a commit of its own.
 """
@@ -314,14 +315,47 @@ class SharedStaging:
             ) from error
         return True
 
+    @property
+    def is_left(self) -> bool:
+        """True after a commit whose process is not known to be alive: what comes after the output may not have been done."""
+        is_over = not self.is_open and storage.isdir(self._work)  # which goes once all is done
+        return is_over and not self.is_attended and _is_record_of(self._committed, self.destination)
+
+    @property
+    def is_attended(self) -> bool:
+        """True while a process of this machine is known to be at work in it."""
+        try:
+            owners = map(Owner.parse, storage.listdir(self._work))
+        except OSError:
+            return False
+        return any(owner is not None and owner.is_provably_alive() for owner in owners)
+
+    @contextlib.contextmanager
+    def attended(self) -> Iterator[None]:
+        """After the commit, let others see that this process is at work, and remove what nobody needs any more."""
+        owner = Owner.new_run()
+        path = os.path.join(self._work, str(owner))
+        try:
+            with contextlib.suppress(OSError):  # all of it may be gone
+                storage.mkdir(path)
+            self._empty()
+            yield
+        finally:
+            owner.end()
+            storage.remove_tree(path)
+
+    def _empty(self) -> None:
+        for path in (self.done, self.factors.path, self.parts, self._replaced, *self._taken()):
+            storage.remove_tree(path)
+
     def keep_mark(self) -> None:
         """After the commit, leave only what says that there was one.
 
         Raises:
             ResourceError: the system refuses.
         """
-        for path in (self.done, self.factors.path, self.parts, self._work, self._replaced, *self._taken()):
-            storage.remove_tree(path)
+        self._empty()
+        storage.remove_tree(self._work)
         mark = self.path + _DONE
         try:
             if storage.lexists(mark):  # of an earlier commit of the same plan

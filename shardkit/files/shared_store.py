@@ -140,6 +140,16 @@ class StoredStaging:
                 self._store.delete(path)
             raise FileNotFoundError(f"{self.record} is gone")
 
+    @property
+    def is_attended(self) -> bool:
+        """Return False: that cannot be known."""
+        return False
+
+    @property
+    def is_left(self) -> bool:
+        """Return False: what a commit has left is open, as long as nobody has removed it."""
+        return False
+
     def check_owner(self) -> None:
         """Do nothing: a store does not tell who wrote an object."""
 

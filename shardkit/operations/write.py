@@ -22,7 +22,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from shardkit._version import __version__
-from shardkit.core.catalog import Catalog, FileStamp
+from shardkit.core.catalog import Catalog, FileStamp, Unforeseen
 from shardkit.core.dtypes import DType, short_dtype
 from shardkit.core.result import Result
 from shardkit.core.text import KIB, MIB, count, escape, listed, parse_size
@@ -38,7 +38,7 @@ from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.destination import check_destination, check_replaceable, check_space, free_bytes
 from shardkit.operations.environment import mixed_versions
 from shardkit.operations.leftovers import name_unknown
-from shardkit.operations.parts.agreement import Agreement, Command, Committing, Share
+from shardkit.operations.parts.agreement import Agreement, Command, Committing, NotThere, Share
 from shardkit.operations.parts.divided import Describer, Divided, PartResult
 from shardkit.operations.parts.factors import DividedWithFactors, FactoredJob, weights_of
 from shardkit.operations.parts.foreign import foreign_in, name_foreign, set_foreign_apart
@@ -141,6 +141,11 @@ class Writing:
     """The call that other processes repeat; there is one where there is a share."""
     recorded: Sequence[str] = ()
     """What was asked for of the record of the output, and the plan does not tell: "sha256", "manifest"."""
+
+    @property
+    def ends(self) -> bool:
+        """True if the output is there, and nobody else does what comes after it."""
+        return isinstance(self.share, Committing) and self.share.ends
 
     def check(self) -> None:
         """Refuse what a part cannot do.
@@ -379,14 +384,15 @@ class Writer:
         self.was_there = False
         """True once what is at the destination is known to be what would be written."""
         self.writing = writing
-        self.has_committed = False
-        """True once this process has made the output."""
+        self.ends = False
+        """True once the output is there, and what comes after it is this process's to do."""
         self.can_read = True
         """False where the source would have to be downloaded first: no download is worth the answer that there is an output."""
         self.describes_elsewhere = False
         """Set where something that describes the output goes to another place: then it is described in any case."""
         self.record_bytes = 0
         """Factors that lie on the local disk until an output is in its store."""
+        self._parts: Divided | None = None
         self._before: tuple[int, int] | None = None
         self._exists: UsageError | None = None
         self._target: Target | None = None
@@ -411,6 +417,8 @@ class Writer:
             writing = self.writing
             may_be_ours = overwrite or writing.share is not None or not writing.dry_run
             target = check_target(output, source, self._kind, overwrite=may_be_ours, made=self._made)
+            if target.etag is None and writing.ends:
+                raise NotThere
             self._target = self._target or target
             self.path = self._target.path
             if writing.share is None and not overwrite and target.etag is not None:
@@ -430,6 +438,8 @@ class Writer:
             except ShardkitError:  # it is in a place that cannot be written
                 raise error from None
             self._exists = error if self._may_be_there(output) else None
+        if self._exists is None and self.writing.ends:
+            raise NotThere
         if is_first:
             self._before = identity_of(self.path) if overwrite else None
         return self.path
@@ -475,6 +485,7 @@ class Writer:
         needed_bytes: int,
         share_extents: bool = False,
         factors: FactoredJob | None = None,
+        after: Callable[[], object] = lambda: None,
     ) -> None:
         """Write a job's output, or with a dry run check that it could be written.
 
@@ -487,8 +498,10 @@ class Writer:
             needed_bytes: room on the disk for everything that is written.
             share_extents: clone blocks of the source instead of copying them.
             factors: computes what fills holes before the engine does the rest, if the plan has such.
+            after: does what comes after the output. Where others made it, it is called only if they may have died before.
 
         Raises:
+            Unforeseen: a part opened only what it reads itself, and has to know all.
             Interrupted: after a signal.
             IncompleteError: a process died that computed factors.
             IntegrityError, ResourceError: as `Execution.run`, and whatever `describe` raises; or there is no room.
@@ -498,6 +511,13 @@ class Writer:
             self._write(job, describe, needed_bytes, share_extents, factors)
         finally:  # of files that an interrupted run finished, the next one converts nothing
             self.warn(_beyond_range(self._infinite))
+        if not self.ends:
+            return
+        with contextlib.nullcontext() if self._parts is None else self._parts.attended():
+            after()
+        if self._parts is not None:
+            self._parts.clean_up(keeps_mark=isinstance(self.writing.share, Part))
+            self._say(name_foreign(self.path))
 
     def _write(
         self,
@@ -525,21 +545,18 @@ class Writer:
                 finished, source = 0, CheckedSource()
             else:
                 finished, source = self._run(job, describe, factors)
-                self.has_committed = True
+                self.ends = True
         self._note(job.plan, source, finished=finished, free=free, part=part)
 
     def _find_there(
         self, job: Job, describe: Describe, exists: UsageError, factors: FactoredJob | None
     ) -> None:
-        """Take what is at the destination for the output if it is of this plan; errors as `_compare`.
-
-        What comes after the output is done by whoever made it where there are parts, else by this process.
-        """
+        """Take what is at the destination for the output if it is of this plan; errors as `_compare`."""
         share, part, source = self.writing.share, None, CheckedSource()
         divided = None if share is None else self._divided(job, describe, share, factors)
-        if divided is None or not divided.is_committed:
+        self._take(divided)
+        if divided is None or not divided.is_committed or (self.ends and self.describes_elsewhere):
             source = self._compare(job, describe, exists, factors)
-        self.was_there, self.has_committed = True, divided is None
         if divided is not None:
             divided.give_way()
             self._say(name_foreign(self.path))
@@ -549,6 +566,11 @@ class Writer:
             part = divided.all_done(share)
         self._note(job.plan, source, finished=0, free=free_bytes(self.path), part=part)
 
+    def _take(self, divided: Divided | None) -> None:
+        """Take the output for one that was there before; what comes after it is somebody's who made it and is alive."""
+        self.was_there, self.ends = True, divided is None or divided.is_left or self.writing.ends
+        self._parts = divided if self.ends else None
+
     def _compare(
         self, job: Job, describe: Describe, exists: UsageError, factors: FactoredJob | None
     ) -> CheckedSource:
@@ -557,6 +579,7 @@ class Writer:
         Raises:
             UsageError: it is something else; says what differs.
         """
+        _check_opened(job)
         plan_hash = hash_plan(job)
         existing = Existing(
             path=self.path,
@@ -665,7 +688,8 @@ class Writer:
                 raise UsageError(
                     f"{self._exists.message}, and is not what this command writes", hint=self._exists.hint
                 )
-            self.was_there = self.has_committed = True
+            self._take(None)
+            self._describe_stored(job, plain)
             self._note(job.plan, source, finished=0, free=None, part=None)
             return
         if factors is not None and self.writing.share is None:
@@ -679,7 +703,7 @@ class Writer:
             check = SourceCheck(upload.plan.catalog) if self.options.check_source else None
             finished = upload.run(check)
             source = _summary(check, plan, self.options)
-            self.has_committed = True
+            self.ends = True
         self._note(plan, source, finished=finished, free=None, part=part)
 
     def _check_room_for_records(self, needed_bytes: int) -> None:
@@ -706,7 +730,16 @@ class Writer:
             self._check_room_for_records(divided.record_bytes_left(share))
         if self.writing.dry_run:
             return divided.result(share) if isinstance(share, Part) else None, CheckedSource()
-        return self._carry_out(divided, share, job, upload.plan)
+        result = self._carry_out(divided, share, job, upload.plan)
+        if self.was_there:
+            self._describe_stored(job, upload)
+        return result
+
+    def _describe_stored(self, job: Job, upload: Upload) -> None:
+        """Describe what is in a store already, if that goes to another place."""
+        if self.ends and self.describes_elsewhere:
+            _check_opened(job)
+            upload.describe_again(SourceCheck(upload.plan.catalog) if self.options.check_source else None)
 
     def facts(self, warnings: Iterable[str]) -> dict[str, Any]:
         """Return the fields of `WriteResult` that every verb fills alike.
@@ -752,13 +785,19 @@ class Writer:
                 self._warn_of_versions(job, [share.versions or {}])
             if isinstance(share, Part):
                 result = divided.run(share)
+                if divided.was_there:
+                    self._take(divided)
                 if result.is_committed:
                     self._say(divided.warnings())
                 if result.missing or result.is_committed:
                     return result, CheckedSource()
-            self.has_committed = divided.commit()
+            has_committed = divided.commit()
+            if has_committed:
+                self.ends, self._parts = True, divided
+            elif isinstance(share, Committing):
+                self._take(divided)
             if result is not None:
-                result = replace(result, is_committed=True, by_another=not self.has_committed)
+                result = replace(result, is_committed=True, by_another=not has_committed)
         except KeyboardInterrupt as interrupt:
             raise Interrupted(
                 f"interrupted: {escape(self.path)} is not whole; the files that were finished are kept",
@@ -768,10 +807,7 @@ class Writer:
         finally:
             self._progress.finish()
         if isinstance(share, Committing):
-            share.on_end(self.has_committed)
-        if self.has_committed:
-            divided.clean_up(keeps_mark=isinstance(share, Part))
-            self._say(name_foreign(self.path))
+            share.on_end(has_committed)
         self._say(divided.warnings())
         return result, _summary(divided.check, plan, self.options)
 
@@ -985,6 +1021,16 @@ class Writer:
             if staging is not None:
                 return staging
         return Staging.create(self.path)
+
+
+def _check_opened(job: Job) -> None:
+    """Refuse to read all of a job of which a part has opened only what it reads itself.
+
+    Raises:
+        Unforeseen: it is one.
+    """
+    if job.plan.catalog.records is not None:
+        raise Unforeseen
 
 
 def _beyond_range(tensors: Collection[tuple[str, DType]]) -> Iterator[str]:

@@ -219,6 +219,39 @@ def test_what_comes_after_is_done_all_the_same(found: Scenarios, server: Server,
     there.remove()
 
 
+@pytest.mark.parametrize("by", ["part", "commit"])
+def test_killed_before_what_comes_after(by: str, found: Scenarios, server: Server, place: Path) -> None:
+    """The last part does it when it is run again, and so does `commit`."""
+    there = Place(found["consolidate"], place / "w")
+    page = place / "record.json"
+    more = ("--manifest-file", str(page))
+
+    def first() -> None:
+        there.remove()
+        there.out.parent.mkdir()
+        page.unlink(missing_ok=True)
+        good(server.together([part(there.scenario, there.out, "1/2", *more)]))
+
+    last, killed = part(there.scenario, there.out, "2/2", *more), 0
+    first()
+    (whole,) = server.together([last])
+    written = page.read_bytes()
+    for before_end in range(1, 40, 6):
+        first()
+        fault = {"at": len(whole.calls) - before_end, "do": "kill"}
+        assert server.together([{**last, "fault": fault}])[0].code == -9
+        if not there.out.exists():
+            break
+        killed += not page.exists()
+        (said,) = good(server.together([last if by == "part" else committing(there.scenario, there.out)]))
+        assert said["was_there" if by == "part" else "by_another"] is True
+        there.check_is(there.scenario.expected)
+        assert page.read_bytes() == written
+        assert [path.suffix for path in there.staging()] == ([".done"] if by == "part" else [])
+    assert killed
+    shutil.rmtree(place)
+
+
 @pytest.mark.parametrize("osft", [None, shardkit.OsftPlan(ratio=0.3, targets=["layers.*"])])
 def test_a_record_of_the_run_spares_the_reading(
     osft: shardkit.OsftPlan | None, found: Scenarios, place: Path, monkeypatch: pytest.MonkeyPatch
@@ -316,4 +349,13 @@ def test_a_commit_is_recorded(
         for more in ([], ["--part", "2/2"]):
             made = json.loads(server([*args, *more]).out)
             assert (made["was_there"], made["checked_bytes"]) == (True, 0)
+    shutil.rmtree(place)
+
+
+def test_a_dry_run_draws_no_page_of_what_is_there(found: Scenarios, server: Server, place: Path) -> None:
+    there, page = made(found["preshard"], server, place / "w"), place / "page.html"
+    answer = again(there, server, "--dry-run", "--html", str(page))
+    assert answer.code == 2
+    assert "exists" in answer.err
+    assert not page.exists()
     shutil.rmtree(place)

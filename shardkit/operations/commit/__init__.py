@@ -157,9 +157,11 @@ def commit(
     if staging is not None:
         staging.reopen()
     if staging is None or not staging.is_open:
-        if staging is not None:
+        found = None
+        if staging is not None and not staging.is_attended:
+            found = _end(staging, progress, on_warning)
             staging.remove()
-        return _was_there(place, begun)
+        return _was_there(place, begun, found)
     try:
         agreement = Agreement.of(staging)
         _wait_for_all(staging, agreement, until)
@@ -183,6 +185,14 @@ def commit(
         warnings=result.warnings,
         pushed_to=result.pushed_to if isinstance(result, ConsolidateResult) else None,
     )
+
+
+def _end(staging: Staging, progress: Progress | None, on_warning: OnWarning | None) -> WriteResult | None:
+    """Do what comes after an output whose process died before it had; None if there is nothing to do, or no record of it."""
+    found = read_all([staging]) if staging.is_left else []
+    if not (found and found[0][1].command.goes_on):
+        return None
+    return _carry_out(staging, found[0][1], False, progress, on_warning)[0]
 
 
 def _carry_out(
@@ -284,7 +294,7 @@ def _hash_in(staging: Staging) -> str:
     return staging.path.rpartition("-")[2]
 
 
-def _was_there(place: Place, begun: float) -> CommitResult:
+def _was_there(place: Place, begun: float, ended: WriteResult | None = None) -> CommitResult:
     path = place.path
     if place.identity() is None:
         raise UsageError(
@@ -301,8 +311,12 @@ def _was_there(place: Place, begun: float) -> CommitResult:
         unchecked=(),
         source_manifests=(),
         elapsed_s=round(time.monotonic() - begun, 3),
-        notes=(f"{escape(path)} is there, and no parts of it are under way: nothing is left to commit",),
-        warnings=(),
+        notes=(
+            f"{escape(path)} is there, and no parts of it are under way: nothing is left to commit",
+            *(() if ended is None else ended.notes),
+        ),
+        warnings=() if ended is None else ended.warnings,
+        pushed_to=ended.pushed_to if isinstance(ended, ConsolidateResult) else None,
     )
 
 

@@ -333,7 +333,7 @@ def _consolidate(
     path = writer.check_destination(output, resolved.path)
     share = writer.writing.share
     made = os.path.join(path, HUB_INDEX) if is_remote(path) else path
-    is_parts = isinstance(share, Part) and storage.lexists(made)
+    is_parts = share is not None and storage.lexists(made)
     may_be_ours = writer.writing.overwrite or writer.exists or is_parts
     sidecar = recording.check_file([path, resolved.path], overwrite=may_be_ours)
     writer.describes_elsewhere = sidecar is not None
@@ -351,7 +351,7 @@ def _consolidate(
     manifests = writer.find_manifests(
         [job.catalog, *(module.catalog for module in job.modules)], resolved.path
     )
-    written = list[bytes]()
+    written, pushed = list[bytes](), list[tuple[str | None, list[str]]]()
     with ClassCheck(job, is_on=request.ask_class, warn=writer.warn, on_step=on_step) as asked:
         describe = partial(
             Descriptions,
@@ -362,13 +362,16 @@ def _consolidate(
             on_manifest=written.append,
             on_written=asked.settle,
         )
-        writer.write(job, describe, needed_bytes=job.needed_bytes)
-        settled = asked.settle() if writer.has_committed or writer.writing.dry_run else job
-    address, kept = None, list[str]()
-    if writer.has_committed:
-        if sidecar is not None and not (writer.was_there and is_file_of(sidecar, written[-1])):
-            write_sidecar(sidecar, written[-1], overwrite=writer.writing.overwrite)
-        address, kept = publishing.push(path, [asset.name for asset in job.assets])
+
+        def publish() -> None:
+            asked.settle()
+            if sidecar is not None:
+                _write_record(sidecar, written[-1], writer.writing)
+            pushed.append(publishing.push(path, [asset.name for asset in job.assets]))
+
+        writer.write(job, describe, needed_bytes=job.needed_bytes, after=publish)
+        settled = asked.settle() if writer.ends or writer.writing.dry_run else job
+    address, kept = pushed[0] if pushed else (None, [])
     return _result(
         settled,
         resolved,
@@ -377,6 +380,23 @@ def _consolidate(
         notes=(*resolved.notes, *job.notes, *settled.notes[len(job.notes) :], *kept),
         pushed_to=address,
     )
+
+
+def _write_record(path: str, data: bytes, writing: Writing) -> None:
+    """Write the manifest to its own place, unless it is there already.
+
+    Raises:
+        UsageError: another one is there, and nothing is to be replaced.
+        ResourceError: the system refuses.
+    """
+    if is_file_of(path, data):
+        return
+    if storage.lexists(path) and not writing.overwrite:
+        raise UsageError(
+            f"{escape(path)} exists, and is not the manifest that this command writes",
+            hint="move it somewhere else, or choose another --manifest-file, and run the same command again",
+        )
+    write_sidecar(path, data, overwrite=writing.overwrite)
 
 
 def default_output(checkpoint: str) -> str:

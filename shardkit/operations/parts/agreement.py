@@ -22,6 +22,7 @@ _MAX_BYTES = 1 << 28
 _PATHS = ("source", "checkpoint", "base", "tokenizer", "keys", "source_manifest", "adapter_config")
 _MADE = "manifest_file"
 """A path that does not exist yet."""
+_AFTER = (_MADE, "push_to_hub")
 _OWN = {
     "output",
     "part",
@@ -63,6 +64,11 @@ class Command:
         if isinstance(options.get(_MADE), str):
             options[_MADE] = storage.absolute(options[_MADE])
         return cls(verb=verb, options=options)
+
+    @property
+    def goes_on(self) -> bool:
+        """True if something comes after the output."""
+        return any(self.options.get(name) for name in _AFTER)
 
     def settings(self) -> dict[str, Any]:
         """Return what the parts have to agree on and a plan alone does not tell."""
@@ -133,6 +139,14 @@ class Staging(Protocol):
     @property
     def is_open(self) -> bool:
         """True until a commit, or until it was given up."""
+
+    @property
+    def is_attended(self) -> bool:
+        """True while a process of this machine is known to be at work in it."""
+
+    @property
+    def is_left(self) -> bool:
+        """True after a commit whose process is not known to be alive: what comes after the output may not have been done."""
 
     def read_record(self) -> bytes:
         """Return the content of `plan.json`."""
@@ -323,6 +337,12 @@ class Committing:
     """As `Agreement` has them."""
     overwrite: bool = False
     """Replace whatever output is there by now."""
+    ends: bool = False
+    """The output is there, and what comes after it is done by nobody else; `NotThere` is raised if it is not."""
+
+
+class NotThere(Exception):
+    """Nothing is at a destination where an output is to be ended."""
 
 
 Share = Part | Committing

@@ -13,7 +13,7 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -113,6 +113,8 @@ class Divided(ABC):
         self._shared = staging
         self.check = SourceCheck(plan.catalog) if options.check_source else None
         """Compares what is read with what the source records."""
+        self.was_there = False
+        """True once the output is known to have been there before this process began."""
         self.on_joined: Callable[[Agreement], object] = lambda _: None
         """Is told what the part put down that began, which may have been this one."""
 
@@ -158,6 +160,15 @@ class Divided(ABC):
     def _make(self, directory: str) -> bool:
         """Make the output of what all parts wrote; False if another process has."""
 
+    @property
+    @abstractmethod
+    def is_left(self) -> bool:
+        """True if the output is there, and what comes after it may not be done: whoever made it is not known to be alive."""
+
+    def attended(self) -> AbstractContextManager[None]:
+        """Let others see, where they can, that this process does what comes after the output."""
+        return nullcontext()
+
     @abstractmethod
     def clean_up(self, *, keeps_mark: bool) -> None:
         """Remove what is left after the commit, but what parts that come late look for."""
@@ -187,6 +198,7 @@ class Divided(ABC):
             IntegrityError, ResourceError: as `Execution.run`.
         """
         if not self._begin():
+            self.was_there = True
             return self.all_done(part)
         try:
             with self._writing() as directory:

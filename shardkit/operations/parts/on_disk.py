@@ -103,6 +103,13 @@ class DividedOnDisk(Divided):
         """True if the destination is what parts of this plan have made."""
         return self.staging.is_committed
 
+    @property
+    def is_left(self) -> bool:
+        return self.staging.is_left
+
+    def attended(self) -> AbstractContextManager[None]:
+        return self.staging.attended()
+
     def give_way(self) -> None:
         """Remove what parts of this plan have written: the output is known to be of it, whoever made that."""
         if self.staging.is_open or not self.staging.is_committed:  # else whoever commits is about to do so

@@ -14,7 +14,7 @@ from shardkit.errors import UsageError
 from shardkit.files import storage
 from shardkit.files.shared import remove_marks
 from shardkit.files.stores import is_remote
-from shardkit.operations.parts.agreement import Command, Committing
+from shardkit.operations.parts.agreement import Command, Committing, NotThere
 from shardkit.operations.parts.divided import PartResult
 from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.parts.ray_pool import connected, import_ray
@@ -87,9 +87,14 @@ def in_pool(verb: Callable[..., _R], arguments: Mapping[str, Any]) -> _R:
     options = {name: value for name, value in arguments.items() if name not in _OWN}
     options |= {n: v for n, v in Command.of(verb.__name__, options).options.items() if n in options}
     options["output"] = storage.absolute(os.fspath(arguments["output"]))
+    here = {name: arguments[name] for name in _HERE if name in arguments}
     if arguments["dry_run"]:
-        return verb(**options, **{name: arguments[name] for name in _HERE if name in arguments})
+        return verb(**options, **here)
     tell = arguments["on_warning"] or (lambda _: None)
+    if not arguments["overwrite"]:
+        # This process looks at what is there: each worker would read all of it.
+        with contextlib.suppress(NotThere):
+            return _ended(verb, {**options, **here})
     with _opened(arguments) as pool:
         for warning in pool.warnings:
             tell(warning)
@@ -153,6 +158,17 @@ def _run_all(verb: Callable[..., _R], options: Mapping[str, Any], executor: Exec
         for future in futures:
             future.cancel()
         raise
+
+
+def _ended(verb: Callable[..., _R], options: Mapping[str, Any]) -> _R:
+    """Do what comes after an output that is there, and of this very plan.
+
+    Raises:
+        NotThere: nothing is there.
+        UsageError: it is another one.
+    """
+    share = Committing(check=lambda _: None, on_end=lambda _: None, ends=True)
+    return verb(**options, part=share)
 
 
 def _whole(verb: Callable[..., _R], options: Mapping[str, Any], results: list[_R]) -> _R:

@@ -60,7 +60,6 @@ class DividedInStore(Divided):
         self._files = StoredFiles(upload)
         self._session: Session | None = None
         self._number = ""
-        self._was_there = False
 
     @property
     def is_committed(self) -> bool:
@@ -85,7 +84,7 @@ class DividedInStore(Divided):
 
     def warnings(self) -> tuple[str, ...]:
         """Say that nothing was replaced, to those who want that."""
-        if not self._was_there or not self._upload.overwrites:
+        if not self.was_there or not self._upload.overwrites:
             return ()
         return (
             f"{escape(self._destination)} was made of these very files before, so nothing was written; if one of them is "
@@ -94,8 +93,7 @@ class DividedInStore(Divided):
 
     def _begin(self) -> bool:
         for _ in range(_MOST_TRIES):
-            if self._is_over():
-                self._was_there = True
+            if self.is_committed:
                 return False
             self._check_alone()
             is_ours = not self.staging.is_open
@@ -124,9 +122,13 @@ class DividedInStore(Divided):
     def _is_over(self) -> bool:
         if not self.is_committed:
             return False
-        if self.staging.exists:  # of a commit that did not end, or of a part that came as late as this one
+        if self.staging.exists:  # one process has made the output, or this part came too late
             self.clean_up(keeps_mark=False)
         return True
+
+    @property
+    def is_left(self) -> bool:
+        return self.staging.exists and self.is_committed
 
     def _check_alone(self) -> None:
         others = [each for each in shared_in_store(self._destination) if each.path != self.staging.path]

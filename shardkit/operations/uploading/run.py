@@ -31,7 +31,7 @@ from shardkit.operations.uploading.notes import Notes
 from shardkit.operations.uploading.place import Target
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest, ReadingExecution
 from shardkit.transfer.plan import TransferPlan
 
 
@@ -90,6 +90,35 @@ class Upload:
         """
         check_conditions(self.target.path)
         return _Run(self, check).run()
+
+    def describe_again(self, check: SourceCheck | None) -> None:
+        """Describe the output that is there, made of these very files; nothing goes into the store.
+
+        Args:
+            check: compares the source, which is read once more for its digests, with what it records.
+
+        Raises:
+            IntegrityError, ResourceError: as `Execution.run`.
+        """
+        shards = self.target.data(self.plan_hash)
+        with (
+            tempfile.TemporaryDirectory(prefix="shardkit-") as directory,
+            self.describe(directory, shards=shards) as descriptions,
+        ):
+            self.progress.start(self.plan.hole_bytes, "describing")
+            execution = ReadingExecution(
+                self.plan,
+                shards,
+                self.options,
+                finished={},
+                on_finished=lambda digest, _: descriptions.add_file(digest),
+                progress=self.progress,
+                check=check,
+            )
+            try:
+                descriptions.finish(*execution.run())
+            finally:
+                self.progress.finish()
 
 
 class StoredFiles:

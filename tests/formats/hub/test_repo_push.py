@@ -94,14 +94,21 @@ def server():
 
 
 SCRIPT = """
-import json, sys
+import json, os, sys
+from concurrent.futures import ThreadPoolExecutor
 import shardkit
+from shardkit.formats.hub import repo
 from shardkit.operations.consolidate import run
 request = json.loads(sys.argv[1])
 if request.pop("damaged", False):
     run.check_output = lambda *args: (_ for _ in ()).throw(shardkit.IntegrityError("damaged"))
+if request.pop("dies", False):
+    repo.push = lambda *args, **options: os._exit(0)
+if request.pop("is_pool", False):
+    request |= {"executor": ThreadPoolExecutor(2), "num_parts": 2}
+call = getattr(shardkit, request.pop("call", "consolidate"))
 try:
-    print(json.dumps(shardkit.consolidate(**request).to_json()))
+    print(json.dumps(call(**request).to_json()))
 except shardkit.ShardkitError as error:
     print(json.dumps(error.to_json()))
 """
@@ -118,9 +125,11 @@ def consolidate(server, hub_client, tmp_path):
             **({"HF_TOKEN": token} if token else {}),
         }
         # The class's answer is a warning, and asking it six seconds of a process of its own.
-        request = {"checkpoint": str(tmp_path / "c"), "ask_class": False, **request}
+        if "call" not in request:
+            request = {"checkpoint": str(tmp_path / "c"), "ask_class": False, **request}
         where = {"url": server.url, "cache": tmp_path / "cache", "directory": tmp_path}
-        return hub_client(SCRIPT, request, environment=environment, **where)[-1]
+        said = hub_client(SCRIPT, request, environment=environment, **where)
+        return said[-1] if said else None
 
     return consolidate
 
@@ -225,3 +234,47 @@ def test_nobody_logged_in_is_known_before_any_work(server, checkpoint, consolida
     error = consolidate(token=None, push_to_hub="me/model")
     assert (error["error"], error["exit_code"]) == ("UsageError", 2)
     assert not (tmp_path / "c-hf").exists()
+
+
+@pytest.mark.parametrize("way", ["one process", "parts", "commit", "pool"])
+def test_a_process_that_died_before_it_had_uploaded(way, server, checkpoint, consolidate, tmp_path):
+    """The same command does that, and so does what makes outputs of parts; a part that comes late leaves it alone."""
+    out = tmp_path / "out"
+    request = {"base": str(tmp_path / "base"), "push_to_hub": "me/model", "max_shard_size": 4000}
+    request |= {"output": str(out), "is_pool": way == "pool"}
+    if way in ("parts", "commit"):
+        consolidate(part="1/2", **request)
+        request["part"] = "2/2"
+    assert consolidate(dies=True, **request) is None
+    assert out.exists()
+    assert server.repo["main"] == {}
+    written = {path.name: path.read_bytes() for path in out.iterdir()}
+    again = consolidate(call="commit", output=str(out)) if way == "commit" else consolidate(**request)
+    assert again["pushed_to"] == f"{server.url}/me/model"
+    assert again["by_another" if way == "commit" else "was_there"] is True
+    assert server.repo["main"] == {path.name: path.read_bytes() for path in out.iterdir()} == written
+    if way == "parts":
+        server.asked.clear()
+        for part in ("1/2", "2/2"):
+            late = consolidate(**{**request, "part": part})
+            assert (late["was_there"], late["pushed_to"]) == (True, None)
+        assert server.asked == []
+    else:
+        assert {path.name for path in tmp_path.iterdir() if "shardkit" in path.name} == set()
+    assert consolidate(call="commit", output=str(out))["pushed_to"] is None
+
+
+@pytest.mark.parametrize("is_pool", [False, True])
+def test_what_is_there_is_uploaded_again(is_pool, server, checkpoint, consolidate, tmp_path):
+    request = {"base": str(tmp_path / "base"), "push_to_hub": "me/model", "is_pool": is_pool}
+    request["output"] = str(tmp_path / "out")
+    first = consolidate(**request)
+    uploaded = server.repo["main"]
+    server.repo["main"] = {}
+    again = consolidate(**request)
+    assert (first["was_there"], again["was_there"]) == (False, True)
+    assert server.repo["main"] == uploaded
+    assert consolidate(**request, dtype="fp16")["exit_code"] == 2
+    assert server.repo["main"] == uploaded
+    refused = consolidate(**{**request, "push_to_hub": "me/refused"})
+    assert (refused["exit_code"], (tmp_path / "out").exists()) == (5, True)

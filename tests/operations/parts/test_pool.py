@@ -53,6 +53,39 @@ def test_there_and_back(model: Path, tmp_path: Path, pool: Executor) -> None:
     assert tuple(told) == result.warnings
 
 
+@pytest.mark.parametrize("cache", ["off", "cache"])
+def test_all_parts_again_are_no_work(
+    cache: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process looks at what is there, once, and does what comes after it."""
+    monkeypatch.setenv("SHARDKIT_CACHE", cache if cache == "off" else str(tmp_path / cache))
+    (tmp_path / "w").mkdir()
+    record = tmp_path / "w/record.json"
+    calls: list[tuple[Any, Path, dict[str, Any]]] = [
+        (shardkit.preshard, model, OPTIONS),
+        (shardkit.reshard, tmp_path / "w/preshard", {"world_size": 3}),
+        (shardkit.consolidate, tmp_path / "w/preshard", {"ask_class": False, "manifest_file": record}),
+    ]
+    for verb, source, more in calls:
+        out = tmp_path / "w" / verb.__name__
+        with ThreadPoolExecutor(2) as threads:
+            assert not verb(source, out, executor=threads, num_parts=2, **more).was_there
+        there, written = files(out), record.read_bytes() if record.exists() else b""
+        record.unlink(missing_ok=True)
+        told: list[str] = []
+        again = verb(source, out, executor=threads, num_parts=2, on_warning=told.append, **more)
+        assert (again.was_there, again.part, files(out)) == (True, None, there)
+        assert tuple(told) == again.warnings
+        assert (record.read_bytes() if record.exists() else b"") == written
+        with pytest.raises(UsageError, match="is not what this command writes"):
+            verb(source, out, executor=threads, num_parts=2, **{**more, "dtype": "fp16"})
+    assert sorted(path.name for path in (tmp_path / "w").iterdir() if path != record) == [
+        "consolidate",
+        "preshard",
+        "reshard",
+    ]
+
+
 def test_what_a_worker_raises_is_raised_here(model: Path, tmp_path: Path, pool: Executor) -> None:
     (model / "model.safetensors").write_bytes(b"")
     with pytest.raises(SourceError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from shardkit.errors import IncompleteError, IntegrityError, ResourceError, Sour
 from shardkit.files import storage, uploads
 from shardkit.files.remote import s3
 from shardkit.files.remote.writers import writer_of
+from shardkit.operations import consolidate
 from shardkit.operations.parts.agreement import Agreement
 from shardkit.operations.uploading import in_store
 from tests.operations.uploading.conftest import MIB, WRITES, Served, fetch, objects
@@ -495,6 +497,70 @@ def test_a_manifest_file(served: Served, tmp_path: Path, out: str) -> None:
         WRITES["consolidate"](served.home, out, part=part, manifest_file=made)
     assert made.read_bytes() == objects(out)["shardkit.json"]
     WRITES["consolidate"](served.home, out, part="1/2", manifest_file=made)
+
+
+@pytest.mark.parametrize("more", [{"digest": "none"}, {"manifest": False, "sha256": True}])
+def test_the_manifest_file_of_what_is_there(
+    served: Served, tmp_path: Path, out: str, more: dict[str, Any]
+) -> None:
+    """It is written all the same: the source is read for it, and nothing goes into the store."""
+    made = tmp_path / "manifest.json"
+    more = {"base": served.home / "hub", "manifest": True, "manifest_file": made, **more}
+    assert not shardkit.consolidate(served.home / "dcp", out, **more).was_there
+    written = made.read_bytes()
+    served.proxy.seen.clear()
+    for is_gone in (False, True):
+        if is_gone:
+            made.unlink()
+        assert shardkit.consolidate(served.home / "dcp", out, **more).was_there
+        assert made.read_bytes() == written
+    assert {seen.method for seen in served.proxy.seen} <= {"GET", "HEAD"}
+    shutil.copy(served.home / "dcp/shardkit.json", made)
+    with pytest.raises(UsageError, match="is not the manifest that this command writes"):
+        shardkit.consolidate(served.home / "dcp", out, **more)
+
+
+def test_a_part_that_died_before_it_had_written_the_manifest_file(
+    served: Served, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "manifest.json"
+    more = {"manifest_file": made}
+    WRITES["consolidate"](served.home, out, part="1/2", **more)
+    with monkeypatch.context() as patch:
+        patch.setattr(consolidate, "write_sidecar", None)
+        with pytest.raises(TypeError):
+            WRITES["consolidate"](served.home, out, part="2/2", **more)
+    assert not made.exists()
+    assert WRITES["consolidate"](served.home, out, part="2/2", **more).was_there
+    assert made.read_bytes() == objects(out)["shardkit.json"]
+    assert not [name for name in objects(out) if ".shardkit-parts" in name]
+    made.unlink()
+    assert WRITES["consolidate"](served.home, out, part="1/2", **more).was_there
+    assert not made.exists(), "whoever made the output has done it"
+
+
+@pytest.mark.parametrize("verb", WRITES)
+def test_all_parts_again_are_no_work_for_a_pool(served: Served, tmp_path: Path, out: str, verb: str) -> None:
+    made = tmp_path / "manifest.json"
+    more: dict[str, Any] = {"num_parts": 2} | ({"manifest_file": made} if verb == "consolidate" else {})
+    with ThreadPoolExecutor(2) as pool:
+        assert not WRITES[verb](served.home, out, executor=pool, **more).was_there
+    there = objects(out)
+    made.unlink(missing_ok=True)
+    served.proxy.seen.clear()
+    for again in (
+        {"executor": pool, **more},
+        {"part": "1/2"},
+        {"part": "2/2"},
+    ):  # the pool takes no work any more
+        result = WRITES[verb](served.home, out, **again)
+        assert (result.was_there, objects(out)) == (True, there)
+        assert (result.part is None) == ("executor" in again)
+    assert not data_puts(served)
+    if verb == "consolidate":
+        assert made.read_bytes() == there["shardkit.json"]
+    with pytest.raises(UsageError, match="exists"):
+        WRITES[verb](served.home, out, executor=pool, num_parts=2, digest="none")
 
 
 def test_what_was_not_trained_comes_from_a_base_in_the_store(
