@@ -184,15 +184,11 @@ class _File:
         if self._upload is None:  # all of it is one part
             self.session.before_object()
             stored = self._store.put(self.path, data, crc)
-            self.session.count(len(data), 0)
             return Part(1, len(data), stored.etag, crc)
         sent = self._begun.get(number + 1)
         if sent is not None and self._store.is_part(sent, data, crc):
-            self.session.count(0, len(data))
             return sent._replace(crc32=crc)
-        part = self._store.send_part(self.path, self._upload, number + 1, data, crc)
-        self.session.count(len(data), 0)
-        return part
+        return self._store.send_part(self.path, self._upload, number + 1, data, crc)
 
     def raise_failure(self) -> None:
         """Raise what a part failed with."""
@@ -280,8 +276,6 @@ class Session:
         self.is_free = threading.Semaphore(NUM_SENDERS)
         self.stored: dict[str, Stored] = {}
         """What was made of each file that was finished; by path, with the CRC-32 of what was sent."""
-        self.sent_nbytes = self.kept_nbytes = 0
-        """Bytes that went out in parts, and bytes of parts that the store had from an earlier run."""
         self._files: dict[str, _File] = {}
         self._lock = threading.Lock()
 
@@ -303,12 +297,6 @@ class Session:
         """Wait until a part may go on its way."""
         self.is_free.acquire()
         return _Sending(self)
-
-    def count(self, sent: int, kept: int) -> None:
-        """Count bytes of a part."""
-        with self._lock:
-            self.sent_nbytes += sent
-            self.kept_nbytes += kept
 
     def file(self, path: str, flags: int) -> _File:
         """Return the file of a path, a new one if there is none under way."""

@@ -95,15 +95,14 @@ class _Part(NamedTuple):
     rest: Segments
 
 
-def classify_peft(names: Iterable[str], *, adapter: str | None = None) -> PeftNames:
+def classify_peft(names: Iterable[str]) -> PeftNames:
     """Sort a model's names into the base's and an adapter's.
 
     Args:
         names: a model's names, e.g. the output names of a selection. `base_model.model.` may be missing.
-        adapter: which of several adapters; None for `default`, or for the only one.
 
     Raises:
-        UsageError: there are several adapters and none is `default`, or `adapter` is not among them.
+        UsageError: there are several adapters and none is `default`.
     """
     plain, parts = list[str](), list[_Part]()
     for name in names:
@@ -112,7 +111,7 @@ def classify_peft(names: Iterable[str], *, adapter: str | None = None) -> PeftNa
             plain.append(name)
         else:
             parts.append(part)
-    chosen, others = _choose(parts, adapter)
+    chosen, others = _choose(parts)
     parts = [part for part in parts if part.adapter in (chosen, None) or part.marker == _ORIGINAL]
     modules = _modules(parts, plain)
     is_whole = any(_BASE in split(name) or _ORIGINAL in split(name) for name in plain)
@@ -182,20 +181,16 @@ def _without_prefix(segments: Segments) -> Segments:
     return segments[len(PEFT) :] if segments[: len(PEFT)] == PEFT else segments
 
 
-def _choose(parts: list[_Part], adapter: str | None) -> tuple[str | None, tuple[str, ...]]:
+def _choose(parts: list[_Part]) -> tuple[str | None, tuple[str, ...]]:
+    """Return the adapter to take, `default` or the only one, and the others; None if there is none."""
     counts = Counter(part.adapter for part in parts if part.adapter is not None)
-    if adapter is not None and adapter not in counts:
+    if len(counts) > 1 and "default" not in counts:
         raise UsageError(
-            f"there is no adapter {escape(adapter)!r}", problems=[escape(name) for name in counts]
+            f"there are {len(counts)} adapters, and none is called default",
+            problems=[f"{escape(name)}: {count} tensors" for name, count in counts.items()],
         )
-    if adapter is None and counts:
-        if len(counts) > 1 and "default" not in counts:
-            raise UsageError(
-                f"there are {len(counts)} adapters, and none is called default",
-                problems=[f"{escape(name)}: {count} tensors" for name, count in counts.items()],
-            )
-        adapter = "default" if "default" in counts else next(iter(counts))
-    return adapter, tuple(name for name in counts if name != adapter)
+    chosen = "default" if "default" in counts else next(iter(counts), None)
+    return chosen, tuple(name for name in counts if name != chosen)
 
 
 def _methods(parts: list[_Part]) -> tuple[str, ...]:

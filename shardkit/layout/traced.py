@@ -180,7 +180,6 @@ def ask_names(
     directory: str,
     names: Mapping[str, Shape],
     *,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
     on_start: Callable[[], None] = lambda: None,
 ) -> ModelNames:
     """Ask the class of a model, as the installed transformers has it, about the names in its files.
@@ -188,7 +187,6 @@ def ask_names(
     Args:
         directory: holds config.json. Code in it does not run.
         names: shapes of the tensors in the files, by name.
-        timeout_s: seconds for the child.
         on_start: called where no kept answer serves, before seconds of a child.
 
     Raises:
@@ -197,7 +195,7 @@ def ask_names(
         ResourceError: the child was killed or took too long.
     """
     request = _request(directory, names, False) | {"axes": None}
-    return _ask(request, timeout_s, _read_names, on_start)
+    return _ask(request, DEFAULT_TIMEOUT_S, _read_names, on_start)
 
 
 def _read_names(answer: Mapping[str, Any]) -> ModelNames:
@@ -242,7 +240,6 @@ def ask_hub_form(
     directory: str,
     names: Mapping[str, Shape],
     *,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
     on_start: Callable[[], None] = lambda: None,
 ) -> HubForm:
     """Ask the class of a model, as the installed transformers has it, for the Hub's form of its tensors.
@@ -250,7 +247,6 @@ def ask_hub_form(
     Args:
         directory: holds config.json. Code in it does not run.
         names: shapes of the tensors by name in memory.
-        timeout_s: seconds for the child.
         on_start: called where no kept answer serves, before seconds of a child.
 
     Raises:
@@ -258,7 +254,7 @@ def ask_hub_form(
         ResourceError: the child was killed or took too long.
     """
     request = _request(directory, names, False) | {"asks": "hub form"}
-    return _ask(request, timeout_s, _read_hub_form, on_start)
+    return _ask(request, DEFAULT_TIMEOUT_S, _read_hub_form, on_start)
 
 
 def _read_hub_form(said: Mapping[str, Any]) -> HubForm:

@@ -45,13 +45,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MAX_SHOWN = 200
 
 
-def find_units(model: nn.Module, policy: WrapPolicy, wording: Wording = OPTION) -> list[str]:
+def find_units(model: nn.Module, policy: WrapPolicy) -> list[str]:
     """Return the paths of the modules that get a `fully_shard` call of their own, the root aside.
 
     Args:
         model: not wrapped yet.
         policy: of any kind but "function".
-        wording: how the policy was given.
 
     Returns:
         Paths in module order. Children come after the modules that they lie in.
@@ -61,10 +60,10 @@ def find_units(model: nn.Module, policy: WrapPolicy, wording: Wording = OPTION) 
         LayoutError: names of one parameter would lie in different units.
     """
     if policy.kind == "auto":
-        return without_ties(model, match_auto(model, wording))
+        return without_ties(model, match_auto(model, OPTION))
     if policy.kind == "names":
-        matched = match_names(model, policy.names, wording)
-        check_ties(model, matched, wording)
+        matched = match_names(model, policy.names)
+        check_ties(model, matched, OPTION)
         return matched
     return []
 

@@ -29,8 +29,7 @@ class OsftLinear(nn.Module):
     Args:
         target: shapes.
         bias: of the layer that it replaces, kept as it is; None if there is none.
-        device: of the factors.
-        dtype: of the factors.
+        device: of the factors, which are in float32.
     """
 
     osft_U_high: nn.Parameter
@@ -45,7 +44,6 @@ class OsftLinear(nn.Module):
         bias: nn.Parameter | None = None,
         *,
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.path = target.path
@@ -53,7 +51,7 @@ class OsftLinear(nn.Module):
         self.osft_params = OsftParams()
         for name in FACTORS:
             owner, attribute = self._place(name)
-            values = torch.empty(target.shapes[f"{target.path}.{name}"], device=device, dtype=dtype)
+            values = torch.empty(target.shapes[f"{target.path}.{name}"], device=device, dtype=torch.float32)
             owner.register_parameter(attribute, nn.Parameter(values, requires_grad=owner is not self))
         self.register_parameter("bias", bias)
 
@@ -105,15 +103,12 @@ def candidates(model: nn.Module) -> dict[str, Candidate]:
     return found
 
 
-def factor_modules(
-    model: nn.Module, targets: Iterable[Target], *, dtype: torch.dtype = torch.float32
-) -> dict[str, OsftLinear]:
-    """Put an `OsftLinear` in the place of each target's module; the factors are on meta.
+def factor_modules(model: nn.Module, targets: Iterable[Target]) -> dict[str, OsftLinear]:
+    """Put an `OsftLinear` in the place of each target's module; the factors are on meta, in float32.
 
     Args:
         model: not wrapped yet.
         targets: from `choose_targets` for this model.
-        dtype: of the factors.
 
     Returns:
         The new modules by path.
@@ -136,7 +131,7 @@ def factor_modules(
         ):
             problems.append(f"{escape(target.path)}: is {escape(repr(old))}")
             continue
-        new = OsftLinear(target, old.bias, device="meta", dtype=dtype)
+        new = OsftLinear(target, old.bias, device="meta")
         new.train(old.training)
         setattr(model.get_submodule(parent), attribute, new)
         found[target.path] = new

@@ -232,15 +232,3 @@ def _distance(high: torch.Tensor, low: torch.Tensor) -> float:
         float((high @ sums - vectors[: len(high)]).abs().max()),
         float((low @ sums - vectors[len(high) :]).abs().max()),
     )
-
-
-def fold(factors: dict[str, torch.Tensor], rows: slice = slice(None)) -> torch.Tensor:
-    """Return rows of the weight that factors are, in float64.
-
-    Args:
-        factors: by the names of `plan.FACTORS`.
-        rows: of the weight; all by default.
-    """
-    u_high, s_high, v_high, u_low, s_low, v_low = (factors[name] for name in FACTORS)
-    whole: torch.Tensor = (u_high[rows].double() * s_high.double()) @ v_high.double()
-    return whole.addmm_(u_low[rows].double() * s_low.double(), v_low.double())

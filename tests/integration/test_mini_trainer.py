@@ -24,8 +24,8 @@ import shardkit
 from shardkit.errors import LayoutError
 from shardkit.osft.modules import candidates, factor_modules, osft_modules
 from shardkit.osft.plan import FACTORS, OsftPlan, auto_targets, choose_targets
-from shardkit.osft.svd import fold
 from tests.operations.consolidate.checkpoints import load
+from tests.osft.factored import fold
 
 pytest.importorskip("rich")
 _found = importlib.util.find_spec("mini_trainer")

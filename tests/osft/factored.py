@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from shardkit.osft.plan import Target
-from shardkit.osft.svd import factorise, fold
+from shardkit.osft.plan import FACTORS, Target
+from shardkit.osft.svd import factorise
 
 Q, K = (f"model.layers.0.self_attn.{name}_proj" for name in "qk")
 
@@ -16,6 +16,18 @@ def target_for(path: str, weight: torch.Tensor, rank: int | None = None) -> Targ
     """Return a target of half of the directions, or of some rank."""
     rows, columns = weight.shape
     return Target(path=path, rows=rows, columns=columns, rank=rank or min(rows, columns) // 2)
+
+
+def fold(factors: Mapping[str, torch.Tensor], rows: slice = slice(None)) -> torch.Tensor:
+    """Return rows of the weight that factors are, in float64.
+
+    Args:
+        factors: by the names of `plan.FACTORS`.
+        rows: of the weight; all by default.
+    """
+    u_high, s_high, v_high, u_low, s_low, v_low = (factors[name] for name in FACTORS)
+    whole: torch.Tensor = (u_high[rows].double() * s_high.double()) @ v_high.double()
+    return whole.addmm_(u_low[rows].double() * s_low.double(), v_low.double())
 
 
 def factored(state: Mapping[str, torch.Tensor], paths: Iterable[str] = (Q, K)) -> dict[str, torch.Tensor]:

@@ -10,7 +10,8 @@ import torch
 from shardkit.errors import SourceError
 from shardkit.osft import svd
 from shardkit.osft.plan import FACTORS, Target
-from shardkit.osft.svd import MAX_ERROR, Factors, factorise, fold
+from shardkit.osft.svd import MAX_ERROR, Factors, factorise
+from tests.osft.factored import fold
 from tests.worlds.processes import return_freed_memory
 
 

@@ -17,7 +17,7 @@ torch/distributed/_shard/sharded_tensor/api.py (`__getstate__`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -160,19 +160,18 @@ def _check_magic(magic: bytes, size: int, where: str) -> None:
     raise SourceError(f"{where}: not a file of torch.save (it is no zip)", hint=_SAVE_AGAIN)
 
 
-def leaves(tree: object, *, into: Callable[[object], bool] = lambda value: True) -> Iterator[Leaf]:
+def leaves(tree: object) -> Iterator[Leaf]:
     """Yield what a tree holds, in its order; empty dicts and lists hold nothing.
 
     Args:
         tree: that of a file, or a part of it.
-        into: whether to go into a dict, list or tuple; otherwise it is a leaf itself.
     """
     todo = [Leaf((), tree)]
     while todo:
         path, value = leaf = todo.pop()
-        if isinstance(value, dict) and into(value):
+        if isinstance(value, dict):
             todo.extend(Leaf((*path, key), value[key]) for key in reversed(value))
-        elif isinstance(value, (list, tuple)) and into(value):
+        elif isinstance(value, (list, tuple)):
             todo.extend(Leaf((*path, index), value[index]) for index in reversed(range(len(value))))
         else:
             yield leaf

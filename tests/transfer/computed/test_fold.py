@@ -16,11 +16,11 @@ from shardkit.core.regions import Region
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.directory import open_model
 from shardkit.osft.plan import Target, stored_targets
-from shardkit.osft.svd import fold
 from shardkit.transfer.bound import read_box
 from shardkit.transfer.computed.fold import fold_catalog, steps
 from shardkit.transfer.sources import SourceFiles
 from tests.operations.consolidate.checkpoints import save
+from tests.osft.factored import fold
 from tests.transfer.computed.test_dequantize import read
 
 MIB = 1 << 20
