@@ -69,9 +69,8 @@ ELSEWHERE = {
 """Files that stand on another floor than the other files of their folder. `ground` is what everybody may use."""
 SHARED_NAMES: frozenset[str] = frozenset(
     """
-    Answer Axis Cut Descriptions Difference Entry Factoring Fit Fold HubForm JobOptions Listing Mesh
-    Part Piece Place Presharded Reading Refusal Repo Result Source SourceFile Staging Step Stored
-    Target Unit Wording Writer _Form _Kind _Open _Place _Publishing _Sides _Source _Wrong
+    Part Piece Place Presharded Reading Refusal Repo Source Staging Step Stored Target Wording
+    Writer _Form _Kind _Open _Place _Publishing _Sides _Source _Wrong
     """.split()
 )
 """Classes that still have the name of another class. The list only shrinks."""

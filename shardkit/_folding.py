@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Fold(Generic[Key]):
+class FoldedNames(Generic[Key]):
     """Names that are written as one pattern.
 
     A pattern stands for exactly the names that went into it: where layers and experts are both folded, every
@@ -36,7 +36,7 @@ class Fold(Generic[Key]):
     """What they have in common."""
 
 
-def fold(items: Iterable[tuple[str, Key]]) -> list[Fold[Key]]:
+def fold(items: Iterable[tuple[str, Key]]) -> list[FoldedNames[Key]]:
     """Write names that differ only in their numbers as one: `layers.{0..35}.mlp.up_proj.weight`.
 
     Only whole parts between dots count as numbers.
@@ -56,7 +56,7 @@ def fold(items: Iterable[tuple[str, Key]]) -> list[Fold[Key]]:
         numbers = tuple(int(part) for part, fixed in zip(parts, shape, strict=True) if fixed is None)
         groups.setdefault((shape, key), []).append(numbers)
     return [
-        Fold(_pattern(shape, box), prod(map(len, box)), key)
+        FoldedNames(_pattern(shape, box), prod(map(len, box)), key)
         for (shape, key), rows in groups.items()
         for box in _boxes(rows)
     ]
@@ -67,7 +67,7 @@ _WORD = re.compile(r"(?<![\w.-])(?:[^\W\d]|[0-9]+\.[^\W\d])[\w.-]*")
 _PLACE = re.compile(r"(?:^|(?<=[._-]))(?:0|[1-9][0-9]{0,8})(?=[._-]|$)")
 
 
-def fold_lines(lines: Iterable[str], *, spreads: bool = False) -> list[Fold[None]]:
+def fold_lines(lines: Iterable[str], *, spreads: bool = False) -> list[FoldedNames[None]]:
     """Write lines that differ only in the numbers of the names in them as one: `not read: rng_state_{0..63}.pth`.
 
     Whole parts of a name between dots, dashes or underscores count as numbers. Other numbers, such as sizes, have to be
@@ -88,7 +88,7 @@ def fold_lines(lines: Iterable[str], *, spreads: bool = False) -> list[Fold[None
     return [each for rows in groups.values() for each in _fold_group(rows)]
 
 
-def _fold_group(rows: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]) -> Iterable[Fold[None]]:
+def _fold_group(rows: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]) -> Iterable[FoldedNames[None]]:
     """Fold lines of one template, each given as its texts and the numbers between them."""
     alike: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for fixed, numbers in rows:
@@ -113,7 +113,7 @@ def _places(line: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return (*fixed, line[at:]), tuple(numbers)
 
 
-def _fold_rows(fixed: Sequence[str], rows: Counter[tuple[int, ...]]) -> Iterable[Fold[None]]:
+def _fold_rows(fixed: Sequence[str], rows: Counter[tuple[int, ...]]) -> Iterable[FoldedNames[None]]:
     columns = list(zip(*rows, strict=True))
     free = list(dict.fromkeys(columns))
     where = [free.index(column) for column in columns]
@@ -121,7 +121,7 @@ def _fold_rows(fixed: Sequence[str], rows: Counter[tuple[int, ...]]) -> Iterable
         texts = [format_numbers(box[index]) for index in where]
         line = "".join(part for pair in zip(fixed, [*texts, ""], strict=True) for part in pair)
         number = sum(rows[tuple(row[index] for index in where)] for row in product(*box))
-        yield Fold(line, number, None)
+        yield FoldedNames(line, number, None)
 
 
 _NUMERAL = r"(?<![\w.-])-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?(?!\w)"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit._folding import Fold, fold, fold_lines, format_numbers, spread, template
+from shardkit._folding import FoldedNames, fold, fold_lines, format_numbers, spread, template
 
 
 def expand(pattern):
@@ -45,8 +45,8 @@ def test_layers_and_experts():
     names = [f"layers.{n}.up" for n in range(2)]
     names += [f"layers.{n}.experts.{e}.up" for n in range(2, 6) for e in range(8)]
     assert fold((name, 0) for name in names) == [
-        Fold("layers.{0,1}.up", 2, 0),
-        Fold("layers.{2..5}.experts.{0..7}.up", 32, 0),
+        FoldedNames("layers.{0,1}.up", 2, 0),
+        FoldedNames("layers.{2..5}.experts.{0..7}.up", 32, 0),
     ]
 
 
@@ -57,7 +57,7 @@ def test_a_layer_that_lacks_an_expert_stands_apart():
 
 def test_other_keys_are_not_folded_together():
     found = fold([("l.0.w", "bf16"), ("l.1.w", "fp32"), ("l.2.w", "bf16")])
-    assert found == [Fold("l.{0,2}.w", 2, "bf16"), Fold("l.1.w", 1, "fp32")]
+    assert found == [FoldedNames("l.{0,2}.w", 2, "bf16"), FoldedNames("l.1.w", 1, "fp32")]
 
 
 @pytest.mark.parametrize(

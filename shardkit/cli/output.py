@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 import click
 
-from shardkit._folding import Fold, fold_lines
+from shardkit._folding import FoldedNames, fold_lines
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import LISTS_WHOLE, MIB, escape, format_size, listed
 from shardkit.core.text import count as count
@@ -199,14 +199,14 @@ def converted(result: WriteResult) -> Iterator[tuple[str, str]]:
         )
 
 
-class Answer(Protocol):
+class Printable(Protocol):
     """What can be printed as a document."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
 
 
-class Result(Answer, Protocol):
+class PrintableResult(Printable, Protocol):
     """The part of a result that commands which move or compare something print."""
 
     @property
@@ -218,8 +218,8 @@ class Result(Answer, Protocol):
         """What a person should check."""
 
 
-A = TypeVar("A", bound=Answer)
-R = TypeVar("R", bound=Result)
+A = TypeVar("A", bound=Printable)
+R = TypeVar("R", bound=PrintableResult)
 
 
 class Output:
@@ -385,10 +385,10 @@ def limited(label: str, items: Sequence[str]) -> list[tuple[str, str]]:
     return [(label, line) for line in shown(items)]
 
 
-def folded(items: Sequence[str], *, spreads: bool = False) -> list[Fold[None]]:
+def folded(items: Sequence[str], *, spreads: bool = False) -> list[FoldedNames[None]]:
     """Return items as `fold_lines` folds them, unless the command that runs prints its lists whole."""
     is_whole = max_lines() == sys.maxsize
-    return [Fold(item, 1, None) for item in items] if is_whole else fold_lines(items, spreads=spreads)
+    return [FoldedNames(item, 1, None) for item in items] if is_whole else fold_lines(items, spreads=spreads)
 
 
 def shown(items: Sequence[str], most: int | None = None, *, spreads: bool = False) -> list[str]:

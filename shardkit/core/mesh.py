@@ -21,7 +21,7 @@ from itertools import product
 from math import prod
 from typing import Literal
 
-from shardkit.core.placements import Part, Placements, cuts, held, stock_region
+from shardkit.core.placements import HeldRegion, Placements, cuts, held, stock_region
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import MeshError
@@ -136,7 +136,7 @@ class Mesh:
             found.append(at)
         return tuple(found)
 
-    def held(self, shape: Shape, placements: Placements, rank: int) -> list[Part]:
+    def held(self, shape: Shape, placements: Placements, rank: int) -> list[HeldRegion]:
         """Return the parts of a tensor that a rank holds: one, or several if a dim is packed; none on other stages.
 
         Args:

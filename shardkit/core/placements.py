@@ -58,7 +58,7 @@ Placements = tuple[Placement, ...]
 """One placement for each mesh axis, in mesh order."""
 
 
-class Cut(NamedTuple):
+class DimSplit(NamedTuple):
     """What one axis does to a dim."""
 
     axis: int
@@ -69,21 +69,21 @@ class Cut(NamedTuple):
     """Blocks of the dim that are cut alike; more than one in a packed dim."""
 
 
-class Part(NamedTuple):
+class HeldRegion(NamedTuple):
     """A region of a tensor, and the corner where it begins in the memory of the rank that holds it."""
 
     region: Region
     corner: Shape
 
 
-def cuts(placements: Sequence[Placement], sizes: Sequence[int]) -> list[Cut]:
+def cuts(placements: Sequence[Placement], sizes: Sequence[int]) -> list[DimSplit]:
     """Return what the axes do, in the order in which they do it; axes that replicate are left out.
 
     Args:
         placements: one for each axis.
         sizes: of the axes.
     """
-    ordered: list[Cut] = []
+    ordered: list[DimSplit] = []
     for axis in reversed(range(len(sizes))):
         dim, factor = placements[axis].shard_dim, placements[axis].split_factor
         if dim is None:
@@ -95,13 +95,13 @@ def cuts(placements: Sequence[Placement], sizes: Sequence[int]) -> list[Cut]:
             if cut.dim == dim:
                 parts, at = parts * cut.num_parts, place + 1
         if parts == factor:
-            ordered.insert(at, Cut(axis, dim, sizes[axis]))
+            ordered.insert(at, DimSplit(axis, dim, sizes[axis]))
         else:
-            ordered.insert(0, Cut(axis, dim, sizes[axis], factor))
+            ordered.insert(0, DimSplit(axis, dim, sizes[axis], factor))
     return ordered
 
 
-def held(shape: Shape, ordered: Sequence[Cut], coord: Sequence[int]) -> list[Part]:
+def held(shape: Shape, ordered: Sequence[DimSplit], coord: Sequence[int]) -> list[HeldRegion]:
     """Return the parts of a tensor that the rank at a position of the mesh holds, in row-major order.
 
     Args:
@@ -122,11 +122,11 @@ def held(shape: Shape, ordered: Sequence[Cut], coord: Sequence[int]) -> list[Par
         by_dim = [[(each[0][0], sum(length for _, length in each))] for each in by_dim]
     if all(len(each) == 1 for each in by_dim):
         offsets, held_sizes = tuple(each[0][0] for each in by_dim), tuple(each[0][1] for each in by_dim)
-        return [Part(Region(offsets, held_sizes), (0,) * len(shape))]
+        return [HeldRegion(Region(offsets, held_sizes), (0,) * len(shape))]
     corners = [list(accumulate((length for _, length in each), initial=0)) for each in by_dim]
     boxes = (zip(each, begins, strict=False) for each, begins in zip(by_dim, corners, strict=True))
     return [
-        Part(
+        HeldRegion(
             Region(tuple(start for (start, _), _ in box), tuple(length for (_, length), _ in box)),
             tuple(begin for _, begin in box),
         )

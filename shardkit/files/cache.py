@@ -52,7 +52,7 @@ class Usage(NamedTuple):
     nbytes: int
 
 
-class _Entry(NamedTuple):
+class _CachedFile(NamedTuple):
     path: str
     nbytes: int
     mtime_ns: int
@@ -133,17 +133,17 @@ class Cache:
                 self._remove(newest[at:])
                 return
 
-    def _entries(self) -> list[_Entry]:
+    def _entries(self) -> list[_CachedFile]:
         found = []
         with contextlib.suppress(OSError):
             for name in storage.listdir(self.directory):
                 path = os.path.join(self.directory, name)
                 status = storage.lstat(path) if _ENTRY.fullmatch(name) else None
                 if status is not None and stat.S_ISREG(status.st_mode):
-                    found.append(_Entry(path, status.st_size, status.st_mtime_ns))
+                    found.append(_CachedFile(path, status.st_size, status.st_mtime_ns))
         return found
 
-    def _remove(self, entries: list[_Entry]) -> Usage:
+    def _remove(self, entries: list[_CachedFile]) -> Usage:
         removed = []
         for entry in entries:
             with contextlib.suppress(OSError):  # another process may have been faster

@@ -109,7 +109,7 @@ class ListedFile(File):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceFile:
+class RecordedSourceFile:
     """A file that weights were read from."""
 
     name: str
@@ -119,18 +119,18 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class RecordedSource:
     """The identity of the weights that were read."""
 
     repo: str | None = None
     """Of the Hub; None for local files."""
     commit: str | None = None
     """Of that repo."""
-    files: tuple[SourceFile, ...]
+    files: tuple[RecordedSourceFile, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
+class RecordedAxis:
     """An axis of the mesh."""
 
     name: str
@@ -140,10 +140,10 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh:
+class RecordedMesh:
     """The device mesh that shards were written for."""
 
-    axes: tuple[Axis, ...]
+    axes: tuple[RecordedAxis, ...]
     """Outermost first."""
     ep: int | None = None
     """Number of ranks that hold distinct experts; None without expert parallelism."""
@@ -154,7 +154,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ViewAxis(Axis):
+class ViewAxis(RecordedAxis):
     """An axis of another mesh over the same ranks."""
 
     steps: tuple[tuple[int, int], ...]
@@ -193,7 +193,7 @@ class Unit:
     """A module that is sharded as one."""
 
     path: str
-    """"" for the root."""
+    """Such as "model.layers.0"; "" for the root."""
     class_name: str | None = field(metadata={"key": "class"})
     """None if no model was at hand."""
 
@@ -313,8 +313,8 @@ class Presharded(_Referable):
 
     kind: ClassVar[str] = "presharded"
     tool: Tool
-    source: Source
-    mesh: Mesh
+    source: RecordedSource
+    mesh: RecordedMesh
     meshes: tuple[MeshView, ...] | None = None
     """Further meshes over the same ranks; None if there are none."""
     layout: LayoutOrigin

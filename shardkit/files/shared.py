@@ -486,7 +486,7 @@ class SharedStaging:
         self.remove()
 
 
-class Found(NamedTuple):
+class RecordStat(NamedTuple):
     """What the place of a record says of it."""
 
     size: int
@@ -524,13 +524,13 @@ class SharedRecords:
                 found[number] = read_small(self._note(number), note_name(number), _MAX_BYTES, follow=False)
         return found
 
-    def found(self, names: Sequence[str]) -> list[Found | None]:
+    def found(self, names: Sequence[str]) -> list[RecordStat | None]:
         """Return what is known of records; None of one that is not there."""
         return [self._found(name) for name in names]
 
-    def _found(self, name: str) -> Found | None:
+    def _found(self, name: str) -> RecordStat | None:
         try:
-            return Found(storage.lstat(os.path.join(self.path, name)).st_size, None)
+            return RecordStat(storage.lstat(os.path.join(self.path, name)).st_size, None)
         except OSError:
             return None
 

@@ -25,7 +25,7 @@ from shardkit.errors import IntegrityError, SourceError
 from shardkit.files import storage, stores
 from shardkit.files.digest import crc32
 from shardkit.files.remote.writers import writer_of
-from shardkit.files.shared import Found, note_name, numbers_in
+from shardkit.files.shared import RecordStat, note_name, numbers_in
 from shardkit.files.uploads import NUM_SENDERS, PART_NBYTES, Session
 
 _HASH_DIGITS = 16
@@ -195,10 +195,10 @@ class StoredRecords:
         found = at_once(self._store.get, map(self._note, numbers))
         return {number: note[0] for number, note in zip(numbers, found, strict=True) if note is not None}
 
-    def found(self, names: Sequence[str]) -> list[Found | None]:
+    def found(self, names: Sequence[str]) -> list[RecordStat | None]:
         """Return what the store says of records; None of one that is not there."""
         there = at_once(self._store.head, [os.path.join(self.path, name) for name in names])
-        return [None if each is None else Found(each.size, each.crc32) for each in there]
+        return [None if each is None else RecordStat(each.size, each.crc32) for each in there]
 
     def paths(self, names: Sequence[str]) -> list[str]:
         """Return where records are read: on this machine those that it has, the others in the store."""

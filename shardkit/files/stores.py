@@ -290,7 +290,7 @@ def names(path: str) -> list[str]:
     return sorted({*listing.objects, *listing.folders})
 
 
-class Entry(NamedTuple):
+class StoreEntry(NamedTuple):
     """What `os.scandir` gives for each name: as much of it as is used."""
 
     name: str
@@ -306,7 +306,7 @@ class Entry(NamedTuple):
         return False
 
 
-def scan(path: str) -> contextlib.AbstractContextManager[Iterator[Entry]]:
+def scan(path: str) -> contextlib.AbstractContextManager[Iterator[StoreEntry]]:
     """Return what lies in a directory, as `os.scandir`.
 
     Raises:
@@ -314,7 +314,9 @@ def scan(path: str) -> contextlib.AbstractContextManager[Iterator[Entry]]:
     """
     there = names(path)
     folders = _listing(path).folders
-    return contextlib.nullcontext(Entry(name, os.path.join(path, name), name in folders) for name in there)
+    return contextlib.nullcontext(
+        StoreEntry(name, os.path.join(path, name), name in folders) for name in there
+    )
 
 
 def walk(path: str, topdown: bool = True) -> Iterator[tuple[str, list[str], list[str]]]:

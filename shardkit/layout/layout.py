@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.mesh import Mesh
-from shardkit.core.placements import REPLICATE, Part, Placement, Placements
+from shardkit.core.placements import REPLICATE, HeldRegion, Placement, Placements
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError
+from shardkit.files.manifest import Unit
 from shardkit.keys.expressions import Expression
 from shardkit.keys.ties import stored_ties
 from shardkit.layout.wrap_policy import (
@@ -33,16 +34,6 @@ from shardkit.osft.plan import Target
 
 class CannotBuildError(LayoutError):
     """No model can be built from the config. This is about the model, not about the policy or the mesh."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """The parameters that one `fully_shard` call manages. The root unit has the path ""."""
-
-    path: str
-    """Module path, e.g. "model.layers.0"."""
-    class_name: str | None
-    """The module's class; None if there was no model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +96,7 @@ class Layout:
         tensor = self.tensors[fqn]
         return self.mesh_of(fqn).owners(tensor.shape, tensor.placements)
 
-    def held(self, fqn: str, rank: int) -> list[Part]:
+    def held(self, fqn: str, rank: int) -> list[HeldRegion]:
         """Return the parts of a tensor that a rank holds: one, or several if a dim is packed."""
         tensor = self.tensors[fqn]
         return self.mesh_of(fqn).held(tensor.shape, tensor.placements, rank)

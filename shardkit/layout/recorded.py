@@ -9,7 +9,7 @@ from shardkit.core.placements import Placement, Placements
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.files import manifest
-from shardkit.layout.layout import Layout, TensorLayout, Unit
+from shardkit.layout.layout import Layout, TensorLayout
 
 _MAX_DIMS = 64  # torch's own limit
 
@@ -28,13 +28,13 @@ def recorded_layout(said: manifest.Presharded) -> Layout:
     return Layout(
         origin="traced" if said.layout.origin == "traced" else "declared",
         mesh=mesh,
-        units=tuple(Unit(path=unit.path, class_name=unit.class_name) for unit in said.units),
+        units=said.units,
         tensors={fqn: _placed(fqn, tensor, mesh, views) for fqn, tensor in said.tensors.items()},
         policy=said.layout.policy,
     )
 
 
-def _mesh(said: manifest.Mesh) -> Mesh:
+def _mesh(said: manifest.RecordedMesh) -> Mesh:
     axes = [f"{axis.name}:{axis.role}={axis.size}" for axis in said.axes]
     stages = [] if said.pp is None else [f"pp={said.pp}"]
     return parse_mesh(",".join([*stages, *axes, *([] if said.ep is None else [f"ep={said.ep}"])]), None)

@@ -37,8 +37,9 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files import storage
+from shardkit.files.manifest import Unit
 from shardkit.keys.expressions import Expression, from_json
-from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, Unit
+from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout
 from shardkit.layout.trace_cache import Slot, slot_for
 from shardkit.layout.wrap_policy import parse_policy, parse_stages
 from shardkit.osft.plan import OsftPlan, Target, as_config

@@ -57,7 +57,7 @@ class DcpOutput:
     """The name of each stored tensor in the plan's catalog."""
     aliases: Mapping[str, tuple[str, ...]]
     """For a stored tensor, the other names that point at its records."""
-    identity: manifest.Source
+    identity: manifest.RecordedSource
     """The weights that were read: repo, commit and files."""
     cast: str
     """As asked for: "keep", "bf16", "fp16" or "fp32"."""
@@ -105,8 +105,8 @@ class DcpOutput:
         return manifest.Presharded(
             tool=manifest.TOOL,
             source=self.identity,
-            mesh=manifest.Mesh(
-                axes=tuple(manifest.Axis(name=a.name, size=a.size, role=a.role) for a in mesh.axes),
+            mesh=manifest.RecordedMesh(
+                axes=tuple(manifest.RecordedAxis(name=a.name, size=a.size, role=a.role) for a in mesh.axes),
                 ep=None if mesh.ep == 1 else mesh.ep,
                 pp=None if mesh.pp == 1 else mesh.pp,
                 world_size=mesh.size,
@@ -115,7 +115,7 @@ class DcpOutput:
             meshes=tuple(map(_view, views)) or None,
             layout=manifest.LayoutOrigin(origin=layout.origin, policy=layout.policy),
             root=self.root or None,
-            units=tuple(manifest.Unit(path=unit.path, class_name=unit.class_name) for unit in layout.units),
+            units=layout.units,
             ties=tuple((name, *others) for name, others in self.aliases.items()),
             key_rules=tuple((rule.old, rule.new) for rule in self.key_rules),
             hub_names=None if self.tells_hub_names else "unknown",
@@ -187,7 +187,7 @@ def _view(mesh: Mesh) -> manifest.MeshView:
     )
 
 
-class Descriptions:
+class DcpDescriptions:
     """Writes what lies beside the shard files. A context manager that waits for its threads.
 
     Args:
@@ -218,7 +218,7 @@ class Descriptions:
         self._pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-describe")
         self._metadata = self._pool.submit(self._write_metadata)
 
-    def __enter__(self) -> Descriptions:
+    def __enter__(self) -> DcpDescriptions:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -355,14 +355,14 @@ WriteBeside = Callable[[str], list[manifest.ListedFile]]
 
 
 class FolderDescriptions:
-    """Describes every folder, and has the files beside them written. A context manager, as `Descriptions` is.
+    """Describes every folder, and has the files beside them written. A context manager, as `DcpDescriptions` is.
 
     Args:
         folders: what is written to each folder; "" is the directory itself.
         write_beside: writes the other files, when the shard files are finished.
         directory: where the output goes.
         sha256: take the sha256 of every file.
-        measured, shards: as for `Descriptions`.
+        measured, shards: as for `DcpDescriptions`.
     """
 
     def __init__(
@@ -378,12 +378,12 @@ class FolderDescriptions:
         assert shards is None or list(folders) == [""], "several folders have no common marker"
         self._write_beside, self._directory, self._sha256 = write_beside, directory, sha256
         self._stack = contextlib.ExitStack()
-        self._of: dict[str, Descriptions] = {}
+        self._of: dict[str, DcpDescriptions] = {}
         for folder, output in folders.items():
             place = os.path.join(directory, folder)
             storage.make_directories(place)
             self._of[folder] = self._stack.enter_context(
-                Descriptions(output, place, sha256=sha256, measured=measured, shards=shards)
+                DcpDescriptions(output, place, sha256=sha256, measured=measured, shards=shards)
             )
 
     def __enter__(self) -> FolderDescriptions:

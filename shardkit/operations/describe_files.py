@@ -29,7 +29,7 @@ class FilesOutput:
     """As shardkit calls it: "dcp-hf", "verl"."""
     dtypes: Mapping[str, DType]
     """What each stored tensor becomes."""
-    identity: manifest.Source
+    identity: manifest.RecordedSource
     """The weights that are read: repo, commit and files."""
     aliases: Mapping[str, Sequence[str]]
     """For a tensor, its other names: they are in the files too, with the same bytes."""

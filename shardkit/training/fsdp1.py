@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardkit._torch import non_persistent_buffers
-from shardkit.core.placements import Part
+from shardkit.core.placements import HeldRegion
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
@@ -193,7 +193,7 @@ class UnitFiller:
                         names=self._groups.get(fqns[0], (fqns[0],)),
                         kind="parameter" if isinstance(tensor, nn.Parameter) else "buffer",
                         persistent=True,
-                        parts=(Part(full_region(tuple(tensor.shape)), (0,) * tensor.ndim),),
+                        parts=(HeldRegion(full_region(tuple(tensor.shape)), (0,) * tensor.ndim),),
                         replicas=Replicas(mesh=None),
                         whole=tensor,
                     )

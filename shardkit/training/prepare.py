@@ -42,15 +42,15 @@ from shardkit.training.model.between import note_prepared
 from shardkit.training.model.buffers import InitBuffers
 from shardkit.training.model.build import MULTIPLE, BuildModel, align_vocab, build_model, find_config
 from shardkit.training.model.factors import (
-    Factoring,
+    ModelFactors,
     dense_names,
     factor_model,
     from_json,
     to_json,
 )
 from shardkit.training.model.fit import (
-    Fit,
     Missing,
+    ModelFit,
     ModelInitializationContext,
     check_fit,
     check_ties,
@@ -102,7 +102,7 @@ class _Plain:
     """Every parameter that a module got while the model was built; None if it was given."""
     retied: tuple[BrokenTie, ...]
     """Parameters that were several in the given model and are now one, as its class says."""
-    factoring: Factoring = field(default_factory=Factoring)
+    factoring: ModelFactors = field(default_factory=ModelFactors)
     """Which of its weights are OSFT factors."""
 
     @property
@@ -131,7 +131,7 @@ class _Source:
     """What a rank found."""
 
     weights: Weights | None = None
-    fit: Fit | None = None
+    fit: ModelFit | None = None
     absent: ShardkitError | None = None
     """Why the source is not here; other ranks may have it."""
     untied: tuple[str, ...] = ()
@@ -416,7 +416,7 @@ def _open(plain: _Plain, asked: _Asked) -> _Source:
     if source is None:
         check_untied(broken_ties(plain.model), None)
         every = frozenset(fqn for fqn, tensor in plain.expected.items() if tensor.persistent)
-        return _Source(fit=Fit(initialised=every, notes=("no source: every tensor is initialised",)))
+        return _Source(fit=ModelFit(initialised=every, notes=("no source: every tensor is initialised",)))
     if isinstance(source, RankSource) and not source.is_here:
         return _Source(absent=source.elsewhere())
     try:
@@ -459,12 +459,12 @@ def _is_absent(source: str) -> bool:
     return False
 
 
-def _fit_to_json(fit: Fit | None) -> dict[str, Any] | None:
+def _fit_to_json(fit: ModelFit | None) -> dict[str, Any] | None:
     return None if fit is None else {**asdict(fit), "initialised": sorted(fit.initialised)}
 
 
-def _fit_from_json(content: Mapping[str, Any]) -> Fit:
-    return Fit(
+def _fit_from_json(content: Mapping[str, Any]) -> ModelFit:
+    return ModelFit(
         initialised=frozenset(content["initialised"]), grown=content["grown"], notes=tuple(content["notes"])
     )
 
@@ -497,7 +497,7 @@ def _untie(plain: _Plain, fqns: Sequence[str]) -> _Plain:
     return replace(plain, expected=expected, ties=ties)
 
 
-def _refuse_uncomputed(plain: _Plain, buffers: Mapping[str, torch.Tensor], fit: Fit) -> None:
+def _refuse_uncomputed(plain: _Plain, buffers: Mapping[str, torch.Tensor], fit: ModelFit) -> None:
     """Refuse buffers that the model does not compute and the source lacks."""
     lost = [
         escape(fqn)
@@ -519,7 +519,7 @@ def _blueprint(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memoryless)
 
 
-def _warn_not_repeated(blueprint: nn.Module, plain: _Plain, fit: Fit) -> None:
+def _warn_not_repeated(blueprint: nn.Module, plain: _Plain, fit: ModelFit) -> None:
     lost = not_repeated(blueprint, plain.writes, fit.initialised)
     if lost and world()[0] == 0:
         _log.warning(
@@ -529,7 +529,7 @@ def _warn_not_repeated(blueprint: nn.Module, plain: _Plain, fit: Fit) -> None:
         )
 
 
-def _notes(plain: _Plain, found: _Source, fit: Fit, *, is_given: bool) -> Iterator[str]:
+def _notes(plain: _Plain, found: _Source, fit: ModelFit, *, is_given: bool) -> Iterator[str]:
     """Yield what a person should be told.
 
     Args:

@@ -49,7 +49,7 @@ from shardkit.keys.names import clean_name
 from shardkit.layout.naming import transformers_root
 from shardkit.training.checkpointable import checkpointable
 from shardkit.training.diagnostics.diagnose import diagnose
-from shardkit.training.fill.source import HubForm, recall
+from shardkit.training.fill.source import HubNaming, recall
 from shardkit.training.kept import Kept
 from shardkit.training.optimizer import refuse_copies, stepped_by
 from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
@@ -127,7 +127,7 @@ def save(
             writer = Writer(place, aliases, files)
             _write(checkpointable(state), writer, group)
             told = gather_json(recall(model, (*state[MODEL], *aliases)), group, phase=_PHASE)
-            form = next((HubForm(*each) for each in told if each is not None), HubForm(None, {}))
+            form = next((HubNaming(*each) for each in told if each is not None), HubNaming(None, {}))
             with agreed(_PHASE, group):
                 if kept is not None:
                     _describe(model, writer, aliases, form, group, kept.write(place))
@@ -261,7 +261,7 @@ def _describe(
     model: nn.Module,
     writer: Writer,
     aliases: Mapping[str, str],
-    form: HubForm,
+    form: HubNaming,
     group: dist.ProcessGroup | None,
     others: tuple[manifest.File, ...],
 ) -> None:

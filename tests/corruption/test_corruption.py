@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardkit.operations.verify import verify
-from shardkit.operations.verify.bytes import Difference
+from shardkit.operations.verify.bytes import FirstDifference
 from tests.corruption import moving
 from tests.corruption.damage import KINDS, changed_bytes, damaged
 from tests.corruption.outputs import OURS, make
@@ -117,7 +117,7 @@ def test_objects_that_are_spelled_otherwise_are_no_damage(
     made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where most records are not as torch 2.13 writes them, another version did; and tensors may be in objects."""
-    unlike = Difference(0, 1, 2)
+    unlike = FirstDifference(0, 1, 2)
     monkeypatch.setattr("shardkit.operations.verify.dcp.spelling", lambda *_: unlike)
     monkeypatch.setattr("shardkit.operations.verify.bytes.object_spelling", lambda *_: unlike)
     assert verify(made("stock"), full=True).ok

@@ -73,7 +73,7 @@ def _of_check(check: Any) -> dict[str, Any]:
 
 
 def _of_record(kind: Any, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    name = kind.__name__
+    name = kind.__name__.removeprefix("Recorded")  # which tells a class from that of a mesh or source at work
     if name not in records:
         records[name] = {}
         hints = get_type_hints(kind, include_extras=True)

@@ -22,7 +22,7 @@ import shardkit
 from shardkit.errors import IntegrityError, LayoutError
 from shardkit.files import manifest
 from shardkit.training.fill.reading import Weights
-from shardkit.training.fill.source import HubForm, find_weights, key_rules, open_source, recall, remember
+from shardkit.training.fill.source import HubNaming, find_weights, key_rules, open_source, recall, remember
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import describe
@@ -223,12 +223,12 @@ def test_rules_stay_with_a_model(tmp_path: Path) -> None:
     remember(model, _weights((("0.", "net."),)))
     remember(model, _weights(None))  # a source that knows nothing
     remember(model, None)
-    expected = HubForm((("0.", "net."),), {})
+    expected = HubNaming((("0.", "net."),), {})
     assert recall(model) == expected
     assert recall(_Compiled(model)) == expected
     assert recall(nn.Sequential(model)) is None  # a part of another model: its names are others
     assert recall(nn.Sequential(model), ["0.0.weight", "1.weight"]) is None
-    assert recall(nn.Sequential(model), ["0.0.weight", "0.0.bias"]) == HubForm((("0.0.", "net."),), {}, [])
+    assert recall(nn.Sequential(model), ["0.0.weight", "0.0.bias"]) == HubNaming((("0.0.", "net."),), {}, [])
     assert "_shardkit_key_rules" not in model.state_dict()
     save(model, tmp_path / "some")
     done = shardkit.consolidate(tmp_path / "some", tmp_path / "hub")

@@ -26,8 +26,9 @@ from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
+from shardkit.files.manifest import Unit
 from shardkit.formats.dcp.images import DcpImages, Phase
-from shardkit.layout.layout import Layout, TensorLayout, Unit
+from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.plan import TransferPlan, build_plan
 from tests.worlds.threads import threads_left

@@ -55,7 +55,7 @@ class OpenedHubModel:
     """Where the files lie."""
     label: str
     """A short name, for the names of outputs."""
-    identity: manifest.Source
+    identity: manifest.RecordedSource
     """Which weights these are, as plain data; the same wherever they lie."""
     beside: tuple[tuple[str, str], ...] = ()
     """(name, what it is) of other files with weights, which are not read."""

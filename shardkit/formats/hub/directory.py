@@ -138,9 +138,9 @@ def open_weights(
         config=read_config(directory),
         directory=directory,
         label=_label(directory) if not chosen_by_hand or not stem or stem in _PLAIN_STEMS else stem,
-        identity=manifest.Source(
+        identity=manifest.RecordedSource(
             files=tuple(
-                manifest.SourceFile(name=name, size_bytes=content.size, crc32=content.crc32)
+                manifest.RecordedSourceFile(name=name, size_bytes=content.size, crc32=content.crc32)
                 for name, content in contents.items()
             ),
             repo=repo,

@@ -32,8 +32,8 @@ from shardkit.formats.registry import stray_weights
 from shardkit.keys.select import Naming
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as, parse_rules
 from shardkit.operations.consolidate.assets import earlier_assets
-from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
-from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
+from shardkit.operations.consolidate.job import ConsolidateJob, ConsolidateOptions, build_job
+from shardkit.operations.consolidate.run import ClassCheck, HubDescriptions, Recording
 from shardkit.operations.destination import is_file_of, label_of, write_sidecar
 from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.parts.part import Part, share_of
@@ -181,7 +181,7 @@ def consolidate(
         include=tuple(include),
         exclude=tuple(exclude),
     )
-    options = JobOptions(
+    options = ConsolidateOptions(
         naming=naming,
         fill_from_base=tuple(fill_from_base),
         allow_missing=allow_missing,
@@ -314,7 +314,7 @@ class _Publishing:
 
 def _consolidate(
     request: _Request,
-    options: JobOptions,
+    options: ConsolidateOptions,
     recording: Recording,
     publishing: _Publishing,
     writer: Writer,
@@ -354,7 +354,7 @@ def _consolidate(
     written, pushed = list[bytes](), list[tuple[str | None, list[str]]]()
     with ClassCheck(job, is_on=request.ask_class, warn=writer.warn, on_step=on_step) as asked:
         describe = partial(
-            Descriptions,
+            HubDescriptions,
             job,
             manifests,
             moving=writer.options,
@@ -413,7 +413,7 @@ def _shard_limit(max_shard_size: str | int, single_file: bool) -> int | None:
     return limit
 
 
-def _open(taken: Taken, request: _Request, options: JobOptions) -> tuple[Checkpoint, Base | None]:
+def _open(taken: Taken, request: _Request, options: ConsolidateOptions) -> tuple[Checkpoint, Base | None]:
     """Open the checkpoint and its base, both with plain and dense weights where they can be made.
 
     Raises:
@@ -430,7 +430,7 @@ def _open(taken: Taken, request: _Request, options: JobOptions) -> tuple[Checkpo
 def _decide(
     checkpoint: Checkpoint,
     base: Base | None,
-    options: JobOptions,
+    options: ConsolidateOptions,
     writing: Writing,
     *,
     opens_all: bool,

@@ -44,7 +44,7 @@ _FEWER = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class BaseFit:
     """What to tell about how the output fits its base."""
 
     notes: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ def check_fit(
     why_not_rules: Sequence[str] = (),
     rows: Sequence[TokenRows] = (),
     hint: str = "",
-) -> Fit:
+) -> BaseFit:
     """Compare the output with the base. A base that a person gave is binding; one that was found is not.
 
     Args:
@@ -109,7 +109,7 @@ def check_fit(
             _refuse_quantised(base)
     theirs = base_shapes(base)
     if base is None or theirs is None:
-        return Fit()
+        return BaseFit()
     label = escape(base.label)
     found, carried, said = _explain(compare_with_base(shapes, theirs, ties=ties), theirs, asked, label)
     is_here = base.catalog is not None and not is_part
@@ -124,7 +124,9 @@ def check_fit(
     if short and allow_missing:
         said.append(f"not written, they have the rows of the base's vocabulary: {listed(short)}")
         carried = [name for name in carried if name not in short]
-    fit = Fit(notes=tuple(said), is_whole=not (found.missing or found.wrong_shapes), carried=tuple(carried))
+    fit = BaseFit(
+        notes=tuple(said), is_whole=not (found.missing or found.wrong_shapes), carried=tuple(carried)
+    )
     if found.is_equal and not filling.refused and (allow_missing or not short):
         what = "names, and shapes but for the rows of the vocabulary," if rows else "names and shapes"
         return replace(fit, notes=(f"{what} are the same as in {label}", *said))

@@ -79,7 +79,7 @@ from shardkit.operations.consolidate.assets import (
     with_tokenizer,
 )
 from shardkit.operations.consolidate.factors import take_factors
-from shardkit.operations.consolidate.fit import Fit, base_shapes, check_fit
+from shardkit.operations.consolidate.fit import BaseFit, base_shapes, check_fit
 from shardkit.operations.consolidate.globs import Sieve, make_sieve
 from shardkit.operations.consolidate.vocabulary import RowsChange, check_tokenizer, follow_vocabulary
 from shardkit.operations.keys import AUTO, NONE, load_rules
@@ -94,7 +94,7 @@ _NO_TIES = Ties(dropped={}, diverged=(), untied=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobOptions:
+class ConsolidateOptions:
     """What a person asks for."""
 
     naming: Naming
@@ -134,7 +134,7 @@ class ConsolidateJob:
     """A decided consolidation."""
 
     checkpoint: Checkpoint
-    options: JobOptions
+    options: ConsolidateOptions
     selection: Selection
     kind: str
     """"model", "adapter", or "merged": an adapter added to its model."""
@@ -154,7 +154,7 @@ class ConsolidateJob:
     unloadable: tuple[str, ...]
     """Why `from_pretrained` would not load all weights of the output; the first of `warnings`."""
     warnings: tuple[str, ...]
-    fit: Fit
+    fit: BaseFit
     """How names and shapes fit the base's."""
     answer: Answer | None = None
     """What the class says of the output's names, where it was to be asked."""
@@ -239,7 +239,7 @@ class ConsolidateJob:
 def build_job(
     checkpoint: Checkpoint,
     base: Base | None,
-    options: JobOptions,
+    options: ConsolidateOptions,
     *,
     select: Select | None = None,
     on_step: OnStep = silent,
@@ -324,7 +324,7 @@ class _Named:
     chosen: Chosen
     selection: Selection
     ties: Ties
-    fit: Fit
+    fit: BaseFit
     vocabulary: RowsChange
     answer: Answer | None
     """What the class says of the names, where it was to be asked."""
@@ -353,7 +353,11 @@ class _Named:
 
 
 def _name(
-    checkpoint: Checkpoint, base: Base | None, options: JobOptions, select: Select | None, on_step: OnStep
+    checkpoint: Checkpoint,
+    base: Base | None,
+    options: ConsolidateOptions,
+    select: Select | None,
+    on_step: OnStep,
 ) -> _Named:
     """Choose the tensors, name them, and compare them with the base's; errors as for `build_job`."""
     ask = partial(_ask_class, on_step=on_step)
@@ -384,7 +388,7 @@ def _name(
 def _sifted(
     checkpoint: Checkpoint,
     base: Base | None,
-    options: JobOptions,
+    options: ConsolidateOptions,
     select: Select | None,
     ask: Callable[[Base], ModelNames | None],
 ) -> tuple[Sieve, Selection, Chosen]:
@@ -405,7 +409,7 @@ def _has_config(base: Base | None) -> bool:
 
 
 def _tensors(
-    named: _Named, checkpoint: Checkpoint, base: Base | None, options: JobOptions
+    named: _Named, checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions
 ) -> tuple[tuple[OutputTensor, ...], Dtypes]:
     """Choose the dtypes; return what is written, in the order of the output.
 
@@ -430,7 +434,11 @@ def _tensors(
 
 
 def _choose(
-    checkpoint: Checkpoint, base: Base | None, options: JobOptions, sieve: Sieve, select: Select | None
+    checkpoint: Checkpoint,
+    base: Base | None,
+    options: ConsolidateOptions,
+    sieve: Sieve,
+    select: Select | None,
 ) -> tuple[Selection, Chosen]:
     """Choose the tensors and name them; errors as for `build_job`."""
     naming = options.naming
@@ -470,7 +478,7 @@ def _choose(
     return selection, chosen
 
 
-def _padding(checkpoint: Checkpoint, options: JobOptions) -> Padding:
+def _padding(checkpoint: Checkpoint, options: ConsolidateOptions) -> Padding:
     """Return what is known of a padded vocabulary."""
     tokens = options.tokenizer.tokens if options.tokenizer is not None else None
     return replace(checkpoint.padding or Padding(), tokens=tokens)
@@ -626,7 +634,7 @@ def _name_as_saved(
     selection: Selection,
     checkpoint: Checkpoint,
     base: Base | None,
-    options: JobOptions,
+    options: ConsolidateOptions,
     on_step: OnStep,
 ) -> tuple[Chosen, Answer | None, tuple[KeyRule, ...], tuple[tuple[str, ...], ...]]:
     """Where no base's weights and no manifest tell the Hub's names, take those that `save_pretrained` would give.
@@ -706,11 +714,11 @@ def _fit(
     selection: Selection,
     checkpoint: Checkpoint,
     vocabulary: RowsChange,
-    options: JobOptions,
+    options: ConsolidateOptions,
     sieve: Sieve,
     ask: Callable[[Base], ModelNames | None],
     tied: tuple[tuple[str, ...], ...],
-) -> tuple[Chosen, Ties, Fit, tuple[KeyRule, ...]]:
+) -> tuple[Chosen, Ties, BaseFit, tuple[KeyRule, ...]]:
     """Decide on ties, and compare names and shapes with the base's. Where they differ, its class may know why.
 
     Args:
@@ -723,7 +731,7 @@ def _fit(
     if chosen.kind == "adapter":
         if options.fill_from_base:
             raise UsageError("--fill-from-base is about a model, and the checkpoint holds an adapter")
-        return chosen, _NO_TIES, Fit(), ()
+        return chosen, _NO_TIES, BaseFit(), ()
     asked, renamed, base = sieve.asked, tuple[KeyRule, ...](), vocabulary.base
     recorded = RecordedNames() if base_shapes(base) is not None else recorded_names(checkpoint)
     recorded = recorded._replace(ties=(*recorded.ties, *tied))
@@ -771,7 +779,7 @@ def _omitted_notes(omitted: Iterable[str], names: Collection[str]) -> Iterator[s
 
 
 def _fit_class(
-    chosen: Chosen, selection: Selection, base: Base, options: JobOptions, asked: ModelNames
+    chosen: Chosen, selection: Selection, base: Base, options: ConsolidateOptions, asked: ModelNames
 ) -> tuple[Chosen, tuple[KeyRule, ...]]:
     """Return what is written as the base's class has it in its files, and the rules by which it renamed tensors."""
     assert base.tensors is not None
@@ -793,7 +801,7 @@ def _shapes_in(chosen: Chosen) -> dict[str, Shape]:
     return {name: chosen.catalog.tensors[source].shape for source, name in chosen.names.items()}
 
 
-def _may_be_part(shapes: Mapping[str, Shape], base: Base, options: JobOptions) -> bool:
+def _may_be_part(shapes: Mapping[str, Shape], base: Base, options: ConsolidateOptions) -> bool:
     """True if names that a given base lacks may be those of a part of its model, with shorter prefixes."""
     is_open = base.is_given and not (options.naming.changes_names or options.allow_unexpected)
     return is_open and base.tensors is not None and not shapes.keys() <= base.tensors.keys()
@@ -803,7 +811,7 @@ def _live_in_whole(
     chosen: Chosen,
     live: Mapping[str, str],
     theirs: Mapping[str, BaseTensor],
-    options: JobOptions,
+    options: ConsolidateOptions,
     asked: ModelNames,
 ) -> Mapping[str, str]:
     """Return the names in memory that a part's tensors have in the whole model; `live` if it is no part.
@@ -823,7 +831,7 @@ def _live_in_whole(
 
 
 def _wholes(
-    whole: Mapping[str, Shape], names: Mapping[str, str], options: JobOptions
+    whole: Mapping[str, Shape], names: Mapping[str, str], options: ConsolidateOptions
 ) -> list[Mapping[str, Shape]]:
     """Return tensors of a whole model, and those of them that are not to be taken from the base; `names` in its files."""
     globs = options.fill_from_base
@@ -913,7 +921,7 @@ def _carry(chosen: Chosen, base: Base | None, names: Sequence[str]) -> Chosen:
 
 
 def _images(
-    tensors: Sequence[OutputTensor], base: Base | None, options: JobOptions, kind: str
+    tensors: Sequence[OutputTensor], base: Base | None, options: ConsolidateOptions, kind: str
 ) -> SafetensorsImages:
     if kind == "adapter":
         return SafetensorsImages(tensors, max_shard_bytes=None, stem=ADAPTER_STEM)  # PEFT has no index
@@ -948,7 +956,7 @@ def _assets(
     return (assets if tokenizer is None else with_tokenizer(assets, tokenizer)), changed
 
 
-def _check_options(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> None:
+def _check_options(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions) -> None:
     check_choice(options.dtype, base)
     if (options.allow_missing or options.allow_unexpected) and (base is None or base.tensors is None):
         raise UsageError("--allow-missing and --allow-unexpected are about a base: name it with --base")
@@ -1008,7 +1016,9 @@ def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
     ]
 
 
-def _gap_warnings(tensors: Sequence[OutputTensor], base: Base | None, options: JobOptions) -> list[str]:
+def _gap_warnings(
+    tensors: Sequence[OutputTensor], base: Base | None, options: ConsolidateOptions
+) -> list[str]:
     """Return what the output seems to lack, if no weights are there to compare it with and nobody asked for a part."""
     config = base.config if base is not None and base.tensors is None else None
     if options.naming.chooses_part:

@@ -69,7 +69,7 @@ class Recording:
         return check_sidecar(os.fspath(self.manifest_file), overwrite=overwrite, outside=outside)
 
 
-class Descriptions:
+class HubDescriptions:
     """Writes config, tokenizer and the like, then the index. Then it reads everything back.
 
     Args:
@@ -102,7 +102,7 @@ class Descriptions:
         self._on_written = on_written
         self._hashes: dict[str, str] = {}
 
-    def __enter__(self) -> Descriptions:
+    def __enter__(self) -> HubDescriptions:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -288,7 +288,7 @@ def _inspect_hub(path: str, checkpoint: Checkpoint, model: OpenedHubModel, *, un
     )
 
 
-def _hub_files(source: manifest.Source, held: Mapping[str, int]) -> Iterator[InspectedFile]:
+def _hub_files(source: manifest.RecordedSource, held: Mapping[str, int]) -> Iterator[InspectedFile]:
     """Yield the weight files. A legacy file is one file, though each of its tensors has an entry of its own."""
     nbytes = {file.name: 0 for file in source.files}
     for entry, size in held.items():
@@ -405,7 +405,7 @@ def _inspect_presharded(
     )
 
 
-def _source(source: manifest.Source) -> str:
+def _source(source: manifest.RecordedSource) -> str:
     if source.repo is not None:
         return f"{source.repo} at {source.commit}"
     first, *others = [file.name for file in source.files] or ["no files"]

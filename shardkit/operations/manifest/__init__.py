@@ -26,7 +26,7 @@ from shardkit.formats.registry import directory_of, format_of
 from shardkit.operations.destination import check_sidecar, write_sidecar
 from shardkit.operations.resolve import stands_for
 from shardkit.operations.verify.bytes import scan_whole
-from shardkit.operations.verify.manifest import Listing, list_files
+from shardkit.operations.verify.manifest import FolderContent, list_files
 from shardkit.operations.verify.result import Report, in_threads
 from shardkit.operations.verify.structure import Structure, check_structure
 
@@ -173,17 +173,19 @@ def _refuse_damaged(path: str, report: Report) -> None:
     )
 
 
-def _list(structure: Structure, target: str) -> Listing:
+def _list(structure: Structure, target: str) -> FolderContent:
     """Return the files to list, without the manifest itself."""
     directory, follow = structure.directory, _follows(structure)
     if not storage.isdir(directory):
-        return Listing({os.path.basename(directory): storage.stat(directory).st_size}, ())
+        return FolderContent({os.path.basename(directory): storage.stat(directory).st_size}, ())
     listing = list_files(directory, follow=follow)
     own = manifest.NAME if place_of(target) == place_of(os.path.join(directory, manifest.NAME)) else None
-    return Listing({name: size for name, size in listing.files.items() if name != own}, listing.unlisted)
+    return FolderContent(
+        {name: size for name, size in listing.files.items() if name != own}, listing.unlisted
+    )
 
 
-def _files(structure: Structure, listing: Listing) -> dict[str, FileBytes]:
+def _files(structure: Structure, listing: FolderContent) -> dict[str, FileBytes]:
     """Return every listed file, with the checksums that lie in it."""
     home = structure.directory
     home = home if storage.isdir(home) else os.path.dirname(home)
@@ -206,7 +208,7 @@ def _result(
     path: str,
     target: str,
     structure: Structure,
-    listing: Listing,
+    listing: FolderContent,
     report: Report,
     *,
     sha256: bool,

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import storage
-from shardkit.files.shared import Found
+from shardkit.files.shared import RecordStat
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.part import Part, divide, parse_part
 from shardkit.transfer.journal import parse_versions
@@ -94,7 +94,7 @@ class Records(Protocol):
     def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
         """Return the notes of those weights that have one."""
 
-    def found(self, names: Sequence[str]) -> list[Found | None]:
+    def found(self, names: Sequence[str]) -> list[RecordStat | None]:
         """Return what is known of records; None of one that is not there."""
 
     def paths(self, names: Sequence[str]) -> list[str]:

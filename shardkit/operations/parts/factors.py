@@ -27,7 +27,7 @@ from shardkit.core.threads import Progress
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
-from shardkit.files.shared import Found, SharedStaging
+from shardkit.files.shared import RecordStat, SharedStaging
 from shardkit.files.strict_json import parse_object
 from shardkit.operations.parts.agreement import Agreement, Records, Staging, read_parts
 from shardkit.operations.parts.divided import Describer, Divided, PartResult, incomplete
@@ -192,7 +192,7 @@ class SharedFactors:
             return None
         return None if note is None or (self._compares and note.source is None) else note
 
-    def _is_record(self, number: int, note: FactorNote, there: Found) -> bool:
+    def _is_record(self, number: int, note: FactorNote, there: RecordStat) -> bool:
         """True if a record has the size and the CRC-32 of what was computed."""
         is_whole = there.size == self._records.images[number].size
         return is_whole and (there.crc32 is None or there.crc32 == self._crc_of(number, note))

@@ -47,7 +47,7 @@ class Executor(Protocol):
         ...
 
 
-class Result(Protocol):
+class JobResult(Protocol):
     """What a verb answers, as far as it matters here."""
 
     @property
@@ -67,7 +67,7 @@ class Result(Protocol):
         """What a person should check."""
 
 
-_R = TypeVar("_R", bound=Result)
+_R = TypeVar("_R", bound=JobResult)
 
 
 def in_pool(verb: Callable[..., _R], arguments: Mapping[str, Any]) -> _R:

@@ -41,7 +41,7 @@ from shardkit.operations.parts.part import Part
 from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.preshard.factors import OsftResult, OsftRun
 from shardkit.operations.preshard.held import hold_job
-from shardkit.operations.preshard.job import JobOptions, PreshardJob, build_job
+from shardkit.operations.preshard.job import PreshardJob, PreshardOptions, build_job
 from shardkit.operations.preshard.profiles import find_profile, write_companions
 from shardkit.operations.resolve import stands_for
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
@@ -210,7 +210,7 @@ def preshard(
     source, plan = os.fspath(source), as_plan(osft)
     dtype = dtype or ("keep" if plan is None else "fp32")
     parsed = parse_mesh(mesh, world_size)
-    options = JobOptions(
+    options = PreshardOptions(
         wrap=wrap,
         parallel=parse_parallel_rules(parallel_rules),
         stages=stages,

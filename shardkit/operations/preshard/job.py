@@ -68,7 +68,7 @@ _MODULES_SINCE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobOptions:
+class PreshardOptions:
     """What a person asks for."""
 
     wrap: str = "auto"
@@ -158,7 +158,7 @@ def _hex(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def build_job(
-    checkpoint: Checkpoint, mesh: Mesh, options: JobOptions, on_step: OnStep = silent
+    checkpoint: Checkpoint, mesh: Mesh, options: PreshardOptions, on_step: OnStep = silent
 ) -> PreshardJob:
     """Decide how a Hub model is stored for `mesh`.
 
@@ -185,7 +185,7 @@ def build_job(
     return _job_of(checkpoint, layout, options, find_assets(profile, model))
 
 
-def _job_of(checkpoint: Checkpoint, layout: Layout, options: JobOptions, assets: Assets) -> PreshardJob:
+def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, assets: Assets) -> PreshardJob:
     """Return the job of a layout."""
     assert checkpoint.hub is not None
     model, profile = checkpoint.hub, options.profile
@@ -248,7 +248,7 @@ def _old_transformers(layout: Layout) -> Iterator[str]:
         )
 
 
-def _check_keys(options: JobOptions) -> None:
+def _check_keys(options: PreshardOptions) -> None:
     """Refuse names that would be of two kinds.
 
     Raises:
@@ -262,7 +262,7 @@ def _check_keys(options: JobOptions) -> None:
         )
 
 
-def _check_no_factors(model: OpenedHubModel, options: JobOptions) -> None:
+def _check_no_factors(model: OpenedHubModel, options: PreshardOptions) -> None:
     """Refuse a source with factors of OSFT where its names are held against those of a model, or divided again.
 
     Raises:
@@ -282,7 +282,7 @@ def _check_no_factors(model: OpenedHubModel, options: JobOptions) -> None:
 
 
 def _bound(
-    model: OpenedHubModel, layout: Layout, factored: Sequence[FactoredWeight], options: JobOptions
+    model: OpenedHubModel, layout: Layout, factored: Sequence[FactoredWeight], options: PreshardOptions
 ) -> Catalog:
     """Return a catalog that has all sources of a layout: what is made of others, and factors."""
     catalog = model.catalog
@@ -292,7 +292,7 @@ def _bound(
     return add_factors(catalog, factored) if factored else catalog
 
 
-def _choose_layout(model: OpenedHubModel, mesh: Mesh, options: JobOptions, on_step: OnStep) -> Layout:
+def _choose_layout(model: OpenedHubModel, mesh: Mesh, options: PreshardOptions, on_step: OnStep) -> Layout:
     """Return which rank holds which regions, under the model's own names; errors as for `build_job`."""
     laid_on = data_axes(mesh) if options.parallel else mesh
     keys = options.keys
@@ -324,7 +324,7 @@ def _choose_layout(model: OpenedHubModel, mesh: Mesh, options: JobOptions, on_st
     return parallelise(layout, mesh, options.parallel) if options.parallel else layout
 
 
-def _placed(layout: Layout, options: JobOptions) -> Layout:
+def _placed(layout: Layout, options: PreshardOptions) -> Layout:
     """Return a layout under the trainer's names and in regions that it can load.
 
     Raises:
@@ -359,7 +359,7 @@ class _Content:
 def _part(
     model: OpenedHubModel,
     content: _Content,
-    options: JobOptions,
+    options: PreshardOptions,
     dequantized: Dequantized | None,
 ) -> DcpOutput | FilesOutput:
     """Return the files of ranks, in the form that the profile stores tensors in."""
@@ -383,7 +383,7 @@ def _part(
 def _dcp_part(
     model: OpenedHubModel,
     content: _Content,
-    options: JobOptions,
+    options: PreshardOptions,
     dequantized: Dequantized | None,
 ) -> DcpOutput:
     layout, aliases, sources = content.layout, content.aliases, content.sources

@@ -34,6 +34,7 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of
+from shardkit.files.manifest import Unit
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint, DcpFolder, EntryLocation, listing
 from shardkit.formats.contract.optimizer import OptimizerState
@@ -60,7 +61,7 @@ from shardkit.keys.expressions import Expression
 from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.keys.renaming import KeyRule
 from shardkit.keys.tree import Kind, is_optimizers, object_kind, optimizer_names
-from shardkit.layout.layout import Layout, TensorLayout, Unit
+from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.casts import check_cast
 from shardkit.operations.companions import BesideFile, Survey, check_survey, leave_out, survey
 from shardkit.operations.describe_dcp import DcpOutput
@@ -580,9 +581,10 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
         dtypes=dtypes,
         sources=sources,
         aliases=aliases,
-        identity=manifest.Source(
+        identity=manifest.RecordedSource(
             files=tuple(
-                manifest.SourceFile(name=file.name, size_bytes=file.size) for file in part.catalog.files
+                manifest.RecordedSourceFile(name=file.name, size_bytes=file.size)
+                for file in part.catalog.files
             )
         ),
         cast=cast,

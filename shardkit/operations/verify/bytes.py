@@ -172,11 +172,11 @@ def _compare(file: FileBytes, stretch: Stretch, found: int, report: Report) -> N
 
 def _check_archives(file: FileBytes, fd: int, report: Report) -> None:
     """Compare zips with the checksums in them, and the bytes outside these with what torch writes there."""
-    num_alike, unlike = 0, list[tuple[Archive, Difference]]()
+    num_alike, unlike = 0, list[tuple[Archive, FirstDifference]]()
     for archive in file.archives:
         with named_failures(file.name):
             found = _check_archive(file, fd, archive, report)
-        if isinstance(found, Difference):
+        if isinstance(found, FirstDifference):
             unlike.append((archive, found))
         else:
             num_alike += found
@@ -185,7 +185,7 @@ def _check_archives(file: FileBytes, fd: int, report: Report) -> None:
         report_difference("object", file, place, difference, report)
 
 
-def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -> Difference | bool:
+def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -> FirstDifference | bool:
     """Compare every entry of a zip with its CRC-32; return what `object_spelling` does."""
     if not _is_zip(fd, archive):
         if storage.pread(fd, 1, archive.start) == b"\0":  # no writer of objects begins so
@@ -246,7 +246,7 @@ _OBJECT_NAMES = {_PICKLE, ".format_version", ".storage_alignment", "byteorder", 
 _MAX_OBJECT_BYTES = 1 << 20
 
 
-class Difference(NamedTuple):
+class FirstDifference(NamedTuple):
     """The first byte of a record that differs from what torch writes."""
 
     start: int
@@ -255,7 +255,9 @@ class Difference(NamedTuple):
     found: int
 
 
-def report_difference(what: str, file: FileBytes, place: Stretch, found: Difference, report: Report) -> None:
+def report_difference(
+    what: str, file: FileBytes, place: Stretch, found: FirstDifference, report: Report
+) -> None:
     """Report a byte of the record around `what`, "data" or "object"."""
     report.problem(
         f"a byte of the record around the {what}",
@@ -266,7 +268,7 @@ def report_difference(what: str, file: FileBytes, place: Stretch, found: Differe
     )
 
 
-def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> Difference | bool:
+def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> FirstDifference | bool:
     """Compare a record with what torch writes for a contiguous tensor.
 
     Args:
@@ -298,10 +300,12 @@ def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> Differen
     if found == expected:
         return True
     at = next(at for at, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1])
-    return Difference(start + at + (hole if at >= num_before else 0), expected[at], found[at])
+    return FirstDifference(start + at + (hole if at >= num_before else 0), expected[at], found[at])
 
 
-def object_spelling(fd: int, start: int, nbytes: int, entries: Mapping[str, ZipEntry]) -> Difference | bool:
+def object_spelling(
+    fd: int, start: int, nbytes: int, entries: Mapping[str, ZipEntry]
+) -> FirstDifference | bool:
     """Compare the record of an object with what torch writes for the same pickle.
 
     Args:
@@ -328,7 +332,7 @@ def object_spelling(fd: int, start: int, nbytes: int, entries: Mapping[str, ZipE
     if found == expected:
         return True
     at = next(at for at, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1])
-    return Difference(start + at, expected[at], found[at])
+    return FirstDifference(start + at, expected[at], found[at])
 
 
 @lru_cache(maxsize=4096)

@@ -27,7 +27,7 @@ from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner, expect_records
 from shardkit.keys.moments import NamedShape
 from shardkit.keys.tree import optimizer_names
-from shardkit.operations.verify.bytes import Difference, report_difference, spelling
+from shardkit.operations.verify.bytes import FirstDifference, report_difference, spelling
 from shardkit.operations.verify.manifest import Described, check_tensors
 from shardkit.operations.verify.result import Report
 
@@ -124,7 +124,7 @@ class _Folder:
     def __init__(self, folder: str, opened: DcpFolder, described: Described | None, report: Report) -> None:
         self._folder, self._opened, self._described, self._report = folder, opened, described, report
         self._scanner = RecordScanner()
-        self._num_alike, self._unlike = 0, list[tuple[FileBytes, _Place, Difference]]()
+        self._num_alike, self._unlike = 0, list[tuple[FileBytes, _Place, FirstDifference]]()
         self._of_classes: dict[str, list[str]] = {}
         chunks = opened.catalog.chunks
         self._entries = sorted(opened.catalog.tensors.values(), key=lambda entry: entry.first_chunk)
@@ -242,7 +242,7 @@ class _Folder:
     def _spell(self, fd: int, file: FileBytes, place: _Place, record: TensorRecord) -> None:
         if record.is_contiguous and record.data_nbytes == record.nbytes:
             found = spelling(fd, place.start, place.nbytes, record)
-            if isinstance(found, Difference):
+            if isinstance(found, FirstDifference):
                 self._unlike.append((file, place, found))
             else:
                 self._num_alike += found

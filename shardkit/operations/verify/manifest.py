@@ -311,7 +311,7 @@ _LEFT_OUT = (".git", os.path.join(".cache", "huggingface"))
 """Directories in which git and `hf download` keep their own state."""
 
 
-class Listing(NamedTuple):
+class FolderContent(NamedTuple):
     """What a directory holds, at any depth. Names are relative to it."""
 
     files: dict[str, int]
@@ -320,7 +320,7 @@ class Listing(NamedTuple):
     """Links that are not followed, pipes, sockets and devices."""
 
 
-def list_files(directory: str, *, follow: bool) -> Listing:
+def list_files(directory: str, *, follow: bool) -> FolderContent:
     """Return the files below a directory, without the state that git and `hf download` keep there.
 
     Args:
@@ -338,7 +338,7 @@ def list_files(directory: str, *, follow: bool) -> Listing:
             unlisted.append(name)
         else:
             files[name] = size
-    return Listing(dict(sorted(files.items())), tuple(sorted(unlisted)))
+    return FolderContent(dict(sorted(files.items())), tuple(sorted(unlisted)))
 
 
 def _names(directory: str) -> Iterator[str]:

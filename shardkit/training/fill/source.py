@@ -557,7 +557,7 @@ def key_rules(names: Mapping[str, str]) -> KeyRules | None:
     return tuple((rule.old, rule.new) for rule in find_rules(names))
 
 
-class HubForm(NamedTuple):
+class HubNaming(NamedTuple):
     """How a model's tensors are those of the Hub's files, as its source told."""
 
     key_rules: KeyRules | None
@@ -572,10 +572,10 @@ def remember(model: nn.Module, weights: Weights | None) -> None:
     """Keep with a model what its source told about names, for `save`; change nothing if it told nothing."""
     if weights is not None and (weights.key_rules is not None or weights.hub_made):
         derived = {fqn: to_json(made) for fqn, made in weights.hub_made.items()}
-        setattr(model, _ATTRIBUTE, HubForm(weights.key_rules, derived, weights.tied))
+        setattr(model, _ATTRIBUTE, HubNaming(weights.key_rules, derived, weights.tied))
 
 
-def recall(model: nn.Module, names: Collection[str] = ()) -> HubForm | None:
+def recall(model: nn.Module, names: Collection[str] = ()) -> HubNaming | None:
     """Return what was kept with a model, whatever it has been wrapped in since; None if nothing was.
 
     Args:
@@ -584,13 +584,13 @@ def recall(model: nn.Module, names: Collection[str] = ()) -> HubForm | None:
     """
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     for path, module in inner.named_modules():
-        form: HubForm | None = getattr(module, _ATTRIBUTE, None)
+        form: HubNaming | None = getattr(module, _ATTRIBUTE, None)
         if form is not None:
             return form if not clean_name(path) else _below(form, f"{clean_name(path)}.", names)
     return None
 
 
-def _below(form: HubForm, prefix: str, names: Collection[str]) -> HubForm | None:
+def _below(form: HubNaming, prefix: str, names: Collection[str]) -> HubNaming | None:
     """Return what was kept with a model for one that has it below a prefix; None if that is not all of it."""
     if not names or form.key_rules is None:
         return None
@@ -598,7 +598,7 @@ def _below(form: HubForm, prefix: str, names: Collection[str]) -> HubForm | None
         return None
     own = [name.removeprefix(prefix) for name in names]
     hub = apply_key_rules([KeyRule(old, new, 0) for old, new in form.key_rules], own).names
-    return HubForm(
+    return HubNaming(
         key_rules({f"{prefix}{name}": hub.get(name, name) for name in own}),
         {f"{prefix}{fqn}": made for fqn, made in form.derived.items()},
         [f"{prefix}{fqn}" for fqn in form.tied],

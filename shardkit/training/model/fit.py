@@ -17,7 +17,7 @@ from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.quantised import refuse_quantised
 from shardkit.layout.classes import BrokenTie
 from shardkit.training.fill.reading import Weights, converts
-from shardkit.training.model.factors import Factoring
+from shardkit.training.model.factors import ModelFactors
 from shardkit.training.ranks.local import ExpectedTensor
 from shardkit.transfer.checks import CheckedSource
 from shardkit.transfer.sources import same_bytes
@@ -30,7 +30,7 @@ _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class ModelFit:
     """How a model that fits its source is filled."""
 
     initialised: frozenset[str] = frozenset()
@@ -63,7 +63,7 @@ class ModelInitializationContext:
     """FQNs that are initialised and not read: `missing`, new heads, or everything without a source."""
     grown: dict[str, int] = field(default_factory=dict)
     """FQN -> rows in the source, for tensors that `align_vocab` made longer; new rows are initialised."""
-    factoring: Factoring = field(default_factory=Factoring)
+    factoring: ModelFactors = field(default_factory=ModelFactors)
     """Which weights are OSFT factors, and whether they are computed or read."""
     seed: int = 0
     """Of everything that is initialised; the same on every rank."""
@@ -104,7 +104,7 @@ def check_fit(
     initialises: bool = True,
     elsewhere: Collection[str] = (),
     computed: Collection[str] = (),
-) -> Fit:
+) -> ModelFit:
     """Compare names, shapes and dtypes of a model with its source.
 
     Args:
@@ -160,7 +160,7 @@ def check_fit(
         notes.append(f"not in the source, the model computes them: {listed(made)}")
     if unused:
         notes.append(f"in the source, not in the model: {listed(unused)}")
-    return Fit(initialised=frozenset((*initialised, *made)), grown=rows, notes=tuple(notes))
+    return ModelFit(initialised=frozenset((*initialised, *made)), grown=rows, notes=tuple(notes))
 
 
 def check_ties(ties: Iterable[Sequence[str]], weights: Weights) -> None:

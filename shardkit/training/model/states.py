@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.dtypes import BY_NAME
-from shardkit.core.placements import Part
+from shardkit.core.placements import HeldRegion
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, listed
 from shardkit.training.fill.reading import Weights, torch_dtype
@@ -88,7 +88,7 @@ def _shard(fqn: str, memory: torch.Tensor) -> LocalShard:
         names=(fqn,),
         kind=_KIND,
         persistent=True,
-        parts=(Part(full_region(tuple(memory.shape)), (0,) * memory.ndim),),
+        parts=(HeldRegion(full_region(tuple(memory.shape)), (0,) * memory.ndim),),
         replicas=Replicas(mesh=None),
         whole=memory,
     )

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import Fsdp1Unit, FSDPShard, fsdp1_unit, fsdp_shards, non_persistent_buffers
-from shardkit.core.placements import Part, cuts, held
+from shardkit.core.placements import HeldRegion, cuts, held
 from shardkit.core.regions import Region, full_region, intersect, relative_to
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, UsageError
@@ -136,7 +136,7 @@ class LocalShard:
     """"parameter" or "buffer"."""
     persistent: bool
     """It is in the model's state dict."""
-    parts: tuple[Part, ...]
+    parts: tuple[HeldRegion, ...]
     """What this rank holds of the whole: one region, or several of a packed dim, and where each lies in `tensor`."""
     replicas: Replicas
     """Who else holds them."""
@@ -168,7 +168,7 @@ class LocalShard:
         """What this rank holds."""
         return sum(part.region.num_elements for part in self.parts)
 
-    def cut(self, part: Part, box: Region) -> tuple[Region, torch.Tensor] | None:
+    def cut(self, part: HeldRegion, box: Region) -> tuple[Region, torch.Tensor] | None:
         """Return what a part and a box of the whole tensor have in common, and its memory; None for nothing."""
         region = intersect(part.region, box)
         if region is None:
@@ -293,19 +293,19 @@ def refuse_fsdp1(model: nn.Module) -> None:
         )
 
 
-def parts_of(whole: torch.Tensor) -> tuple[list[Part], Replicas]:
+def parts_of(whole: torch.Tensor) -> tuple[list[HeldRegion], Replicas]:
     """Return what this rank holds of a tensor, and who else holds it; compare it with memory.
 
     Raises:
         LayoutError: its placements are not understood, or are not what its memory holds.
     """
     if not isinstance(whole, DTensor):
-        return [Part(full_region(tuple(whole.shape)), (0,) * whole.ndim)], Replicas(mesh=None)
+        return [HeldRegion(full_region(tuple(whole.shape)), (0,) * whole.ndim)], Replicas(mesh=None)
     mesh, shape = whole.device_mesh, tuple(whole.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is not part of the mesh
         nothing = (0,) * len(shape)
-        return [Part(Region(nothing, nothing), nothing)], Replicas(mesh=mesh)
+        return [HeldRegion(Region(nothing, nothing), nothing)], Replicas(mesh=mesh)
     placements = placements_of(whole)
     parts = held(shape, cuts(placements, tuple(mesh.shape)), coordinate)
     sizes = tuple(map(max, zip(*(map(add, p.corner, p.region.sizes) for p in parts), strict=True)))

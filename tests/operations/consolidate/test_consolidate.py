@@ -678,11 +678,11 @@ class TestChecks:
     def test_what_was_written_is_read_back(
         self, damage: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from shardkit.operations.consolidate.run import Descriptions
+        from shardkit.operations.consolidate.run import HubDescriptions
 
-        write = Descriptions._write_synced
+        write = HubDescriptions._write_synced
 
-        def damaging(self: Descriptions, name: str, data: bytes) -> None:
+        def damaging(self: HubDescriptions, name: str, data: bytes) -> None:
             write(self, name, data)
             weights_of = sorted(Path(self._directory).glob("model-*.safetensors"))
             if damage == "index":
@@ -693,7 +693,7 @@ class TestChecks:
             else:
                 weights_of[0].unlink()
 
-        monkeypatch.setattr(Descriptions, "_write_synced", damaging)
+        monkeypatch.setattr(HubDescriptions, "_write_synced", damaging)
         with pytest.raises(IntegrityError, match="what was written"):
             shardkit.consolidate(trained, max_shard_size=4000)
         assert [p.name for p in tmp_path.iterdir()] == ["step-7"]

@@ -191,13 +191,13 @@ def test_resumed_with_the_same_manifest(
         )
 
     write(tmp_path / "whole")
-    module = describe_dcp if job == "preshard" else run
+    described = describe_dcp.DcpDescriptions if job == "preshard" else run.HubDescriptions
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.Descriptions, "finish", interrupted)
+        patch.setattr(described, "finish", interrupted)
         with pytest.raises(Interrupted):
             write(tmp_path / "out")
     assert write(tmp_path / "out").resumed_files > 1

@@ -19,8 +19,8 @@ import json, os, sys
 from shardkit.core.mesh import parse_mesh
 from shardkit.formats.dcp.writer import write_metadata
 from shardkit import formats
-from shardkit.operations.preshard.job import JobOptions, build_job
-job = build_job(formats.open(sys.argv[1]), parse_mesh(None, 1024), JobOptions(digest="none"))
+from shardkit.operations.preshard.job import PreshardOptions, build_job
+job = build_job(formats.open(sys.argv[1]), parse_mesh(None, 1024), PreshardOptions(digest="none"))
 with open(sys.argv[2], "wb") as file:
     write_metadata(file, job.output.catalog, job.aliases)
 with open("/proc/self/status") as status:

@@ -26,7 +26,7 @@ from shardkit.operations.inspect import inspect
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
 from shardkit.operations.verify import verify
-from shardkit.operations.verify.bytes import Difference
+from shardkit.operations.verify.bytes import FirstDifference
 from shardkit.operations.verify.result import VerifyResult
 from tests.formats.dcp.samples import open_catalog
 
@@ -220,7 +220,7 @@ def test_records_without_checksums_are_no_damage(tmp_path: Path) -> None:
 
 def test_old_spelling_is_no_damage(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where most records are not as torch 2.13 writes them, another version did."""
-    unlike = Difference(0, 1, 2)
+    unlike = FirstDifference(0, 1, 2)
     monkeypatch.setattr("shardkit.operations.verify.dcp.spelling", lambda *_: unlike)
     assert verify(made / "stock").ok
 

@@ -14,7 +14,7 @@ from torch import nn
 from shardkit.errors import LayoutError, UsageError
 from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.model.build import build_model
-from shardkit.training.model.fit import Fit, check_fit, check_ties
+from shardkit.training.model.fit import ModelFit, check_fit, check_ties
 from shardkit.training.ranks.local import describe
 from tests.training import models
 
@@ -30,7 +30,7 @@ class Net(nn.Module):
         self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
 
 
-def fitted(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path, **options: Any) -> Fit:
+def fitted(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path, **options: Any) -> ModelFit:
     save_file(dict(state), path / "x.safetensors")
     expected, ties = describe(model)
     weights = find_weights(open_source(str(path / "x.safetensors")), expected, ties, model=model)
@@ -68,7 +68,7 @@ def test_floats_are_converted_and_fp8_is_not(tmp_path: Path) -> None:
         name: value.half() if value.is_floating_point() else value
         for name, value in Net().state_dict().items()
     }
-    assert fitted(build_model(Net), half, tmp_path) == Fit()
+    assert fitted(build_model(Net), half, tmp_path) == ModelFit()
     fp8 = {**Net().state_dict(), "norm.weight": torch.ones(4).to(torch.float8_e4m3fn)}
     assert refusal(build_model(Net), fp8, tmp_path).problems == (
         "dtype: norm.weight: float32 in the model, float8_e4m3fn in the source",
@@ -149,7 +149,7 @@ def test_fused_experts_of_a_trained_checkpoint_fit(tmp_path: Path) -> None:
     """Its names are those of the model itself."""
     reference = models.reference("qwen3-moe")
     models.config_of("qwen3-moe").save_pretrained(tmp_path)
-    assert fitted(build_model(str(tmp_path)), reference.state_dict(), tmp_path) == Fit()
+    assert fitted(build_model(str(tmp_path)), reference.state_dict(), tmp_path) == ModelFit()
 
 
 def test_fused_experts_of_anybodys_model(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_any_name_of_a_tie_will_do(stored: list[str], tmp_path: Path) -> None:
     assert list(expected) == ["embed.weight"]
     weights = find_weights(open_source(str(tmp_path / "x.safetensors")), expected, ties)
     assert sorted(weights.names) == sorted(stored)
-    assert check_fit(expected, ties, weights) == Fit()
+    assert check_fit(expected, ties, weights) == ModelFit()
     check_ties(ties, weights)
 
 
