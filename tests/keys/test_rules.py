@@ -12,7 +12,18 @@ from shardkit.keys.expressions import Stored, pieces
 from shardkit.keys.rule_sets import Padding, bind_in_form, choose_shipped, find_shipped, foreign_type, shipped
 from shardkit.keys.rules import RuleSet, bind_names, parse_rules
 from tests.keys.test_expressions import evaluate
-from tests.keys.trainers import HEADS, KV_HEADS, SETS, by_groups, config, hub, numbered, pairs
+from tests.keys.trainers import (
+    HEADS,
+    KV_HEADS,
+    SETS,
+    by_groups,
+    config,
+    hub,
+    layers_one_by_one,
+    numbered,
+    padded,
+    pairs,
+)
 
 
 def found(name: str) -> RuleSet:
@@ -285,28 +296,6 @@ def test_without_a_config_names_of_two_architectures_are_not_guessed() -> None:
 
 
 MEGATRON = [name for name in SETS if name.startswith("megatron")]
-
-
-def layers_one_by_one(theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return what Megatron-Core saves where layers are not alike, as with a list in moe_layer_freq."""
-    found: dict[str, np.ndarray] = {}
-    for name, value in theirs.items():
-        at, stacked, rest = name.partition("decoder.layers.")
-        found |= (
-            {f"{at}{stacked}{n}.{rest}": part for n, part in enumerate(value)} if stacked else {name: value}
-        )
-    return found
-
-
-def padded(theirs: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
-    """Return tensors whose vocabulary has so many rows, 40 of them real."""
-    ends = ("word_embeddings.weight", "output_layer.weight")
-    return {
-        name: np.concatenate([value[:40], np.zeros((rows - 40, *value.shape[1:]))])
-        if name.endswith(ends)
-        else value
-        for name, value in theirs.items()
-    }
 
 
 @pytest.mark.parametrize("rows", [40, 48, 64, 128, 256, 512, 1024, 8192])

@@ -148,3 +148,70 @@ def by_groups(parts: list[np.ndarray]) -> np.ndarray:
     """Put query, key and value together as Megatron does: for each key head its queries, the key and the value."""
     grouped = [part.reshape(KV_HEADS, -1, *part.shape[1:]) for part in parts]
     return np.concatenate(grouped, 1).reshape(-1, *parts[0].shape[1:])
+
+
+def megatron(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return what Megatron-Core saves of a dense model, or one of experts: layers are stacked; rows are as many as tokens."""
+    layers: dict[str, list[np.ndarray]] = {}
+    for at in ("model.layers.0.", "model.layers.1."):
+        found = {name.removeprefix(at): value for name, value in values.items() if name.startswith(at)}
+
+        def fused(*names: str, found: dict[str, np.ndarray] = found) -> np.ndarray:
+            return np.concatenate([found[name] for name in names])
+
+        made = {
+            "self_attention.linear_proj.weight": found["self_attn.o_proj.weight"],
+            "self_attention.linear_qkv.layer_norm_weight": found["input_layernorm.weight"],
+        }
+        for kind in ("weight", "bias"):
+            if f"self_attn.q_proj.{kind}" in found:
+                parts = [found[f"self_attn.{letter}_proj.{kind}"] for letter in "qkv"]
+                made[f"self_attention.linear_qkv.{kind}"] = by_groups(parts)
+        for letter in "qk" if "self_attn.q_norm.weight" in found else "":
+            made[f"self_attention.{letter}_layernorm.weight"] = found[f"self_attn.{letter}_norm.weight"]
+        norm = found["post_attention_layernorm.weight"]
+        if "mlp.gate.weight" in found:
+            experts = [f"mlp.experts.{number}." for number in range(len(found["mlp.gate.weight"]))]
+            made |= {"pre_mlp_layernorm.weight": norm, "mlp.router.weight": found["mlp.gate.weight"]}
+            made["mlp.experts.experts.linear_fc1.weight"] = np.stack(
+                [fused(f"{each}gate_proj.weight", f"{each}up_proj.weight") for each in experts]
+            )
+            made["mlp.experts.experts.linear_fc2.weight"] = np.stack(
+                [found[f"{each}down_proj.weight"] for each in experts]
+            )
+        else:
+            made |= {
+                "mlp.linear_fc1.layer_norm_weight": norm,
+                "mlp.linear_fc2.weight": found["mlp.down_proj.weight"],
+            }
+            made["mlp.linear_fc1.weight"] = fused("mlp.gate_proj.weight", "mlp.up_proj.weight")
+        for name, value in made.items():
+            layers.setdefault(f"decoder.layers.{name}", []).append(value)
+    return {
+        "embedding.word_embeddings.weight": values["model.embed_tokens.weight"],
+        **{name: np.stack(each) for name, each in layers.items()},
+        "decoder.final_layernorm.weight": values["model.norm.weight"],
+        "output_layer.weight": values["lm_head.weight"],
+    }
+
+
+def layers_one_by_one(theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return what Megatron-Core saves where layers are not alike, as with a list in moe_layer_freq."""
+    found: dict[str, np.ndarray] = {}
+    for name, value in theirs.items():
+        at, stacked, rest = name.partition("decoder.layers.")
+        found |= (
+            {f"{at}{stacked}{n}.{rest}": part for n, part in enumerate(value)} if stacked else {name: value}
+        )
+    return found
+
+
+def padded(theirs: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+    """Return tensors whose vocabulary has so many rows, 40 of them real."""
+    ends = ("word_embeddings.weight", "output_layer.weight")
+    return {
+        name: np.concatenate([value[:40], np.zeros((rows - 40, *value.shape[1:]))])
+        if name.endswith(ends)
+        else value
+        for name, value in theirs.items()
+    }

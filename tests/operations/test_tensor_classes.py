@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import shardkit
-from shardkit.errors import ShardkitError, UsageError
-from shardkit.formats.torchsave.classes import UnreadableClass
+from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.diff import diff
 from shardkit.operations.manifest import write_manifest
@@ -113,7 +112,7 @@ def test_an_unknown_class_is_named_and_nothing_is_called_damaged(copy: Path) -> 
         lambda: consolidate(source, copy / "out"),
         lambda: diff(source, copy / "adamw8bit"),
     ):
-        with pytest.raises(UnreadableClass) as caught:
+        with pytest.raises(SourceError) as caught:
             attempt()
         assert caught.value.problems == (f"model.0.weight: {name}, which is made of _tensor",)
         assert "damaged" not in str(caught.value)
@@ -147,12 +146,12 @@ def test_quantised_state_is_checked_whole(copy: Path) -> None:
 
 def test_quantised_state_is_left_out_by_a_name(made: Path, tmp_path: Path) -> None:
     source = made / "adamw8bit"
-    with pytest.raises(UnreadableClass, match="optimizer's state cannot be divided") as caught:
+    with pytest.raises(SourceError, match="optimizer's state cannot be divided") as caught:
         reshard(source, tmp_path / "out", world_size=4)
     assert all("torchao.optim.subclass_8bit.OptimState8bit" in each for each in caught.value.problems)
     assert [each.partition(":")[0] for each in caught.value.problems] == list(STATE)
     assert "no_optimizer=True" in str(caught.value.hint)
-    with pytest.raises(UnreadableClass, match="OptimState8bit"):
+    with pytest.raises(SourceError, match="OptimState8bit"):
         diff(source, source, all_tensors=True)
     result = reshard(source, tmp_path / "out", world_size=4, no_optimizer=True)
     assert (result.num_tensors, result.num_optimizer_tensors, result.num_objects) == (2, 0, 0)
@@ -199,7 +198,7 @@ def test_save_says_what_cannot_be_read_again_and_the_hint_reads_it(tmp_path: Pat
     name = f"{__name__}.Scaled"
     with pytest.warns(UserWarning, match=rf"1 tensor is saved as an object of {name}.*\(model\.weight\)"):
         shardkit.save(model, tmp_path / "saved")
-    with pytest.raises(UnreadableClass, match=f"model.weight: {name}, which is made of codes") as caught:
+    with pytest.raises(SourceError, match=f"model.weight: {name}, which is made of codes") as caught:
         consolidate(tmp_path / "saved", tmp_path / "hub")
     assert verify(tmp_path / "saved", full=True).ok
     exec("\n".join(line.strip() for line in str(caught.value.hint).splitlines()[1:]))
@@ -221,7 +220,7 @@ def test_a_file_of_an_unknown_class_is_whole_but_not_read(tmp_path: Path) -> Non
         lambda: reshard(file, tmp_path / "out", world_size=2),
         lambda: diff(file, file),
     ):
-        with pytest.raises(UnreadableClass, match=f"up.weight: step.pt: {__name__}.Scaled"):
+        with pytest.raises(SourceError, match=f"up.weight: step.pt: {__name__}.Scaled"):
             attempt()
     flip(file, WEIGHT.numpy().tobytes()[:-1])
     (problem,) = verify(file, full=True).problems
@@ -273,7 +272,7 @@ def test_a_hub_model_that_torchao_quantised_is_whole_and_refused_by_name(
         lambda: preshard(model, tmp_path / "out", world_size=2),
         lambda: diff(model, model),
     ):
-        with pytest.raises(UnreadableClass) as caught:
+        with pytest.raises(SourceError) as caught:
             attempt()
         (problem,) = caught.value.problems
         assert problem.startswith(f"0.weight: pytorch_model.bin: torchao.{BINS[name]}, which is made of ")
@@ -352,7 +351,7 @@ def test_torchs_own_kinds_are_whole_but_not_read(made: Path, tmp_path: Path, kin
     assert found.ok
     (warning,) = found.warnings
     assert "1 tensor is an object of a class" in warning
-    with pytest.raises(UnreadableClass, match=r"up\.weight"):
+    with pytest.raises(SourceError, match=r"up\.weight"):
         consolidate(path, tmp_path / "out")
     flip(model / name, torch.ones(8).numpy().tobytes()[:-1])
     (problem,) = verify(path, full=True).problems
@@ -392,7 +391,7 @@ def test_a_class_that_pickles_itself_is_whole_but_not_read(tmp_path: Path) -> No
     assert any(
         f"{name}, which is made of 2 plain tensors" in each for each in (*found.warnings, *found.notes)
     )
-    with pytest.raises(UnreadableClass, match=f"model.weight: {name}, which is made of 2 plain tensors"):
+    with pytest.raises(SourceError, match=f"model.weight: {name}, which is made of 2 plain tensors"):
         consolidate(source, tmp_path / "out")
     flip(source / "__0_0.distcp", WEIGHT.numpy().tobytes()[:-1])
     (problem,) = verify(source, full=True).problems

@@ -17,7 +17,7 @@ import shardkit
 from shardkit.core.regions import Region
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.formats.hub.directory import open_model
-from shardkit.formats.hub.files import select_weights
+from shardkit.formats.hub.files import absent_parts, select_weights
 
 SIZES = {"U8": 1, "BF16": 2, "F32": 4}
 
@@ -253,6 +253,15 @@ def test_missing_files_are_all_listed(sharded):
     assert "2 of 2 files" in text
     assert A in text
     assert B in text
+
+
+def test_numbered_files_that_are_missing():
+    file = "model-{:05d}-of-00004.safetensors"
+    assert absent_parts([file.format(1), file.format(4)]) == (file.format(2), file.format(3))
+    assert absent_parts([f"model-{at}-of-12.bin" for at in range(1, 12)]) == ("model-12-of-12.bin",)
+    assert absent_parts([f"model-{at:05d}-of-00003.safetensors" for at in range(3)]) == ()
+    assert absent_parts([f"model-{at:05d}-of-000163.safetensors" for at in range(1, 164)]) == ()
+    assert absent_parts(["model.safetensors", "x-7-of-3.bin", "model-00001-of-00001.safetensors"]) == ()
 
 
 def test_damaged_files_are_all_listed(sharded):

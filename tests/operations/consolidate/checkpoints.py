@@ -92,6 +92,18 @@ def hub(
     return directory
 
 
+def tokenizer(directory: Path, tokens: int) -> Path:
+    """Write a tokenizer of so many tokens, the last of them added."""
+    directory.mkdir()
+    vocab = {f"t{number}": number for number in range(tokens - 1)}
+    content = {
+        "model": {"type": "BPE", "vocab": vocab},
+        "added_tokens": [{"id": tokens - 1, "content": "<new>"}],
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    return directory
+
+
 def load(directory: Path | str) -> dict[str, torch.Tensor]:
     """Read a Hub directory with the stock reader, every tensor once."""
     found: dict[str, torch.Tensor] = {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,7 @@ from click.testing import CliRunner
 
 from shardkit.cli import main
 from shardkit.errors import LayoutError, SourceError
-from shardkit.formats.hub.base import open_base
-from shardkit.formats.hub.tokenizer import open_tokenizer
-from shardkit.keys.tokens import find_token_rows
-from shardkit.layout.traced import ModelNames
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
-from shardkit.operations.consolidate.fit import check_fit
 from tests.operations.consolidate.checkpoints import CONFIG as OF_LLAMA
 from tests.operations.consolidate.checkpoints import (
     EMBED,
@@ -28,6 +21,7 @@ from tests.operations.consolidate.checkpoints import (
     hub,
     load,
     save,
+    tokenizer,
     weights,
 )
 
@@ -45,18 +39,6 @@ def resized(
     state = weights(tied=tied)
     more = torch.randn(rows, 16)
     return {name: more[:rows].clone() if name in names else value for name, value in state.items()}
-
-
-def tokenizer(directory: Path, tokens: int) -> Path:
-    """Write a tokenizer of so many tokens, the last of them added."""
-    directory.mkdir()
-    vocab = {f"t{number}": number for number in range(tokens - 1)}
-    content = {
-        "model": {"type": "BPE", "vocab": vocab},
-        "added_tokens": [{"id": tokens - 1, "content": "<new>"}],
-    }
-    (directory / "tokenizer.json").write_text(json.dumps(content))
-    return directory
 
 
 def written(out: str) -> dict[str, Any]:
@@ -184,32 +166,6 @@ def test_another_width_is_another_model(tmp_path: Path) -> None:
     assert "--allow-missing" not in result.stderr
 
 
-def test_what_the_base_alone_has_rows_of_is_not_mixed_in(tmp_path: Path) -> None:
-    """A block for predictions of further tokens, which the class ignores, has an embedding of its own."""
-    spare = "model.layers.2.embed_tokens.weight"
-    stored = {**weights(), spare: torch.randn(OLD, 16)}
-    base = open_base(str(hub(tmp_path / "base", stored, CONFIG)))
-    assert base.tensors is not None
-    theirs = {name: tensor.shape for name, tensor in base.tensors.items()}
-    ours = {name: tuple(value.shape) for name, value in resized(42).items()}
-    rows = find_token_rows(ours, theirs, CONFIG)
-    larger = {
-        name: base.tensors[name]._replace(shape=shape) for each in rows for name, shape in each.shapes.items()
-    }
-    base = replace(base, tensors={**base.tensors, **larger})
-    nothing = frozenset[str]()
-    asked = ModelNames({}, nothing, frozenset({spare}), nothing, nothing, (), {})
-    fit = partial(
-        check_fit, ours, base, (), asked, allow_unexpected=False, is_part=False, rows=rows, checkpoint="ck"
-    )
-    with pytest.raises(LayoutError) as caught:
-        fit(allow_missing=False)
-    assert caught.value.to_json()["hint"] == "--allow-missing leaves them out"
-    made = fit(allow_missing=True)
-    assert made.carried == ()
-    assert spare in "\n".join(made.notes)
-
-
 def test_a_tokenizer_takes_the_place_of_the_bases(tmp_path: Path) -> None:
     """All of its files; it may have fewer tokens than there are rows, and never more."""
     base = hub(
@@ -262,39 +218,3 @@ def test_a_config_without_weights_counts_the_rows_too(is_given: bool, tmp_path: 
         assert written(made.output)["vocab_size"] == count
         told = "\n".join((*made.warnings, *made.notes))
         assert ("the vocabulary has 42 rows" in told) == (rows == 42)
-
-
-@pytest.mark.parametrize(
-    ("files", "tokens"),
-    [
-        ({"tokenizer.json": {"model": {"vocab": {"a": 0, "b": 6}}, "added_tokens": [{"id": 9}]}}, 10),
-        ({"tokenizer.json": {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}}}, 2),  # Unigram
-        ({"vocab.json": {"a": 0, "b": 1}, "added_tokens.json": {"<x>": 4}}, 5),
-        ({"vocab.txt": "a\nb\nc\n", "tokenizer_config.json": {"added_tokens_decoder": {"3": {}}}}, 4),
-        (
-            {"tokenizer.model": b"\n\x03\n\x01a\n\x03\n\x01b\x12\x02\x08\x01"},
-            2,
-        ),  # two pieces, and a trainer's field
-        ({"tekken.json": {}}, None),
-    ],
-)
-def test_a_tokenizers_tokens_are_counted(files: dict[str, Any], tokens: int | None, tmp_path: Path) -> None:
-    for name, content in files.items():
-        data = (
-            content
-            if isinstance(content, bytes)
-            else content.encode()
-            if isinstance(content, str)
-            else json.dumps(content).encode()
-        )
-        (tmp_path / name).write_bytes(data)
-    assert open_tokenizer(str(tmp_path)).tokens == tokens
-
-
-@pytest.mark.parametrize(
-    ("name", "data"), [("tokenizer.json", b"{"), ("tokenizer.model", b"\n"), ("spiece.model", b"\x08\x01")]
-)
-def test_a_damaged_tokenizer_is_refused(name: str, data: bytes, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(SourceError, match=name):
-        open_tokenizer(str(tmp_path))

@@ -14,8 +14,6 @@ from click.testing import CliRunner
 import shardkit
 from shardkit.cli import main
 from shardkit.errors import SourceError
-from shardkit.keys.tree import is_optimizer_of, is_optimizers
-from shardkit.operations.reshard.left_out import around
 
 WEIGHT = torch.arange(24.0).reshape(6, 4)
 STATE = {"state": {"a.weight": {"exp_avg": WEIGHT * 2, "step": torch.tensor(3.0)}}}
@@ -189,16 +187,6 @@ def test_what_stays_behind_is_a_warning(tmp_path: Path, given: str, expected: li
     assert [note for note in result.notes if "not in the output" in note] == told
 
 
-def test_an_optimizer_beside_is_told_from_another_run(tmp_path: Path) -> None:
-    save(tmp_path / "baseline", model={"a.weight": WEIGHT})
-    save(tmp_path / "muon_optimizer", model={"a.weight": WEIGHT}, optimizer=STATE)
-    save_pair(tmp_path, "model_step20", "optim_step20")
-    assert not [*around(str(tmp_path / "baseline"), str(tmp_path)).warnings()]
-    save(tmp_path / "optimizer_0", optimizer=STATE)
-    found = around(str(tmp_path / "baseline"), str(tmp_path))
-    assert [*found.warnings()] == [BESIDE.format("baseline", "optimizer_0")]
-
-
 def test_an_optimizer_that_nobody_wants_is_not_warned_of(tmp_path: Path) -> None:
     save_pair(tmp_path / "step_5", "model", "optimizer")
     for path in ("step_5", "step_5/model"):
@@ -218,17 +206,3 @@ def test_the_other_model_of_verl(tmp_path: Path) -> None:
     assert (
         "1 file of an optimizer beside actor is not in the output: critic/optim_world_size_1" in done.stderr
     )
-
-
-def test_names_of_optimizers() -> None:
-    for name in ("optim", "optimizer_0", "optim_ckpt", "generator-optimizers", "opt_state", "Optim.dcp"):
-        assert is_optimizers(name), name
-    for name in ("model_and_optim", "model_optim_rng", "opt-125m", "model", "optimum", "critic"):
-        assert not is_optimizers(name), name
-    assert is_optimizer_of("optim_step20", "model_step20", is_only=False)
-    assert not is_optimizer_of("optim_step20", "model_step10", is_only=True)
-    assert not is_optimizer_of("muon_optimizer", "baseline", is_only=True), (
-        "two runs, named after what they try"
-    )
-    assert is_optimizer_of("optimizer", "baseline", is_only=True)
-    assert not is_optimizer_of("optimizer", "baseline", is_only=False)

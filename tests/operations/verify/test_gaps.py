@@ -11,12 +11,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from shardkit import formats
 from shardkit.cli import main
 from shardkit.errors import UsageError
-from shardkit.formats.gaps import gaps_of
-from shardkit.formats.hub.files import absent_parts
-from shardkit.keys.check import find_gaps
 from shardkit.operations.inspect import inspect
 from shardkit.operations.preshard import preshard
 from shardkit.operations.verify import verify
@@ -108,7 +104,9 @@ def test_preshard_of_half_a_model_that_asks_no_class_warns(tmp_path: Path) -> No
     for at, options in enumerate(({"layout": "declared"}, {"names": "hub"})):
         made = preshard(half, tmp_path / f"out{at}", world_size=2, **options)
         assert made.layout == "declared"
-        assert made.warnings == tuple(gaps_of(formats.open(str(half))).lines("the source"))
+        assert made.warnings == tuple(
+            line.replace("the model", "the source") for line in inspect(half).warnings
+        )
         assert any("whole layers: model.layers.1, " in line for line in made.warnings)
         assert any(FILE.format(2) in line for line in made.warnings)
         assert preshard(whole, tmp_path / f"whole{at}", world_size=2, **options).warnings == ()
@@ -118,7 +116,7 @@ def test_a_model_with_code_of_its_own_gets_warnings(tmp_path: Path) -> None:
     config = {**CONFIG, "auto_map": {"AutoModelForCausalLM": "own.Own"}}
     half = hub(tmp_path / "half", model(), config, in_files=True)
     assert not verify(half).problems
-    assert any("whole layers" in line for line in verify(half).doubts)
+    assert any("whole layers" in line for line in verify(half).warnings)
     assert first_line(half) == (0, f"{half}: no byte is damaged, but it does not look whole")
 
 
@@ -155,13 +153,13 @@ def test_what_config_and_names_tell_is_a_warning(shapes: Shapes, said: str, tmp_
     part = hub(tmp_path / "part", shapes, CONFIG)
     result = verify(part)
     assert result.ok
-    (line,) = result.doubts
+    (line,) = result.warnings
     assert said in line
-    assert result.warnings == result.doubts == inspect(part).warnings
+    assert result.doubts == result.warnings == inspect(part).warnings
     assert first_line(part) == (0, f"{part}: no byte is damaged, but it does not look whole")
 
 
-def test_a_tower_of_text_that_is_cut_is_seen_beside_a_longer_one_of_images() -> None:
+def test_a_tower_of_text_that_is_cut_is_seen_beside_a_longer_one_of_images(tmp_path: Path) -> None:
     config = {
         "model_type": "qwen3_vl",
         "text_config": {"vocab_size": 24, "num_hidden_layers": 6},
@@ -169,10 +167,9 @@ def test_a_tower_of_text_that_is_cut_is_seen_beside_a_longer_one_of_images() -> 
     }
     shapes = {name.replace("model.", "model.language_model."): shape for name, shape in model().items()}
     shapes |= {f"model.visual.blocks.{at}.norm.weight": (4,) for at in range(8)}
-    assert find_gaps(shapes, config) == []
-    (gap,) = find_gaps(without(shapes, r"layers\.[45]\."), config)
-    assert gap.text == "model.language_model.layers.4 up to 5: the config counts 6 layers"
-    assert gap.kind == "layers"
+    assert verify(hub(tmp_path / "whole", shapes, config)).warnings == ()
+    (line,) = verify(hub(tmp_path / "cut", without(shapes, r"layers\.[45]\."), config)).warnings
+    assert line.endswith("lacks: model.language_model.layers.4 up to 5: the config counts 6 layers")
 
 
 WHOLE = (
@@ -203,8 +200,8 @@ WHOLE = (
 
 @pytest.mark.parametrize("at", range(len(WHOLE)))
 def test_nothing_is_said_of_what_is_whole(at: int, tmp_path: Path) -> None:
-    shapes, config = WHOLE[at]
-    assert find_gaps(shapes, config) == []
+    result = verify(hub(tmp_path / "whole", *WHOLE[at]))
+    assert (result.problems, result.warnings) == ((), ())
 
 
 def test_nothing_is_said_of_a_part_that_a_person_named(tmp_path: Path) -> None:
@@ -212,14 +209,6 @@ def test_nothing_is_said_of_a_part_that_a_person_named(tmp_path: Path) -> None:
     assert verify(half / FILE.format(1)).doubts == ()
     write(half / "adapter_model.safetensors", {"base_model.model.a.lora_A.weight": (2, 4)})
     assert verify(half / "adapter_model.safetensors").doubts == ()
-
-
-def test_numbered_files_that_are_missing() -> None:
-    assert absent_parts([FILE.format(1), FILE.format(4)]) == (FILE.format(2), FILE.format(3))
-    assert absent_parts([f"model-{at}-of-12.bin" for at in range(1, 12)]) == ("model-12-of-12.bin",)
-    assert absent_parts([f"model-{at:05d}-of-00003.safetensors" for at in range(3)]) == ()
-    assert absent_parts([f"model-{at:05d}-of-000163.safetensors" for at in range(1, 164)]) == ()
-    assert absent_parts(["model.safetensors", "x-7-of-3.bin", "model-00001-of-00001.safetensors"]) == ()
 
 
 def test_the_class_is_asked_about_models_alone(tmp_path: Path) -> None:
