@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shardkit.osft.modules import candidates, factor_modules, factors_of, placement_fn
-from shardkit.osft.plan import OsftPlan, Target, choose_targets
+from shardkit.osft.modules import candidates, factor_modules, placement_fn
+from shardkit.osft.plan import FACTORS, OsftPlan, Target, choose_targets
 from shardkit.osft.svd import factorise
 
 
@@ -31,8 +31,8 @@ def factored(model: nn.Module, plan: OsftPlan) -> Any:
         module.osft_params.to_empty(device="cpu")
         found = factorise(weight.detach(), target)
         with torch.no_grad():
-            for name, parameter in factors_of(module).items():
-                parameter.copy_(found.tensors[name])
+            for name in FACTORS:
+                module.get_parameter(name).copy_(found.tensors[name])
             if module.bias is not None:
                 module.bias.copy_(model.get_parameter(f"{target.path}.bias"))
     return new

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 import shardkit
 from shardkit.errors import ResourceError
 from shardkit.keys.names import clean_name
-from shardkit.osft.modules import factors_of, osft_modules
-from shardkit.osft.plan import OsftPlan, factor_of
+from shardkit.osft.modules import osft_modules
+from shardkit.osft.plan import FACTORS, OsftPlan, factor_of
 from shardkit.osft.svd import Factors
 from shardkit.training.fill import factorise
 from shardkit.training.fill.orthogonal import prove_orthogonal
@@ -240,7 +240,8 @@ def as_mini_trainer_makes(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         plain, low = nn.Linear(1, 1, bias=False, device="meta"), nn.Module()
         del plain.weight
         plain.add_module("osft_params", low)
-        for name, value in factors_of(layer).items():
+        for name in FACTORS:
+            value = layer.get_parameter(name)
             owner = low if "low" in name else plain
             owner.register_parameter(name.rpartition(".")[2], nn.Parameter(value.to(dtype), owner is low))
         model.set_submodule(path, plain)

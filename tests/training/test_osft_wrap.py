@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from shardkit.osft.modules import factors_of, osft_modules
-from shardkit.osft.plan import OsftPlan, factor_of
+from shardkit.osft.modules import osft_modules
+from shardkit.osft.plan import FACTORS, OsftPlan, factor_of
 from shardkit.training.wrap import wrap
 from tests.osft.models import factored
 from tests.training.models import inputs, reference
@@ -73,7 +73,8 @@ def test_it_computes_what_the_dense_one_does(case: Case) -> None:
     layers = osft_modules(wrapped)
     assert len(layers) == 14
     for layer in layers.values():
-        for name, parameter in factors_of(layer).items():
+        for name in FACTORS:
+            parameter = layer.get_parameter(name)
             assert parameter.dtype is torch.float32
             assert (parameter.grad is not None) is ("low" in name), name
             assert parameter.grad is None or parameter.grad.dtype is torch.float32
@@ -89,7 +90,7 @@ def test_v_is_cut_along_its_columns_unless_the_caller_says_otherwise() -> None:
     ):
         new = wrap(factored(plain, PLAN), init_device_mesh("cpu", (2,)), shard_placement_fn=ask)
         for path, dim in dims.items():  # 24 columns, and 37
-            factors = factors_of(osft_modules(new)[path])
+            factors = {name: osft_modules(new)[path].get_parameter(name) for name in FACTORS}
             for name, parameter in factors.items():
                 assert isinstance(parameter, DTensor)
                 assert parameter.placements == (

@@ -251,7 +251,7 @@ def test_what_only_the_tensors_tell_is_never_divided(tmp_path: Path) -> None:
         shutil.rmtree(hub, ignore_errors=True)
         make_hub(QWEN3, hub)
         nvfp4(hub, own_code=own_code)
-        for options in ({}, {"layout": "declared"}, {"names": "hub"}, {"dequantize": True}):
+        for options in ({"layout": "declared"}, {"names": "hub"}, {}, {"dequantize": True}):
             with pytest.raises(
                 LayoutError, match=r"^quantised: .*says NVFP4, and 14 tensors of uint8"
             ) as caught:
