@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import shardkit
 from tests.training import models
+from tests.training.wrapping import logged, same, whole
 from tests.worlds.ranks import Ranks, on_all
 
 NUM_LARGE, ROWS = 16, 256
@@ -174,6 +176,30 @@ def test_buffers_that_nobody_wrote_are_warned_of(out: Path) -> None:
     assert "buffers are in no checkpoint, and not what the model's class computes: " in said
     assert "model.rotary_emb.inv_freq" in said
     assert "leave the model on meta" in said
+
+
+@two.test
+def test_computed_buffers_that_another_trainer_made_persistent(out: Path) -> None:
+    """Source: mini_trainer 0.9.0, fsdp2_lazy_init.py; no checkpoint has them, nor has the state dict that rank 0 keeps."""
+    stored = load_file(out / "tied/model.safetensors")
+    computed = dict(AutoModelForCausalLM.from_config(models.config_of("qwen3")).named_buffers())
+    kept = stored if dist.get_rank() == 0 else None
+    for source in (out / "tied", shardkit.from_rank(kept, rank=0)):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(models.config_of("qwen3"))
+        model.tie_weights()
+        for name, value in computed.items():
+            path, _, last = name.rpartition(".")
+            model.get_submodule(path).register_buffer(last, value.clone(), persistent=True)
+        fully_shard(model.model.layers[0])
+        said = logged(partial(shardkit.load_into, fully_shard(model), source))[0]
+        assert any(
+            "not in the source, buffers that the model's class computes: model.rotary_emb.inv_freq" in line
+            for line in said
+        )
+        found = whole(model)
+        assert found.keys() == {*stored, *computed, "lm_head.weight"}
+        same({name: found[name] for name in (*stored, *computed)}, stored | computed, "loaded")
 
 
 def wrapped_apart() -> nn.Module:
