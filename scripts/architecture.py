@@ -69,8 +69,7 @@ ELSEWHERE = {
 """Files that stand on another floor than the other files of their folder. `ground` is what everybody may use."""
 SHARED_NAMES: frozenset[str] = frozenset(
     """
-    Part Piece Place Presharded Reading Refusal Repo Source Staging Step Stored Target Wording
-    Writer _Form _Kind _Open _Place _Publishing _Sides _Source _Wrong
+    Presharded Reading Source Staging Target Wording Writer _Form _Place _Publishing _Sides
     """.split()
 )
 """Classes that still have the name of another class. The list only shrinks."""

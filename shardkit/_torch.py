@@ -417,7 +417,7 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class Stored(torch.Tensor):
+class LocalRegions(torch.Tensor):
     """A rank's memory that holds several regions of a tensor, or another than its DTensor says, for `dcp`.
 
     It is a view of that memory. `dcp.save` asks it what to write, `dcp.load` what to read, and both for the memory of a
@@ -437,7 +437,7 @@ class Stored(torch.Tensor):
         memory: torch.Tensor,
         shape: tuple[int, ...],
         parts: list[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]],
-    ) -> Stored:
+    ) -> LocalRegions:
         """Make one.
 
         Args:
@@ -445,7 +445,7 @@ class Stored(torch.Tensor):
             shape: of the whole tensor.
             parts: offsets in the whole tensor, sizes, and where in `memory`.
         """
-        found = memory.detach().as_subclass(Stored)
+        found = memory.detach().as_subclass(LocalRegions)
         found._whole = torch.Size(shape)
         found._places = {offsets: (sizes, place) for offsets, sizes, place in parts}
         return found

@@ -278,13 +278,13 @@ def test_dcp_saves_and_loads_memory_of_several_regions(tmp_path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from shardkit._torch import Stored
+    from shardkit._torch import LocalRegions
 
     whole = torch.arange(8.0).reshape(4, 2)
     memory = whole[[0, 2, 3, 1]].clone()
     rows = [((0, 0), (1, 2), slice(0, 1)), ((2, 0), (2, 2), slice(1, 3)), ((1, 0), (1, 2), slice(3, 4))]
     parts = [(offsets, sizes, (place, slice(0, 2))) for offsets, sizes, place in rows]
-    stored = Stored.of(memory, (4, 2), parts)
+    stored = LocalRegions.of(memory, (4, 2), parts)
     assert (stored.size(), stored.size(0), stored.data_ptr()) == ((4, 2), 4, memory.data_ptr())
     dcp.save({"w": stored}, checkpoint_id=tmp_path)
     found = {"w": torch.zeros(4, 2)}

@@ -706,7 +706,7 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
         )
     try:
         manifest: Manifest = _decoder(known[kind])(content)
-    except _Wrong as wrong:
+    except _WrongFields as wrong:
         problems = [problem.removeprefix(".") for problem in wrong.problems]
         what = problems[0] if len(problems) == 1 else count(len(problems), "field")
         raise SourceError(
@@ -717,7 +717,7 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
     return manifest
 
 
-class _Wrong(Exception):
+class _WrongFields(Exception):
     """Wrong fields; each problem begins with its place below the value that was decoded."""
 
     def __init__(self, problems: Iterable[str]) -> None:
@@ -726,7 +726,7 @@ class _Wrong(Exception):
 
 _Key = TypeVar("_Key")
 _Decoder = Callable[[Any], Any]
-"""Makes a value of one type from JSON, or raises `_Wrong`."""
+"""Makes a value of one type from JSON, or raises `_WrongFields`."""
 
 
 def _key(item: dataclasses.Field[Any]) -> str:
@@ -821,12 +821,12 @@ def _decode_all(
     for key, decode, value in items:
         try:
             yield key, decode(value)
-        except _Wrong as wrong:
+        except _WrongFields as wrong:
             problems += (place(key) + problem for problem in wrong.problems)
             if len(problems) >= _MAX_PROBLEMS:
                 break
     if problems:
-        raise _Wrong(problems)
+        raise _WrongFields(problems)
 
 
 def _optional(decode_given: _Decoder) -> _Decoder:
@@ -875,10 +875,10 @@ def _at_index(index: int) -> str:
     return f"[{index}]"
 
 
-def _expected(what: str, value: object) -> _Wrong:
+def _expected(what: str, value: object) -> _WrongFields:
     if value is MISSING:
-        return _Wrong([": it is missing"])
-    return _Wrong([f": expected {what}, found {_found(value)}"])
+        return _WrongFields([": it is missing"])
+    return _WrongFields([f": expected {what}, found {_found(value)}"])
 
 
 def _found(value: object) -> str:

@@ -285,7 +285,7 @@ def clone_range(source_fd: int, source_start: int, target_fd: int, target_start:
     fcntl.ioctl(target_fd, _FICLONERANGE, argument)
 
 
-class _Writer(io.RawIOBase):
+class _FileStream(io.RawIOBase):
     """An open file as a stream of bytes; `fd` is -1 once nothing may be written any more."""
 
     def __init__(self, fd: int) -> None:
@@ -306,7 +306,7 @@ def writing(path: str) -> Iterator[tuple[int, BinaryIO]]:
         OSError: the system refuses.
     """
     fd = open_fd(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    writer = _Writer(fd)
+    writer = _FileStream(fd)
     try:
         stream = io.BufferedWriter(writer, _BUFFER_BYTES)
         yield fd, cast(BinaryIO, stream)

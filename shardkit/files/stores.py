@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files.remote import cloud, hub
-from shardkit.files.remote.contract import Listing, Object, Store, attempt, gone, short_body
+from shardkit.files.remote.contract import Listing, ObjectStat, Store, attempt, gone, short_body
 from shardkit.files.remote.ranges import MAX_CONNECTIONS, Ranges
 
 FIRST_NUMBER = 1 << 30
 """Numbers of open objects begin here; the system has no such descriptors."""
 
 
-class _Kind(NamedTuple):
+class _StoreKind(NamedTuple):
     """A kind of stores."""
 
     make: Callable[[str], Store]
@@ -44,8 +44,8 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    **{scheme: _Kind(cloud.Bucket, 1) for scheme in cloud.SCHEMES},
-    hub.SCHEME: _Kind(hub.Repo, 2, hub.pinned, hub.names_repo),
+    **{scheme: _StoreKind(cloud.Bucket, 1) for scheme in cloud.SCHEMES},
+    hub.SCHEME: _StoreKind(hub.HubStore, 2, hub.pinned, hub.names_repo),
 }
 SCHEMES = tuple(_KINDS)
 
@@ -87,20 +87,20 @@ def connections(path: str) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class _OpenObject:
     """An open object."""
 
     path: str
-    said: Object
+    said: ObjectStat
     ranges: Ranges
 
 
 _lock = threading.Lock()
 _stores: dict[str, Store] = {}
 _listings: dict[str, Listing] = {}
-_single: dict[str, Object | None] = {}
+_single: dict[str, ObjectStat | None] = {}
 _pins: dict[str, str] = {}
-_open: dict[int, _Open] = {}
+_open: dict[int, _OpenObject] = {}
 _numbers = itertools.count(FIRST_NUMBER)
 
 
@@ -143,7 +143,7 @@ def learn(said: Mapping[str, Any]) -> None:
     with _lock:
         _pins.update(said["pins"])
         for path, found in said["directories"].items():
-            objects = {name: Object(*each) for name, each in found["objects"].items()}
+            objects = {name: ObjectStat(*each) for name, each in found["objects"].items()}
             _listings[path] = Listing(objects, set(found["folders"]))
 
 
@@ -151,9 +151,9 @@ def learn_object(path: str, size: int, etag: str) -> None:
     """Take note of an object that this process has made: its directory may have been listed before."""
     above, _, name = plain(path).rpartition("/")
     with _lock:
-        _single[plain(path)] = Object(size, etag, 0)
+        _single[plain(path)] = ObjectStat(size, etag, 0)
         if above in _listings:
-            _listings[above].objects[name] = Object(size, etag, 0)
+            _listings[above].objects[name] = ObjectStat(size, etag, 0)
 
 
 def list_anew(path: str) -> None:
@@ -164,7 +164,7 @@ def list_anew(path: str) -> None:
     _listing(path)
 
 
-def _kind(path: str) -> _Kind:
+def _kind(path: str) -> _StoreKind:
     return _KINDS[path[: path.index("://") + 3]]
 
 
@@ -211,7 +211,7 @@ def _listing(path: str) -> Listing:
     return found
 
 
-def _find(path: str) -> Object | bool | None:
+def _find(path: str) -> ObjectStat | bool | None:
     """Return an object; True for a directory, None for nothing."""
     path = plain(path)
     above, _, name = path.rpartition("/")
@@ -250,7 +250,7 @@ def isdir(path: str) -> bool:
 
 def isfile(path: str) -> bool:
     """True for an object."""
-    return isinstance(_find(path), Object)
+    return isinstance(_find(path), ObjectStat)
 
 
 def status(path: str) -> os.stat_result:
@@ -262,10 +262,10 @@ def status(path: str) -> os.stat_result:
     found = _find(path)
     if found is None:
         raise gone(path)
-    return _status(found if isinstance(found, Object) else None, plain(path))
+    return _status(found if isinstance(found, ObjectStat) else None, plain(path))
 
 
-def _status(said: Object | None, path: str) -> os.stat_result:
+def _status(said: ObjectStat | None, path: str) -> os.stat_result:
     """Return a status whose inode number stands for the path and the version."""
     version = hashlib.sha256(f"{path}\n{said.etag if said else ''}".encode("utf-8", "surrogateescape"))
     inode = int.from_bytes(version.digest()[:7], "little")
@@ -345,17 +345,17 @@ def open_number(path: str, flags: int) -> int:
     found = _find(path)
     if found is None:
         raise gone(path)
-    if not isinstance(found, Object):
+    if not isinstance(found, ObjectStat):
         raise IsADirectoryError(errno.EISDIR, "a directory", path)
     place = plain(path)
-    opened = _Open(place, found, Ranges(found.size, _fetch(place, found)))
+    opened = _OpenObject(place, found, Ranges(found.size, _fetch(place, found)))
     with _lock:
         number = next(_numbers)
         _open[number] = opened
     return number
 
 
-def _fetch(path: str, said: Object) -> Callable[[int, int], memoryview]:
+def _fetch(path: str, said: ObjectStat) -> Callable[[int, int], memoryview]:
     """Return what fetches bytes of one version of an object."""
     store, key = store_of(path)
 
@@ -377,7 +377,7 @@ def _fetch(path: str, said: Object) -> Callable[[int, int], memoryview]:
     return fetch
 
 
-def _opened(number: int) -> _Open:
+def _opened(number: int) -> _OpenObject:
     found = _open.get(number)
     if found is None:
         raise ResourceError(

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from isal.isal_zlib import crc32, crc32_combine
 
 from shardkit.core.text import MIB
-from shardkit.files.remote.contract import Part, Stored
+from shardkit.files.remote.contract import UploadedPart, WrittenObject
 from shardkit.files.remote.writers import writer_of
 
 FIRST_NUMBER = 1 << 40
@@ -67,9 +67,9 @@ class _File:
         self._fd, self._size, self._expected = -1, 0, 0
         self._settled: list[tuple[int, int]] = []
         self._taken = set[int]()
-        self._parts: list[Future[Part]] = []
+        self._parts: list[Future[UploadedPart]] = []
         self._upload: str | None = None
-        self._begun: dict[int, Part] = {}
+        self._begun: dict[int, UploadedPart] = {}
 
     # Memory of the file's size
 
@@ -179,12 +179,12 @@ class _File:
             self._upload = self._store.begin(self.path)
             self.session.on_begin(self.path, Begun(self._upload, self._step))
 
-    def _send_part(self, number: int, data: bytes) -> Part:
+    def _send_part(self, number: int, data: bytes) -> UploadedPart:
         crc = int(crc32(data))
         if self._upload is None:  # all of it is one part
             self.session.before_object()
             stored = self._store.put(self.path, data, crc)
-            return Part(1, len(data), stored.etag, crc)
+            return UploadedPart(1, len(data), stored.etag, crc)
         sent = self._begun.get(number + 1)
         if sent is not None and self._store.is_part(sent, data, crc):
             return sent._replace(crc32=crc)
@@ -196,7 +196,7 @@ class _File:
             if part.done() and (failure := part.exception()) is not None:
                 raise failure
 
-    def finish(self) -> Stored:
+    def finish(self) -> WrittenObject:
         """Send what is left, wait for all of it, and make the object."""
         if self._size == 0:
             self.session.before_object()
@@ -208,7 +208,7 @@ class _File:
             crc = crc32_combine(crc, part.crc32, part.size)
         self.close()
         if self._upload is None:
-            return Stored(self._size, parts[0].etag, crc)
+            return WrittenObject(self._size, parts[0].etag, crc)
         self.session.before_object()
         return self._store.complete(self.path, self._upload, parts, crc)._replace(crc32=crc)
 
@@ -239,8 +239,10 @@ class _Sending:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def submit(self, call: Callable[[int, bytes], Part], number: int, data: bytes) -> Future[Part]:
-        def send() -> Part:
+    def submit(
+        self, call: Callable[[int, bytes], UploadedPart], number: int, data: bytes
+    ) -> Future[UploadedPart]:
+        def send() -> UploadedPart:
             try:
                 return call(number, data)
             finally:
@@ -274,7 +276,7 @@ class Session:
         self.before_object = before_object
         self.senders = ThreadPoolExecutor(NUM_SENDERS, thread_name_prefix="shardkit-upload")
         self.is_free = threading.Semaphore(NUM_SENDERS)
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, WrittenObject] = {}
         """What was made of each file that was finished; by path, with the CRC-32 of what was sent."""
         self._files: dict[str, _File] = {}
         self._lock = threading.Lock()
@@ -307,7 +309,7 @@ class Session:
                 self._files[path] = _File(self, path)
             return self._files[path]
 
-    def finish(self, file: _File) -> Stored:
+    def finish(self, file: _File) -> WrittenObject:
         """Make the object of a file."""
         stored = file.finish()
         with self._lock:
@@ -399,7 +401,7 @@ def settle(number: int, start: int, stop: int) -> None:
     _open[number].settle(start, stop)
 
 
-def finish(number: int) -> tuple[str, Stored]:
+def finish(number: int) -> tuple[str, WrittenObject]:
     """Send what is left of an open file, and make the object; return its path, and what it is. The store compares its CRC-32.
 
     Raises:

@@ -339,7 +339,7 @@ def _groups(source: Shape, target: Shape) -> Iterator[tuple[slice, slice]]:
         yield slice(first, a), slice(second, b)
 
 
-class Piece(NamedTuple):
+class FilledBox(NamedTuple):
     """A box of a target, and what fills it."""
 
     region: Region
@@ -356,14 +356,14 @@ class Piece(NamedTuple):
         return isinstance(self.of, Stored)
 
 
-def pieces(of: Expression) -> Iterator[Piece]:
+def pieces(of: Expression) -> Iterator[FilledBox]:
     """Yield the boxes that an expression is put together from; they tile it."""
     match of:
         case Stored():
-            yield Piece(full_region(of.shape), of, full_region(of.shape))
+            yield FilledBox(full_region(of.shape), of, full_region(of.shape))
             return
         case Cut(Stored() as stored, region):
-            yield Piece(full_region(of.shape), stored, region)
+            yield FilledBox(full_region(of.shape), stored, region)
             return
         case Concat():
             for part, place in of.placed():
@@ -380,7 +380,7 @@ def pieces(of: Expression) -> Iterator[Piece]:
                 for piece, (box, _) in zip(below, boxes, strict=True):
                     yield piece._replace(region=box)
                 return
-    yield Piece(full_region(of.shape), of, full_region(of.shape))
+    yield FilledBox(full_region(of.shape), of, full_region(of.shape))
 
 
 def leaves(of: Expression) -> Iterator[Stored]:

@@ -179,7 +179,7 @@ def parse_rules(data: bytes, name: str) -> RuleSet:
     for number, table in enumerate(tables, 1):
         try:
             rules.append(_rule(table, number, is_optional=content.get("optional") is True))
-        except _Wrong as wrong:
+        except _BadRule as wrong:
             problems += [f"rule {number}: {problem}" for problem in wrong.problems]
     if content.get("others", "keep") != "keep":
         problems.append(
@@ -216,7 +216,7 @@ def _load(data: bytes, name: str) -> dict[str, Any]:
         raise UsageError(f"{escape(name)} is not TOML: {escape(str(error))}") from None
 
 
-class _Wrong(Exception):
+class _BadRule(Exception):
     """What is wrong with a rule."""
 
     def __init__(self, *problems: str) -> None:
@@ -225,7 +225,7 @@ class _Wrong(Exception):
 
 def _rule(table: Any, number: int, *, is_optional: bool) -> Rule:
     if not isinstance(table, dict):
-        raise _Wrong("not a table")
+        raise _BadRule("not a table")
     problems = [
         f"{escape(key)}: no such key{suggestion(key, _RULE_KEYS)}" for key in table if key not in _RULE_KEYS
     ]
@@ -258,7 +258,7 @@ def _rule(table: Any, number: int, *, is_optional: bool) -> Rule:
         if (only := step.options.get("only")) is not None and not _are_places(only, len(many))
     ]
     if problems:
-        raise _Wrong(*problems)
+        raise _BadRule(*problems)
     tie, is_to_hub_only = table.get("tie"), table.get("to_hub_only") is True
     return Rule(
         number=number,

@@ -38,7 +38,7 @@ from shardkit.operations.resolve_order import (
     RULES,
     STEP,
     TRACKERS,
-    Place,
+    Recency,
     family_of,
     has_date,
     is_a_place,
@@ -473,7 +473,7 @@ class _Search:
         directory: str,
         best: ResolvedCheckpoint,
         rule: int,
-        order: list[tuple[Place, str]],
+        order: list[tuple[Recency, str]],
         depth: int,
     ) -> list[tuple[str, str]]:
         """Return (path, reason) of complete checkpoints that are, or may be, newer than one that comes first by rule.
@@ -728,7 +728,7 @@ def _without_exports(directory: str, names: list[str]) -> list[str]:
     return [name for name, row in found.items() if row is None or row.name != "hub"]
 
 
-def _groups(places: Iterable[tuple[Place, str]]) -> Iterator[list[str]]:
+def _groups(places: Iterable[tuple[Recency, str]]) -> Iterator[list[str]]:
     """Yield together the names that are numbered alike, or that trainers give one meaning."""
     groups = dict[tuple[int, str], list[str]]()
     for place, name in places:

@@ -39,7 +39,7 @@ _UNFINISHED = re.compile(
 )
 
 
-class Place(NamedTuple):
+class Recency(NamedTuple):
     """How new a name is among its neighbours: greater is newer."""
 
     rule: int
@@ -60,7 +60,7 @@ RULES = {
     OTHER: "{it} has the highest number",
     BEYOND: "nothing that {tracker} covers is complete",
 }
-"""Why a name was taken, by `Place.rule`. What is taken is `it`; a directory on the way to it has its name."""
+"""Why a name was taken, by `Recency.rule`. What is taken is `it`; a directory on the way to it has its name."""
 
 
 def step_of(name: str) -> int | None:
@@ -109,7 +109,7 @@ def is_a_step(name: str) -> bool:
     return name[-1:].isdigit() and _place(name, None, None).rule in (STEP, EPOCH)
 
 
-def ordered(names: Iterable[str], tracked: str | None) -> list[tuple[Place, str]]:
+def ordered(names: Iterable[str], tracked: str | None) -> list[tuple[Recency, str]]:
     """Return names with their places, newest first.
 
     Args:
@@ -127,26 +127,26 @@ def _is_tracked(name: str, tracked: str) -> bool:
     return name == tracked or (_BARE.fullmatch(tracked) is not None and step_of(name) == int(tracked))
 
 
-def _place(name: str, named: str | None, limit: int | None) -> Place:
+def _place(name: str, named: str | None, limit: int | None) -> Recency:
     """Return the place of a name; `limit` is the step of the one that a tracker names."""
     if name == named:
-        return Place(NAMED, ())
+        return Recency(NAMED, ())
     version = _VERSION.search(name)
     versions = (int(version[1]) if version else 0,)
     requeued = _REQUEUED.fullmatch(name)
     if requeued:
-        return Place(REQUEUED, (int(requeued[1]),))
+        return Recency(REQUEUED, (int(requeued[1]),))
     if _ON_EXCEPTION.fullmatch(name):
-        return Place(ON_EXCEPTION, versions)
+        return Recency(ON_EXCEPTION, versions)
     if _LAST.fullmatch(name):
-        return Place(LAST, versions)
+        return Recency(LAST, versions)
     step, epochs = step_of(name), _EPOCH.findall(name)
     epoch = int(epochs[-1]) if epochs else 0
     if step is not None:
         # A save that the trainer did not get to record may be incomplete in ways that do not show.
-        return Place(BEYOND if limit is not None and step > limit else STEP, (step, epoch, *versions))
+        return Recency(BEYOND if limit is not None and step > limit else STEP, (step, epoch, *versions))
     if epochs:
-        return Place(EPOCH, (epoch, *versions))
+        return Recency(EPOCH, (epoch, *versions))
     if name.lower() in _HOMES:
-        return Place(HOME, (-_HOMES.index(name.lower()),))
-    return Place(OTHER, tuple(map(int, re.findall(r"[0-9]{1,15}", name))))
+        return Recency(HOME, (-_HOMES.index(name.lower()),))
+    return Recency(OTHER, tuple(map(int, re.findall(r"[0-9]{1,15}", name))))

@@ -20,7 +20,7 @@ _ALONE = {"only_a": "only in A", "only_b": "only in B", "shape": "the shapes dif
 _SAID = {"equal": "equal", "close": "within the tolerance", "tied": "tied", "folded": "equal after folding"}
 
 
-class Place(NamedTuple):
+class MapPosition(NamedTuple):
     """Where a tensor stands in the map."""
 
     row: str
@@ -29,14 +29,14 @@ class Place(NamedTuple):
     """-1 outside of layers."""
 
 
-def place_of(name: str) -> Place:
+def place_of(name: str) -> MapPosition:
     """Return the module and the layer of a tensor, as its name tells: the first number between dots is the layer."""
     parts, layer = name.split("."), _OUTSIDE
     for at, part in enumerate(parts):
         if _NUMBER.fullmatch(part):
             parts[at] = "#" if layer == _OUTSIDE else "*"
             layer = int(part) if layer == _OUTSIDE else layer
-    return Place(".".join(parts), layer)
+    return MapPosition(".".join(parts), layer)
 
 
 def amount_of(tensor: TensorDiff) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import Stored
+from shardkit._torch import LocalRegions
 from shardkit.core.placements import stock_region
 from shardkit.core.regions import Region
 from shardkit.layout.placed import placements_of
@@ -59,4 +59,4 @@ def _stored(tensor: DTensor) -> torch.Tensor:
     ]:
         return tensor
     rows = [(*part.region, window(Region(part.corner, part.region.sizes))) for part in parts]
-    return Stored.of(local_tensor(tensor), shape, rows)
+    return LocalRegions.of(local_tensor(tensor), shape, rows)

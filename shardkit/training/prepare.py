@@ -127,7 +127,7 @@ class _Plain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
+class _FoundSource:
     """What a rank found."""
 
     weights: Weights | None = None
@@ -378,9 +378,9 @@ def _build(
     )
 
 
-def _open_together(plain: _Plain, asked: _Asked) -> _Source:
+def _open_together(plain: _Plain, asked: _Asked) -> _FoundSource:
     """Open the source on every rank that has it; these tell the others what is read and initialised."""
-    found, error = _Source(), None
+    found, error = _FoundSource(), None
     try:
         found = _open(plain, asked)
     except BaseException as caught:
@@ -411,21 +411,23 @@ def _open_together(plain: _Plain, asked: _Asked) -> _Source:
     return found
 
 
-def _open(plain: _Plain, asked: _Asked) -> _Source:
+def _open(plain: _Plain, asked: _Asked) -> _FoundSource:
     source = asked.source
     if source is None:
         check_untied(broken_ties(plain.model), None)
         every = frozenset(fqn for fqn, tensor in plain.expected.items() if tensor.persistent)
-        return _Source(fit=ModelFit(initialised=every, notes=("no source: every tensor is initialised",)))
+        return _FoundSource(
+            fit=ModelFit(initialised=every, notes=("no source: every tensor is initialised",))
+        )
     if isinstance(source, RankSource) and not source.is_here:
-        return _Source(absent=source.elsewhere())
+        return _FoundSource(absent=source.elsewhere())
     try:
         opened = asked.open(source, asked.revision, asked.variant)
         wanted = {**plain.read, **extra_states(plain.model)}
         weights = find_weights(opened, wanted, plain.ties, model=plain.model, rules=asked.rules)
     except ShardkitError as error:
         if not isinstance(source, RankSource) and (isinstance(error, ResourceError) or _is_absent(source)):
-            return _Source(absent=error)
+            return _FoundSource(absent=error)
         raise
     check_untied(broken_ties(plain.model), weights)
     fit = check_fit(plain.read, plain.ties, weights, missing=asked.missing, grown=plain.grown)
@@ -435,7 +437,7 @@ def _open(plain: _Plain, asked: _Asked) -> _Source:
         f"{escape(weights.path)} lacks weights that OSFT divides",
         hint="leave them out of osft=, or give a source that has them",
     )
-    return _Source(weights=weights, fit=fit)
+    return _FoundSource(weights=weights, fit=fit)
 
 
 def _is_absent(source: str) -> bool:
@@ -469,7 +471,7 @@ def _fit_from_json(content: Mapping[str, Any]) -> ModelFit:
     )
 
 
-def _untied(plain: _Plain, source: _Source) -> list[str]:
+def _untied(plain: _Plain, source: _FoundSource) -> list[str]:
     """Return the names that `from_pretrained` would untie: the source has two values for one parameter."""
     assert source.weights is not None
     if not source.weights.follows_class or plain.grown:
@@ -529,7 +531,7 @@ def _warn_not_repeated(blueprint: nn.Module, plain: _Plain, fit: ModelFit) -> No
         )
 
 
-def _notes(plain: _Plain, found: _Source, fit: ModelFit, *, is_given: bool) -> Iterator[str]:
+def _notes(plain: _Plain, found: _FoundSource, fit: ModelFit, *, is_given: bool) -> Iterator[str]:
     """Yield what a person should be told.
 
     Args:

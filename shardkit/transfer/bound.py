@@ -34,9 +34,9 @@ from shardkit.keys.expressions import (
     Concat,
     Cut,
     Expression,
+    FilledBox,
     Opaque,
     Permuted,
-    Piece,
     Reshaped,
     Stored,
     Zeros,
@@ -130,7 +130,7 @@ def _add(bound: Catalog, catalog: Catalog, target: str, made: Expression) -> Non
 
 
 def _chunks(
-    bound: Catalog, catalog: Catalog, target: str, piece: Piece, itemsize: int
+    bound: Catalog, catalog: Catalog, target: str, piece: FilledBox, itemsize: int
 ) -> Iterator[tuple[int, int, int, Region]]:
     """Yield the chunks (file, first byte, bytes, region of the target) of a piece."""
     if piece.is_box:
@@ -167,7 +167,7 @@ def computed_file(catalog: Catalog, elements: Computation, stored: str | None, t
 
 
 def _stored_chunks(
-    catalog: Catalog, name: str, piece: Piece, itemsize: int
+    catalog: Catalog, name: str, piece: FilledBox, itemsize: int
 ) -> Iterator[tuple[int, int, int, Region] | None]:
     """Yield the stretches of stored chunks that make up a box; None where they are too short to be worth it."""
     entry, table = catalog.tensors[name], catalog.chunks
@@ -218,7 +218,7 @@ def _without_ones(sizes: Shape) -> Shape:
     return tuple(size for size in sizes if size != 1)
 
 
-def _moved(box: Region, piece: Piece) -> Region:
+def _moved(box: Region, piece: FilledBox) -> Region:
     """Return a box within a piece's part as one within its region; the two differ in dims of size 1 alone."""
     pairs = iter(
         [pair for pair, size in zip(zip(*box, strict=True), piece.part.sizes, strict=True) if size != 1]

@@ -25,9 +25,9 @@ from shardkit.files.remote.cloud import Bucket
 from shardkit.files.remote.contract import (
     FIRST_WAIT_S,
     NUM_TRIES,
-    Part,
-    Stored,
     Underway,
+    UploadedPart,
+    WrittenObject,
     attempt,
 )
 
@@ -122,14 +122,14 @@ def _refusal(answer: Any) -> _Refused:
     return _Refused(answer.status, code if re.fullmatch(r"\w{1,60}", code) else "")
 
 
-def head(path: str) -> Stored | None:
+def head(path: str) -> WrittenObject | None:
     """Return what the store says of an object; None if there is none."""
     bucket, key = _find(path)
     try:
         found = attempt(bucket, path, lambda: bucket.head(key))
     except FileNotFoundError:
         return None
-    return Stored(found.size, found.etag, None)
+    return WrittenObject(found.size, found.etag, None)
 
 
 def get(path: str) -> tuple[bytes, str] | None:
@@ -149,12 +149,12 @@ def get(path: str) -> tuple[bytes, str] | None:
         return None
 
 
-def _put(path: str, data: bytes, **headers: str) -> Stored:
+def _put(path: str, data: bytes, **headers: str) -> WrittenObject:
     said = _send(path, "", data, **{"x-ms-blob-type": "BlockBlob", **headers})
-    return Stored(len(data), said["etag"], None)
+    return WrittenObject(len(data), said["etag"], None)
 
 
-def put(path: str, data: bytes, crc: int) -> Stored:
+def put(path: str, data: bytes, crc: int) -> WrittenObject:
     """Write a small object, replacing one of that name."""
     return attempt(_find(path)[0], path, lambda: _put(path, data))
 
@@ -211,15 +211,15 @@ def _block(number: int, crc: int) -> str:
     return base64.b64encode(f"{number:05d}-{crc:08x}".encode()).decode()
 
 
-def send_part(path: str, upload: str, number: int, data: bytes, crc: int) -> Part:
+def send_part(path: str, upload: str, number: int, data: bytes, crc: int) -> UploadedPart:
     """Send a part; number 1 is the first."""
     name = _block(number, crc)
     query = f"&comp=block&blockid={quote(name, safe='')}"
     attempt(_find(path)[0], path, lambda: _send(path, query, data))
-    return Part(number, len(data), name, crc)
+    return UploadedPart(number, len(data), name, crc)
 
 
-def sent_parts(path: str, upload: str) -> dict[int, Part] | None:
+def sent_parts(path: str, upload: str) -> dict[int, UploadedPart] | None:
     """Return the parts that nobody has committed; None if there are none."""
 
     def call() -> str:
@@ -231,26 +231,26 @@ def sent_parts(path: str, upload: str) -> dict[int, Part] | None:
             raise _refusal(answer)
         return str(answer.data, "utf-8", "replace")
 
-    found = dict[int, Part]()
+    found = dict[int, UploadedPart]()
     for name, size in _BLOCK.findall(attempt(_find(path)[0], path, call)):
         said = _NAME.fullmatch(base64.b64decode(name).decode("ascii", "replace"))
         if said is not None:
             number = int(said[1])
-            found[number] = Part(number, int(size), name, int(said[2], 16))
+            found[number] = UploadedPart(number, int(size), name, int(said[2], 16))
     return found or None
 
 
-def is_part(sent: Part, data: bytes, crc: int) -> bool:
+def is_part(sent: UploadedPart, data: bytes, crc: int) -> bool:
     """True if a part that the store has is this one."""
     return (sent.size, sent.crc32) == (len(data), crc)
 
 
-def complete(path: str, upload: str, parts: Sequence[Part], crc: int) -> Stored:
+def complete(path: str, upload: str, parts: Sequence[UploadedPart], crc: int) -> WrittenObject:
     """Make an object of all parts. The request may be sent again: it names blocks that are in the object by then."""
     listed = "".join(f"<Latest>{part.etag}</Latest>" for part in parts)
     body = f'<?xml version="1.0" encoding="utf-8"?><BlockList>{listed}</BlockList>'.encode()
     said = attempt(_find(path)[0], path, lambda: _send(path, "&comp=blocklist", body))
-    return Stored(sum(part.size for part in parts), said["etag"], None)
+    return WrittenObject(sum(part.size for part in parts), said["etag"], None)
 
 
 def abort(path: str, upload: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files.remote import google
-from shardkit.files.remote.contract import Listing, Object, Refusal, gone, is_short, unreachable
+from shardkit.files.remote.contract import Listing, ObjectStat, RequestFailure, gone, is_short, unreachable
 
 SCHEMES = ("s3://", "gs://", "az://")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
@@ -100,14 +100,14 @@ class Bucket:
         found.objects.pop("", None)
         return found
 
-    def head(self, key: str) -> Object:
+    def head(self, key: str) -> ObjectStat:
         """Return an object."""
         client = self.client()
         import obstore
 
         return _describe(obstore.head(client, key))
 
-    def fetch(self, key: str, version: Object, start: int, nbytes: int) -> memoryview:
+    def fetch(self, key: str, version: ObjectStat, start: int, nbytes: int) -> memoryview:
         """Return a range of an object, in obstore's own memory. The request names the version, by its ETag."""
         client = self.client()
         import obstore
@@ -124,7 +124,7 @@ class Bucket:
             with contextlib.suppress(FileNotFoundError):
                 obstore.delete(client, keys[start : start + _MAX_DELETED])
 
-    def explain(self, error: Exception, path: str) -> Refusal:
+    def explain(self, error: Exception, path: str) -> RequestFailure:
         """Say why a call failed."""
         with self._lock:
             if _said(error)[0] in _EXPIRED:
@@ -205,13 +205,13 @@ def _forked(path: str) -> ResourceError:
     )
 
 
-def _describe(meta: Any) -> Object:
+def _describe(meta: Any) -> ObjectStat:
     if not meta["e_tag"]:
         raise ResourceError(
             f"{escape(meta['path'])}: the store gives no ETag, so a change could not be noticed",
             hint="copy it to a local disk with the store's own tool",
         )
-    return Object(meta["size"], meta["e_tag"], int(meta["last_modified"].timestamp() * 1e9))
+    return ObjectStat(meta["size"], meta["e_tag"], int(meta["last_modified"].timestamp() * 1e9))
 
 
 def _said(error: Exception) -> tuple[str | None, int | None]:
@@ -223,15 +223,15 @@ def _said(error: Exception) -> tuple[str | None, int | None]:
     return found, int(status.group(1) or status.group(2)) if status else None
 
 
-def explain(error: Exception, path: str) -> Refusal:
+def explain(error: Exception, path: str) -> RequestFailure:
     """Say in our words why a store did not answer; its own words may hold keys."""
     from obstore import exceptions
 
     where, (code, status) = escape(path), _said(error)
     said = ", ".join(filter(None, (code, f"HTTP {status}" if status else None))) or type(error).__name__
 
-    def lasting(problem: Exception) -> Refusal:
-        return Refusal(problem, may_pass=False)
+    def lasting(problem: Exception) -> RequestFailure:
+        return RequestFailure(problem, may_pass=False)
 
     if isinstance(error, exceptions.PreconditionError) or status == 412:
         return lasting(
@@ -270,7 +270,7 @@ def explain(error: Exception, path: str) -> Refusal:
             )
         )
     is_lasting = code is not None or (status is not None and 400 <= status < 500 and status != _BUSY)
-    return Refusal(
+    return RequestFailure(
         unreachable(path, said, f"{reach(path)}; then start again"),
         may_pass=is_short(error) or code == _SPOILED or not is_lasting,
     )

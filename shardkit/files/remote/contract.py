@@ -17,7 +17,7 @@ FIRST_WAIT_S = 0.1
 _R = TypeVar("_R")
 
 
-class Object(NamedTuple):
+class ObjectStat(NamedTuple):
     """What a store says of an object."""
 
     size: int
@@ -32,11 +32,11 @@ class Object(NamedTuple):
 class Listing:
     """What lies in a directory, by name."""
 
-    objects: dict[str, Object] = field(default_factory=dict)
+    objects: dict[str, ObjectStat] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
 
 
-class Refusal(NamedTuple):
+class RequestFailure(NamedTuple):
     """Why a request failed."""
 
     error: Exception
@@ -54,14 +54,14 @@ class Store(Protocol):
     def list(self, key: str) -> Listing:
         """Return what lies in a directory; nothing if there is none. The empty key is the whole store."""
 
-    def head(self, key: str) -> Object:
+    def head(self, key: str) -> ObjectStat:
         """Return an object.
 
         Raises:
             FileNotFoundError: there is none.
         """
 
-    def fetch(self, key: str, version: Object, start: int, nbytes: int) -> memoryview:
+    def fetch(self, key: str, version: ObjectStat, start: int, nbytes: int) -> memoryview:
         """Return bytes of a version of an object, from byte `start` on; as many as came.
 
         Raises:
@@ -71,11 +71,11 @@ class Store(Protocol):
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; one that is not there is no error."""
 
-    def explain(self, error: Exception, path: str) -> Refusal:
+    def explain(self, error: Exception, path: str) -> RequestFailure:
         """Say why a call failed; `path` is for messages."""
 
 
-class Stored(NamedTuple):
+class WrittenObject(NamedTuple):
     """What a store says of an object that was written."""
 
     size: int
@@ -84,7 +84,7 @@ class Stored(NamedTuple):
     """Of the whole object; None if the store keeps none."""
 
 
-class Part(NamedTuple):
+class UploadedPart(NamedTuple):
     """A part of an object, once the store has it."""
 
     number: int
@@ -107,19 +107,19 @@ class LostUpload(IncompleteError):
     """The store no longer knows an upload."""
 
 
-class Writer(Protocol):
+class StoreWriter(Protocol):
     """What changes a store: the functions of a module. Paths are whole, such as `s3://bucket/key`.
 
     Failures that may pass are tried again; what is raised are the errors that users see.
     """
 
-    def head(self, path: str) -> Stored | None:
+    def head(self, path: str) -> WrittenObject | None:
         """Return what the store says of an object; None if there is none."""
 
     def get(self, path: str) -> tuple[bytes, str] | None:
         """Return the bytes and the ETag of a small object; None if there is none."""
 
-    def put(self, path: str, data: bytes, crc: int) -> Stored:
+    def put(self, path: str, data: bytes, crc: int) -> WrittenObject:
         """Write a small object, replacing one of that name. The store compares a checksum."""
 
     def put_if(self, path: str, data: bytes, crc: int, etag: str | None) -> bool:
@@ -137,16 +137,16 @@ class Writer(Protocol):
     def begin(self, path: str) -> str:
         """Begin an upload in parts and return its id."""
 
-    def send_part(self, path: str, upload: str, number: int, data: bytes, crc: int) -> Part:
+    def send_part(self, path: str, upload: str, number: int, data: bytes, crc: int) -> UploadedPart:
         """Send a part; number 1 is the first. The store compares a checksum."""
 
-    def sent_parts(self, path: str, upload: str) -> dict[int, Part] | None:
+    def sent_parts(self, path: str, upload: str) -> dict[int, UploadedPart] | None:
         """Return the parts that an upload has; None if there is no such upload."""
 
-    def is_part(self, sent: Part, data: bytes, crc: int) -> bool:
+    def is_part(self, sent: UploadedPart, data: bytes, crc: int) -> bool:
         """True if a part that the store has is surely this one."""
 
-    def complete(self, path: str, upload: str, parts: Sequence[Part], crc: int) -> Stored:
+    def complete(self, path: str, upload: str, parts: Sequence[UploadedPart], crc: int) -> WrittenObject:
         """Make an object of all parts of an upload, in order."""
 
     def abort(self, path: str, upload: str) -> None:

@@ -16,7 +16,15 @@ from urllib.parse import quote, unquote, urlsplit
 
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError, SourceError, UsageError
-from shardkit.files.remote.contract import Listing, Object, Refusal, attempt, gone, is_short, short_body
+from shardkit.files.remote.contract import (
+    Listing,
+    ObjectStat,
+    RequestFailure,
+    attempt,
+    gone,
+    is_short,
+    short_body,
+)
 
 SCHEME = "hf://"
 _ROOT = re.compile(r"(?P<id>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?")
@@ -106,11 +114,11 @@ def pinned(root: str) -> str:
     repo_id, revision = named(root)
     if revision is not None and _COMMIT.fullmatch(revision):
         return root
-    repo = Repo(f"{SCHEME}{repo_id}@{quote(revision or 'main', safe='')}")
+    repo = HubStore(f"{SCHEME}{repo_id}@{quote(revision or 'main', safe='')}")
     return f"{SCHEME}{repo_id}@{attempt(repo, root, lambda: repo.commit(revision))}"
 
 
-class Repo:
+class HubStore:
     """A repo at one commit.
 
     Args:
@@ -146,10 +154,10 @@ class Repo:
                 found.folders.add(name)
             else:
                 etag = entry.lfs.sha256 if entry.lfs else entry.blob_id
-                found.objects[name] = Object(entry.size, etag, 0)
+                found.objects[name] = ObjectStat(entry.size, etag, 0)
         return found
 
-    def head(self, key: str) -> Object:
+    def head(self, key: str) -> ObjectStat:
         """Return a file."""
         folder, _, name = key.rpartition("/")
         found = self.list(folder).objects.get(name)
@@ -157,7 +165,7 @@ class Repo:
             raise gone(key)
         return found
 
-    def fetch(self, key: str, version: Object, start: int, nbytes: int) -> memoryview:
+    def fetch(self, key: str, version: ObjectStat, start: int, nbytes: int) -> memoryview:
         """Return a range of a file."""
         place, is_new = self._place(key, version)
         try:
@@ -173,7 +181,7 @@ class Repo:
         """Refuse: a commit does not change."""
         raise UsageError("hf:// is read only", hint="remove files of a repo with hf, or on its page")
 
-    def _place(self, key: str, version: Object) -> tuple[str, bool]:
+    def _place(self, key: str, version: ObjectStat) -> tuple[str, bool]:
         """Return the address where a file's bytes lie, and whether the Hub was asked for it just now."""
         with self._lock:
             known = self._places.get(key)
@@ -190,26 +198,26 @@ class Repo:
             self._places[key] = said.location
         return said.location, True
 
-    def explain(self, error: Exception, path: str) -> Refusal:
+    def explain(self, error: Exception, path: str) -> RequestFailure:
         """Say why a call failed."""
         from huggingface_hub import errors
 
         if isinstance(error, (FileNotFoundError, ShardkitError)):
-            return Refusal(error, may_pass=False)
+            return RequestFailure(error, may_pass=False)
         if isinstance(error, errors.EntryNotFoundError):
-            return Refusal(gone(path), may_pass=False)
+            return RequestFailure(gone(path), may_pass=False)
         if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes(error)):
             offline = f"{escape(path)}: the Hub must be asked, and HF_HUB_OFFLINE is set"
             hint = "unset it; a model that is in the cache is named without hf://"
-            return Refusal(ResourceError(offline, hint=hint), may_pass=False)
+            return RequestFailure(ResourceError(offline, hint=hint), may_pass=False)
         known = explain(error, self._id, self._revision)
         if known is not None:
-            return Refusal(known, may_pass=False)
+            return RequestFailure(known, may_pass=False)
         status = next((found for cause in causes(error) if (found := status_of(cause)) is not None), None)
         said = f"HTTP {status}" if status else type(error).__name__
         problem = ResourceError(f"{escape(path)}: the Hub cannot be reached or fails ({said})", hint=_REACH)
         passes = status is None or status >= 500 or status in _PASSING
-        return Refusal(problem, may_pass=is_short(error) or passes)
+        return RequestFailure(problem, may_pass=is_short(error) or passes)
 
 
 def _fetch(url: str, start: int, nbytes: int, size: int) -> memoryview:

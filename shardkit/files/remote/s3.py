@@ -23,7 +23,7 @@ from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files.remote import google
 from shardkit.files.remote.cloud import credentials_for, reach
-from shardkit.files.remote.contract import LostUpload, Part, Stored, Underway
+from shardkit.files.remote.contract import LostUpload, Underway, UploadedPart, WrittenObject
 
 NUM_TRIES = 7
 FIRST_WAIT_S = 0.1
@@ -238,7 +238,7 @@ def _head(path: str) -> Any:
     return _retried(path, call)
 
 
-def head(path: str) -> Stored | None:
+def head(path: str) -> WrittenObject | None:
     """Return what the store says of an object; None if there is none.
 
     Raises:
@@ -248,7 +248,7 @@ def head(path: str) -> Stored | None:
     if answer is None:
         return None
     crc = _decoded(answer.get("ChecksumCRC32"), answer.get("ChecksumType"))
-    return Stored(answer["ContentLength"], answer["ETag"], crc)
+    return WrittenObject(answer["ContentLength"], answer["ETag"], crc)
 
 
 def get(path: str) -> tuple[bytes, str] | None:
@@ -273,7 +273,7 @@ def get(path: str) -> tuple[bytes, str] | None:
     return _retried(path, call)
 
 
-def put(path: str, data: bytes, crc: int) -> Stored:
+def put(path: str, data: bytes, crc: int) -> WrittenObject:
     """Write a small object, replacing one of that name.
 
     Raises:
@@ -285,7 +285,7 @@ def put(path: str, data: bytes, crc: int) -> Stored:
     return _checked(path, answer, len(data), crc)
 
 
-def _checked(path: str, answer: Any, size: int, crc: int) -> Stored:
+def _checked(path: str, answer: Any, size: int, crc: int) -> WrittenObject:
     """Compare what the store says of a new object with what it was sent."""
     kept = _decoded(answer.get("ChecksumCRC32"), answer.get("ChecksumType"))
     if kept is not None and kept != crc:
@@ -293,7 +293,7 @@ def _checked(path: str, answer: Any, size: int, crc: int) -> Stored:
             f"{escape(path)}: the store has other bytes than it was sent: CRC-32 {kept:08x}, sent {crc:08x}",
             hint="run the same command again",
         )
-    return Stored(size, answer["ETag"], kept)
+    return WrittenObject(size, answer["ETag"], kept)
 
 
 def put_if(path: str, data: bytes, crc: int, etag: str | None) -> bool:
@@ -405,7 +405,7 @@ def _id(upload: str) -> str:
     return upload.partition(":")[2]
 
 
-def send_part(path: str, upload: str, number: int, data: bytes, crc: int) -> Part:
+def send_part(path: str, upload: str, number: int, data: bytes, crc: int) -> UploadedPart:
     """Send a part; number 1 is the first.
 
     Raises:
@@ -418,16 +418,16 @@ def send_part(path: str, upload: str, number: int, data: bytes, crc: int) -> Par
     else:
         given["ContentMD5"] = _md5(data)
     answer = _retried(path, lambda: _ask(path, "upload_part", **given))
-    return Part(number, len(data), answer["ETag"], crc)
+    return UploadedPart(number, len(data), answer["ETag"], crc)
 
 
-def sent_parts(path: str, upload: str) -> dict[int, Part] | None:
+def sent_parts(path: str, upload: str) -> dict[int, UploadedPart] | None:
     """Return the parts that an upload has, with a CRC-32 of -1 where the store does not tell; None if there is no upload.
 
     Raises:
         ResourceError: the store does not answer.
     """
-    found, given = dict[int, Part](), {"UploadId": _id(upload), "PartNumberMarker": 0}
+    found, given = dict[int, UploadedPart](), {"UploadId": _id(upload), "PartNumberMarker": 0}
     while True:
         try:
             answer = _retried(path, lambda: _ask(path, "list_parts", **given))
@@ -435,7 +435,7 @@ def sent_parts(path: str, upload: str) -> dict[int, Part] | None:
             return None
         for each in answer.get("Parts", ()):
             crc = _decoded(each.get("ChecksumCRC32"), None)
-            found[each["PartNumber"]] = Part(
+            found[each["PartNumber"]] = UploadedPart(
                 each["PartNumber"], each["Size"], each["ETag"], -1 if crc is None else crc
             )
         if not answer.get("IsTruncated"):
@@ -443,7 +443,7 @@ def sent_parts(path: str, upload: str) -> dict[int, Part] | None:
         given["PartNumberMarker"] = answer["NextPartNumberMarker"]
 
 
-def is_part(sent: Part, data: bytes, crc: int) -> bool:
+def is_part(sent: UploadedPart, data: bytes, crc: int) -> bool:
     """True if a part that the store has is surely this one: by its CRC-32, or by the MD5 that is its ETag."""
     if sent.size != len(data):
         return False
@@ -452,7 +452,7 @@ def is_part(sent: Part, data: bytes, crc: int) -> bool:
     return sent.etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
-def complete(path: str, upload: str, parts: Sequence[Part], crc: int) -> Stored:
+def complete(path: str, upload: str, parts: Sequence[UploadedPart], crc: int) -> WrittenObject:
     """Make an object of all parts of an upload.
 
     Args:
@@ -488,13 +488,13 @@ def complete(path: str, upload: str, parts: Sequence[Part], crc: int) -> Stored:
     return _checked(path, answer, size, crc)
 
 
-def _is_made_of(found: Stored, parts: Sequence[Part], crc: int) -> bool:
+def _is_made_of(found: WrittenObject, parts: Sequence[UploadedPart], crc: int) -> bool:
     if found.crc32 is not None:
         return found.crc32 == crc
     return found.etag.strip('"') == etag_of(parts)
 
 
-def etag_of(parts: Sequence[Part]) -> str:
+def etag_of(parts: Sequence[UploadedPart]) -> str:
     """Return the ETag that most stores give an object of parts: the MD5 of their MD5s, and their number."""
     try:
         joined = b"".join(bytes.fromhex(part.etag.strip('"')) for part in parts)

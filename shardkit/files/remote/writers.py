@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from shardkit.files.remote import azure, s3
-from shardkit.files.remote.contract import Writer
+from shardkit.files.remote.contract import StoreWriter
 
-_WRITERS: dict[str, Writer] = {"s3": s3, "gs": s3, "az": azure}
+_WRITERS: dict[str, StoreWriter] = {"s3": s3, "gs": s3, "az": azure}
 WRITABLE = tuple(f"{scheme}://" for scheme in _WRITERS)
 
 
-def writer_of(path: str) -> Writer:
+def writer_of(path: str) -> StoreWriter:
     """Return what writes into the store of a path.
 
     Args:

@@ -83,7 +83,7 @@ _SMALL = 4096  # elements: nobody but a model has more under such a name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class CheckpointFolder:
     """The tensors and byte entries of one folder."""
 
     folder: str
@@ -122,7 +122,7 @@ class Parts:
     """A checkpoint, taken apart."""
 
     writer: str
-    parts: tuple[Part, ...]
+    parts: tuple[CheckpointFolder, ...]
     files: tuple[BesideFile, ...] = ()
     """Files beside the parts, copied as they are."""
     places: Mapping[str, str] = field(default_factory=dict)
@@ -323,7 +323,7 @@ def _state_note(tensors: Collection[str], objects: Collection[str]) -> Iterator[
         yield f"{_LEFT_OUT}: {count(len(tensors), 'tensor')}{entries}"
 
 
-def _open_part(folder: str, opened: DcpFolder, *, no_optimizer: bool) -> Part:
+def _open_part(folder: str, opened: DcpFolder, *, no_optimizer: bool) -> CheckpointFolder:
     placed = {name: place for name, place in opened.objects.items() if place is not None}
     state, entries = frozenset[str](), frozenset[str]()
     if no_optimizer:
@@ -348,7 +348,7 @@ def _open_part(folder: str, opened: DcpFolder, *, no_optimizer: bool) -> Part:
         file = files[opened.catalog.files[place.file].name]
         chunk = (file, place.start, place.nbytes, Region((0,), (place.nbytes,)))
         catalog.add_tensor(name, BY_NAME["uint8"], (place.nbytes,), iter([chunk]))
-    return Part(
+    return CheckpointFolder(
         folder=folder,
         catalog=catalog,
         objects=tuple(placed),
@@ -459,7 +459,7 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     places, refused = ({}, ()) if directory is None else list_assets(directory)
     if refused:
         notes.append(f"links out of the checkpoint's directory are not copied: {listed(refused)}")
-    part = Part(
+    part = CheckpointFolder(
         folder="",
         catalog=catalog,
         objects=objects,
@@ -557,7 +557,7 @@ def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, dig
     )
 
 
-def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: str) -> PartJob:
+def _part_job(part: CheckpointFolder, mesh: Mesh, cast: str, optimizer_cast: str, digest: str) -> PartJob:
     aliases = _aliases(part.catalog, part.objects, {group[0] for group in part.recorded.ties if group})
     repeated = {name for others in aliases.values() for name in others}
     kept = [name for name in part.catalog.tensors if name not in repeated]
@@ -646,7 +646,7 @@ def _aliases(
     return found
 
 
-def _layout(part: Part, names: list[str], mesh: Mesh) -> Layout:
+def _layout(part: CheckpointFolder, names: list[str], mesh: Mesh) -> Layout:
     """Shard on dim 0 whatever was sharded. If nothing was, or the chunks do not tell, shard everything with rows.
 
     V of OSFT, and the optimizer's state of it, is cut where `fully_shard` of such a model cuts it.

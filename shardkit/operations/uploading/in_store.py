@@ -17,7 +17,7 @@ from typing import Any
 from shardkit.core.text import escape, in_shell
 from shardkit.core.threads import at_once
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError, SourceError, UsageError
-from shardkit.files.remote.contract import Stored
+from shardkit.files.remote.contract import WrittenObject
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared_store import StoredStaging, shared_in_store
 from shardkit.files.strict_json import parse_object
@@ -195,7 +195,7 @@ class DividedInStore(Divided):
                     self._files.stored[note.digest.name] = stored
                     yield number, note
 
-    def _parsed(self, number: int, data: bytes) -> tuple[Note, Stored] | None:
+    def _parsed(self, number: int, data: bytes) -> tuple[Note, WrittenObject] | None:
         """Return a note, and the object that it tells of; None if it is damaged."""
         image = self._images[number]
         try:
@@ -208,7 +208,7 @@ class DividedInStore(Divided):
             return None
         if not self._counts(note):
             return None
-        return note, Stored(image.size, etag, crc)
+        return note, WrittenObject(image.size, etag, crc)
 
     def _forget(self, numbers: Sequence[int]) -> None:
         self.staging.remove_notes(numbers)

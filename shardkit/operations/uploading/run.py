@@ -22,7 +22,7 @@ from shardkit.core.threads import Progress, at_once
 from shardkit.errors import IncompleteError, IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
-from shardkit.files.remote.contract import Stored
+from shardkit.files.remote.contract import WrittenObject
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.uploads import PART_NBYTES, Session
 from shardkit.formats.owned import PROBE
@@ -132,7 +132,7 @@ class StoredFiles:
         self.marker_path = os.path.join(self._target.path, self._target.marker)
         self.marker: bytes | None = None
         """What was sent, or is being sent, as the marker."""
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, WrittenObject] = {}
         """What the store has of each finished file, by name; the CRC-32 is that of what was sent, if it is known."""
         self.beside: list[str] = []
         """Paths of what was sent beside."""
@@ -163,7 +163,7 @@ class StoredFiles:
         sizes = dict(self._store.objects(self.directory))
         return all(sizes.get(self.path(image.name)) == image.size for image in self._upload.plan.images)
 
-    def add(self, digest: FileDigest, stored: Stored) -> None:
+    def add(self, digest: FileDigest, stored: WrittenObject) -> None:
         """Take note of a file that was sent. May be called from any thread.
 
         Raises:
@@ -250,7 +250,7 @@ class StoredFiles:
             at_once(self._store.delete, [*own, *map(self.path, self.stored)])
 
 
-def is_same(there: Stored | None, stored: Stored) -> bool:
+def is_same(there: WrittenObject | None, stored: WrittenObject) -> bool:
     """True if an object is the one that was written: it has the same ETag, or else the same CRC-32."""
     if there is None or there.size != stored.size:
         return False
@@ -324,7 +324,7 @@ class _Run:
         )
         for each, stored in zip(noted, there, strict=True):
             number, digest = numbers[each.digest.name], each.digest
-            if stored is None or not is_same(stored, Stored(digest.size, each.etag, digest.crc32)):
+            if stored is None or not is_same(stored, WrittenObject(digest.size, each.etag, digest.crc32)):
                 continue
             if plan.images[number].size == digest.size and (
                 self._check is None or self._check.load(each.source)

@@ -101,7 +101,7 @@ def fill_broadcast(
             receivers = [other for other, source in enumerate(sources) if source == rank and other != rank]
             catalog = supply.weights.catalog
             check = SourceCheck(catalog) if check_source else None
-            error = _Source(catalog, sent, mine, receivers, filled, check).run()
+            error = _Sender(catalog, sent, mine, receivers, filled, check).run()
         else:
             error = _Receiver(sources[rank], sent, mine, filled).run()
     agree(error, phase=_PHASE)
@@ -172,7 +172,7 @@ class Band(NamedTuple):
     box: Region
 
 
-class Step(NamedTuple):
+class BroadcastStep(NamedTuple):
     """What is sent together."""
 
     packed: tuple[Band, ...]
@@ -181,7 +181,7 @@ class Step(NamedTuple):
     """Of one large tensor, sent after that message."""
 
 
-class Part(NamedTuple):
+class PackedPart(NamedTuple):
     """A rank's part of a tensor, in a packed message."""
 
     number: int
@@ -191,7 +191,7 @@ class Part(NamedTuple):
     stop: int
 
 
-def build_steps(tensors: Sequence[Sent]) -> Iterator[Step]:
+def build_steps(tensors: Sequence[Sent]) -> Iterator[BroadcastStep]:
     """Yield what is sent together, in order; the last step is a status alone."""
     packed: list[Band] = []
     nbytes = 0
@@ -199,22 +199,22 @@ def build_steps(tensors: Sequence[Sent]) -> Iterator[Step]:
         itemsize = max(dtype.itemsize, entry.dtype.itemsize)
         bands = tuple(Band(number, box) for box in blocks(entry.shape, max(BAND_NBYTES // itemsize, 1)))
         if len(bands) > 1:
-            yield Step(tuple(packed), bands)
+            yield BroadcastStep(tuple(packed), bands)
             packed, nbytes = [], 0
         elif bands:
             size = entry.num_elements * itemsize
             if packed and nbytes + size > BAND_NBYTES:
-                yield Step(tuple(packed), ())
+                yield BroadcastStep(tuple(packed), ())
                 packed, nbytes = [], 0
             packed.extend(bands)
             nbytes += size
-    yield Step(tuple(packed), ())
-    yield Step((), ())  # how the step before ended
+    yield BroadcastStep(tuple(packed), ())
+    yield BroadcastStep((), ())  # how the step before ended
 
 
 def packed_layout(
-    step: Step, tensors: Sequence[Sent], regions: Mapping[int, Sequence[Region]]
-) -> tuple[list[Part], int]:
+    step: BroadcastStep, tensors: Sequence[Sent], regions: Mapping[int, Sequence[Region]]
+) -> tuple[list[PackedPart], int]:
     """Return where each part lies in a rank's packed message, and the bytes of the message.
 
     Args:
@@ -222,12 +222,12 @@ def packed_layout(
         tensors: all that is sent.
         regions: what the rank holds of each, by number.
     """
-    parts: list[Part] = []
+    parts: list[PackedPart] = []
     at = _ALIGN  # behind the status
     for number, box in step.packed:
         for part in _within(regions.get(number, ()), box):
             nbytes = part.num_elements * tensors[number].dtype.itemsize
-            parts.append(Part(number, part, at, at + nbytes))
+            parts.append(PackedPart(number, part, at, at + nbytes))
             at += -(-nbytes // _ALIGN) * _ALIGN
     return parts, at
 
@@ -281,7 +281,7 @@ class _Receiver:
             self._receive_bands(step)
         return self._error
 
-    def _receive_packed(self, step: Step, regions: Mapping[int, Sequence[Region]]) -> bool:
+    def _receive_packed(self, step: BroadcastStep, regions: Mapping[int, Sequence[Region]]) -> bool:
         parts, nbytes = packed_layout(step, self._sent, regions)
         message = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         with _wire():
@@ -292,7 +292,7 @@ class _Receiver:
             self._take(part.number, part.box, message[part.start : part.stop])
         return True
 
-    def _receive_bands(self, step: Step) -> None:
+    def _receive_bands(self, step: BroadcastStep) -> None:
         """Receive a large tensor's bands, asking for a few ahead; all of them come."""
         pending: list[tuple[dist.Work, int, Region, torch.Tensor | None]] = []
         turn = 0
@@ -338,7 +338,7 @@ class _Receiver:
             self._filled.elements[items[0].shard.fqn] += part.num_elements
 
 
-class _Source:
+class _Sender:
     """Reads every tensor once, sends each receiver its parts, and keeps its own."""
 
     def __init__(
@@ -394,13 +394,13 @@ class _Source:
             return error
         return None
 
-    def _send_packed(self, step: Step) -> None:
+    def _send_packed(self, step: BroadcastStep) -> None:
         # One message for all ranks that hold the same parts, as replicas do.
         layouts = {
             receiver: packed_layout(step, self._sent, regions) for receiver, regions in self._regions.items()
         }
         messages: dict[str, torch.Tensor] = {}
-        parts: dict[int, list[tuple[torch.Tensor, Part]]] = {}
+        parts: dict[int, list[tuple[torch.Tensor, PackedPart]]] = {}
         for listed, nbytes in layouts.values():
             if str(listed) in messages:
                 continue

@@ -15,7 +15,7 @@ from shardkit.training.model.buffers import same_bits
 from shardkit.training.model.fit import ModelInitializationContext, diverged_ties
 from shardkit.training.model.hidden import Hidden, find_hidden, let_go, refuse_hidden
 from shardkit.training.ranks.agree import Mask, agreed, gather_json, numbered, plain_mask, read_mask, world
-from shardkit.training.ranks.local import Place, buffer_places
+from shardkit.training.ranks.local import ModuleTensor, buffer_places
 
 _log = logging.getLogger("shardkit")
 _PHASE = "comparing the ranks' parameters"
@@ -65,7 +65,7 @@ def say_put_back(model: nn.Module, ctx: ModelInitializationContext) -> None:
         _log.warning("finalize: %s", note)
 
 
-def _changed(model: nn.Module, ctx: ModelInitializationContext) -> Iterator[Place]:
+def _changed(model: nn.Module, ctx: ModelInitializationContext) -> Iterator[ModuleTensor]:
     """Yield buffers that nobody reads from the source and whose values are not those that they had; rounded ones are."""
     for place in buffer_places(model, once=True):
         held, computed = place.tensor, ctx.buffers.get(place.fqn)

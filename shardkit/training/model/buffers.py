@@ -26,7 +26,7 @@ from shardkit.keys.names import clean_name
 from shardkit.layout.classes import is_transformers, meta_twins
 from shardkit.training.ranks.agree import agreed, device_for, gather_json, lost, world
 from shardkit.training.ranks.local import (
-    Place,
+    ModuleTensor,
     buffer_places,
     flat_bytes,
     full_name,
@@ -169,12 +169,12 @@ def _are_close(held: torch.Tensor, computed: torch.Tensor) -> bool:
     return torch.allclose(held.cpu().float(), computed.float(), rtol=0.02, atol=1e-6, equal_nan=True)
 
 
-def _put(place: Place, value: torch.Tensor) -> None:
+def _put(place: ModuleTensor, value: torch.Tensor) -> None:
     place.module.register_buffer(place.name, value, persistent=place.persistent)
 
 
 def _run(
-    model: nn.Module, on_meta: list[Place], init_buffers: InitBuffers | None, byte: int, seed: int
+    model: nn.Module, on_meta: list[ModuleTensor], init_buffers: InitBuffers | None, byte: int, seed: int
 ) -> dict[str, torch.Tensor]:
     """Compute the buffers over memory filled with one byte; return the value of each by name."""
     memory: dict[int, torch.Tensor] = {}  # one for each buffer, even if several modules share it
@@ -234,7 +234,7 @@ def _tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((f"[{key!r}]", item) for key, item in value.items() if isinstance(item, torch.Tensor))
 
 
-def _follow(on_meta: list[Place], attributes: list[_Attribute]) -> None:
+def _follow(on_meta: list[ModuleTensor], attributes: list[_Attribute]) -> None:
     """Point attributes that were another name of a buffer at what the buffer is now."""
     for attribute in attributes:
         for place in on_meta:
@@ -360,7 +360,7 @@ def retie(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
     Raises:
         LayoutError: ties that cannot be mended, because each end is sharded by itself or in another way.
     """
-    held: dict[str, Place] = {}
+    held: dict[str, ModuleTensor] = {}
     for place in places(model):
         if place.kind == "parameter":
             held.setdefault(place.fqn, place)

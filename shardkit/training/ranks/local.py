@@ -29,7 +29,7 @@ from shardkit.training.ranks.agree import current_device
 _MIN_NBYTES = 4 << 20  # two pages of 2 MiB: smaller memory hardly holds one
 
 
-class Place(NamedTuple):
+class ModuleTensor(NamedTuple):
     """A parameter or buffer where a module has it."""
 
     fqn: str
@@ -51,7 +51,7 @@ def full_name(path: str, name: str) -> str:
     return clean_name(f"{path}.{name}" if path else name)
 
 
-def places(model: nn.Module, *, once: bool = False) -> Iterator[Place]:
+def places(model: nn.Module, *, once: bool = False) -> Iterator[ModuleTensor]:
     """Yield every parameter and buffer, module by module, ties under all of their names.
 
     Args:
@@ -61,12 +61,14 @@ def places(model: nn.Module, *, once: bool = False) -> Iterator[Place]:
     for path, module in model.named_modules(remove_duplicate=once):
         hidden = non_persistent_buffers(module)
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            yield Place(full_name(path, name), path, module, name, parameter, "parameter", True)
+            yield ModuleTensor(full_name(path, name), path, module, name, parameter, "parameter", True)
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            yield Place(full_name(path, name), path, module, name, buffer, "buffer", name not in hidden)
+            yield ModuleTensor(
+                full_name(path, name), path, module, name, buffer, "buffer", name not in hidden
+            )
 
 
-def buffer_places(model: nn.Module, *, once: bool = False) -> Iterator[Place]:
+def buffer_places(model: nn.Module, *, once: bool = False) -> Iterator[ModuleTensor]:
     """Yield every buffer, as `places` does."""
     return (place for place in places(model, once=once) if place.kind == "buffer")
 
@@ -89,7 +91,7 @@ class ExpectedTensor:
 
 def distinct(model: nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor, ExpectedTensor]]:
     """Return each parameter, then each buffer, once: its names in order, the tensor, and what it is."""
-    groups: dict[int, list[Place]] = {}
+    groups: dict[int, list[ModuleTensor]] = {}
     for place in places(model):
         groups.setdefault(id(place.tensor), []).append(place)
     found = []

@@ -340,7 +340,7 @@ def test_a_part_that_is_late_replaces_no_file(
     send, turns, lock = uploads._File._send_part, [1], threading.Lock()
     monkeypatch.setattr(uploads, "PART_NBYTES", 16 * MIB)
 
-    def late(file: uploads._File, number: int, data: bytes) -> uploads.Part:
+    def late(file: uploads._File, number: int, data: bytes) -> uploads.UploadedPart:
         with lock:
             if turns:
                 turns.clear()

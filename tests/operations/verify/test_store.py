@@ -97,7 +97,7 @@ def test_what_the_store_cannot_tell_is_said(served: Served) -> None:
     data, _ = s3.get(path) or (b"", "")
     key = path.removeprefix(f"{S3}/")
     obstore.put(cloud.connect(S3), key, data, use_multipart=True, chunk_size=5 << 20)
-    assert (s3.head(path) or s3.Stored(0, "", 0)).crc32 is None
+    assert (s3.head(path) or s3.WrittenObject(0, "", 0)).crc32 is None
     try:
         result = shardkit.verify(f"{S3}/sharded", store=True)
         (problem,) = result.problems
