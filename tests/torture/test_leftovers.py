@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -12,6 +14,7 @@ from click.testing import CliRunner, Result
 import shardkit
 from shardkit.cli import main
 from shardkit.errors import SourceError
+from shardkit.files import storage
 from shardkit.files.staging import Owner, Staging
 from tests.torture.divided import committing, good, parts
 from tests.torture.harness import Place, Scenario, Scenarios, Server
@@ -226,6 +229,31 @@ def test_of_another_host_no_run_takes_it(name: str, found: Scenarios, server: Se
         answer = there.scenario.run(server, there.out, overwrite=True, extra=extra)
         assert (answer.code, json.loads(answer.out)["warnings"]) == (0, []), answer.err
         assert there.staging() == [left]
+    there.remove()
+
+
+@pytest.mark.parametrize("verb", ["status", "gc", "preshard"])
+def test_a_run_may_end_while_it_is_looked_at(
+    verb: str, found: Scenarios, server: Server, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another host: its directory becomes the output there, after it was listed here."""
+    there = killed(found["preshard"], server, place)
+    left = renamed_to_another_host(there.staging()[0])
+    walk, walked = storage.walk, list[str]()
+
+    def vanishing(path: str, **options: Any) -> Iterator[tuple[str, list[str], list[str]]]:
+        listed = list(walk(path, **options))
+        if path == str(left):
+            walked.append(path)
+            if len(walked) == 2:
+                (left / "data").rename(place / "elsewhere")
+        yield from listed
+
+    monkeypatch.setattr(storage, "walk", vanishing)
+    args = {"preshard": there.scenario.command(there.out)}.get(verb, [verb, str(there.out)])
+    shown = run(*args)
+    assert shown.exit_code == 0, shown.output
+    assert len(walked) >= 2
     there.remove()
 
 

@@ -51,11 +51,18 @@ def foreign_in(path: str) -> list[str]:
         elif top in ("data.old", "replaced") and below:
             # What goes back to its place is not removed; an empty note says that there is nothing to go back.
             goes_back = top == "data.old" and storage.lexists(os.path.join(path, "data"))
-            goes_back |= below == NOTHING and not storage.getsize(os.path.join(path, name))
+            goes_back |= below == NOTHING and _is_empty(os.path.join(path, name))
             found += [] if goes_back or lists(top)(below) else [name]
         elif name not in (OWNER, os.path.basename(journal_of(path)), *_OF_PARTS):
             found.append(name)
     return found
+
+
+def _is_empty(path: str) -> bool:
+    try:
+        return not storage.getsize(path)
+    except FileNotFoundError:  # a commit has just removed it
+        return True
 
 
 def _of_parts(path: str) -> set[str]:
@@ -77,7 +84,11 @@ def files_in(path: str) -> Iterator[str]:
 
 def _owned(directory: str, said: Journalled) -> Callable[[str], bool]:
     """Return what is true for a file of a run in its directory `data`; once that was exchanged, the old output lies there."""
-    if said.job is None or said.directory != storage.stat(directory).st_ino:
+    try:
+        number = storage.stat(directory).st_ino
+    except FileNotFoundError:  # it has just become the output, with all that is in it
+        return lambda name: True
+    if said.job is None or said.directory != number:
         if said.job is not None and not storage.lexists(os.path.join(directory, manifest.NAME)):
             # An old output was looked through before any of it was removed, so without its manifest.
             return lambda name: True
