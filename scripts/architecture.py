@@ -67,12 +67,6 @@ ELSEWHERE = {
     "_torch.py": "ground",
 }
 """Files that stand on another floor than the other files of their folder. `ground` is what everybody may use."""
-SHARED_NAMES: frozenset[str] = frozenset(
-    """
-    Presharded Reading Source Staging Target Wording Writer _Form _Place _Publishing _Sides
-    """.split()
-)
-"""Classes that still have the name of another class. The list only shrinks."""
 
 
 WIDTH = 900
@@ -140,18 +134,16 @@ def problems(package: Path) -> Iterator[str]:
     )
 
 
-def shared_names(package: Path, allowed: frozenset[str] = SHARED_NAMES) -> Iterator[str]:
-    """Yield a line for each class name that two files define, and for each name of `allowed` that they no longer do."""
+def shared_names(package: Path) -> Iterator[str]:
+    """Yield a line for each class name that two files define."""
     homes: dict[str, set[str]] = defaultdict(set)
     for path in modules(package).values():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].add(path.relative_to(package).as_posix())
-    shared = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
-    for name in sorted(shared.keys() - allowed):
-        yield f"class {name} is in {' and in '.join(shared[name])}: name each for what it is, or make them one"
-    for name in sorted(allowed - shared.keys()):
-        yield f"class {name} is in one file at most: take it out of SHARED_NAMES"
+    for name, files in sorted(homes.items()):
+        if len(files) > 1:
+            yield f"class {name} is in {' and in '.join(sorted(files))}: name each for what it is, or make them one"
 
 
 def arrows(package: Path) -> dict[str, set[str]]:

@@ -100,7 +100,7 @@ def rename_to_base(
     Returns:
         A renaming without names if both sides are equal, no prefixes fit, or several do.
     """
-    sides = _Sides(ours, base)
+    sides = _NamesOfSides(ours, base)
     if not sides.may_fit(is_part=is_part):
         return Renaming()
     try:
@@ -177,7 +177,7 @@ def apply_key_rules(rules: Iterable[KeyRule], names: Iterable[str]) -> Renaming:
     return Renaming(names=changed, rules=_sorted(rules))
 
 
-class _Sides:
+class _NamesOfSides:
     """The names of both sides, and those of the base by what a renaming keeps."""
 
     def __init__(self, ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> None:
@@ -231,7 +231,7 @@ def _kind(name: str, shape: Shape, is_copy: bool) -> object:
     return path[-1], tuple(filter(is_number, path)), tuple(shape), is_copy
 
 
-def _groups(sides: _Sides) -> list[_Group]:
+def _groups(sides: _NamesOfSides) -> list[_Group]:
     """Divide the names that change into the largest parts that one prefix each can move.
 
     Raises:
@@ -262,7 +262,7 @@ def _groups(sides: _Sides) -> list[_Group]:
     return groups
 
 
-def _choose(sides: _Sides, groups: Sequence[_Group]) -> list[tuple[_Group, Segments]] | None:
+def _choose(sides: _NamesOfSides, groups: Sequence[_Group]) -> list[tuple[_Group, Segments]] | None:
     """Give each group the one place that is left for it; None if several places are left.
 
     Raises:
@@ -288,7 +288,7 @@ def _choose(sides: _Sides, groups: Sequence[_Group]) -> list[tuple[_Group, Segme
     return chosen
 
 
-def _places(sides: _Sides, group: _Group, new: Segments) -> set[str]:
+def _places(sides: _NamesOfSides, group: _Group, new: Segments) -> set[str]:
     """Return the base's names that a group would take."""
     return {join((*new, *path[len(group.old) :])) for path in group.names} & sides.free
 

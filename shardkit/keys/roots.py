@@ -65,7 +65,7 @@ _AIDS = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class SortedNames:
     """A checkpoint's names, sorted into what may be weights and what is not."""
 
     tensors: Mapping[str, TensorEntry]
@@ -102,7 +102,7 @@ def read_source(
     objects: Collection[str],
     paths: Mapping[str, Path] | None,
     roots: Mapping[str, Path],
-) -> Source:
+) -> SortedNames:
     """Sort a checkpoint's names. For the arguments see `select_model`.
 
     Raises:
@@ -129,7 +129,7 @@ def read_source(
             # Lightning's Trainer alone numbers its optimizers in the state dict.
             is_lightning |= len(path) == 1 and path[0].startswith("optimizer_") and is_number(path[0][10:])
     is_lightning |= tuple(roots.get("model", ())) == ("state_dict",)
-    return Source(
+    return SortedNames(
         tensors=tensors,
         paths=paths,
         roots=roots,
@@ -153,7 +153,7 @@ def _is_entry(part: Segments, name: str, paths: Mapping[str, Path] | None) -> bo
     return path is None or any(clean(join(map(str, path[:stop]))) == part for stop in range(1, len(path) + 1))
 
 
-def locate_root(source: Source, root: str) -> Located:
+def locate_root(source: SortedNames, root: str) -> Located:
     """Return every tensor below a path that a person named.
 
     Raises:
@@ -176,12 +176,12 @@ def locate_root(source: Source, root: str) -> Located:
     return located
 
 
-def locate_top(source: Source) -> Located:
+def locate_top(source: SortedNames) -> Located:
     """Return every tensor that does not stand beside the model at the top, for a person's own prefixes."""
     return _below(source, source.tree)
 
 
-def locate_model(source: Source, base: Collection[str] | None) -> Located:
+def locate_model(source: SortedNames, base: Collection[str] | None) -> Located:
     """Return the model's tensors: the best match for the base's names, else what the structure shows."""
     start = source.tree
     if "model" in source.roots:
@@ -199,7 +199,7 @@ def locate_model(source: Source, base: Collection[str] | None) -> Located:
     return _find(source, start)
 
 
-def locate_averaged(source: Source, base: Collection[str] | None) -> Located:
+def locate_averaged(source: SortedNames, base: Collection[str] | None) -> Located:
     """Return the averaged weights (EMA), under the names of the model's tensors.
 
     Raises:
@@ -233,7 +233,7 @@ def locate_averaged(source: Source, base: Collection[str] | None) -> Located:
     return _find(source, node)
 
 
-def locate_other(source: Source, weights: str) -> Located:
+def locate_other(source: SortedNames, weights: str) -> Located:
     """Return the weights that the format, or the checkpoint itself, knows under some other name.
 
     Raises:
@@ -262,7 +262,7 @@ def locate_other(source: Source, weights: str) -> Located:
     )
 
 
-def _parts(source: Source) -> dict[str, list[Node]]:
+def _parts(source: SortedNames) -> dict[str, list[Node]]:
     """Return what may be taken by its name: what stands beside or above a model, and each of several models.
 
     Of parts of one name, one inside the other, the outer one is meant.
@@ -300,14 +300,14 @@ def _named(node: Node) -> Iterator[tuple[str, Node]]:
             yield join(each.path[len(node.path) :]), each
 
 
-def _is_announced(source: Source, node: Node) -> bool:
+def _is_announced(source: SortedNames, node: Node) -> bool:
     """True for a part that a list has; a module of a model can be named all the same."""
     if not node.is_dict and any(child.is_dict for child in node.children.values()):
         return False
     return node.is_dict or source.paths is None or _holds_whole(node) or is_averaged(node.path[-1])
 
 
-def list_roots(source: Source) -> list[str]:
+def list_roots(source: SortedNames) -> list[str]:
     """Return a line for each path that could be a root, at most a few."""
     lines = []
     for node in source.tree.children.values():
@@ -327,14 +327,14 @@ def _take(located: Located, parts: Collection[Node]) -> None:
             located.names[entry.fqn] = path[len(located.root) :] or path[-1:]
 
 
-def _below(source: Source, node: Node, aside: Mapping[Segments, str] | None = None) -> Located:
+def _below(source: SortedNames, node: Node, aside: Mapping[Segments, str] | None = None) -> Located:
     """Return everything below a node, without what stands beside the model there."""
     located = Located(root=node.path, aside=dict(aside or {}))
     _take(located, _beside(source, node, located))
     return located
 
 
-def _beside(source: Source, node: Node, located: Located, *, may_be_dict: bool = False) -> list[Node]:
+def _beside(source: SortedNames, node: Node, located: Located, *, may_be_dict: bool = False) -> list[Node]:
     """Return the children of a level that may be the model; set aside what stands beside them.
 
     Args:
@@ -358,13 +358,13 @@ def _beside(source: Source, node: Node, located: Located, *, may_be_dict: bool =
     return parts
 
 
-def _on_the_way(source: Source, root: Segments) -> list[Node]:
+def _on_the_way(source: SortedNames, root: Segments) -> list[Node]:
     """Return all nodes on the levels above a root, including those that lead to it."""
     levels = [source.tree.find(root[:depth]) for depth in range(len(root))]
     return [child for level in levels if level is not None for child in level.children.values()]
 
 
-def _averaged_node(source: Source, model: Located) -> Node:
+def _averaged_node(source: SortedNames, model: Located) -> Node:
     if source.roots.get("ema"):
         paths = [clean(join(map(str, source.roots["ema"])))]
     else:
@@ -401,7 +401,7 @@ def _take_dotless(located: Located, node: Node, model: Located) -> bool:
     return True
 
 
-def _find(source: Source, start: Node) -> Located:
+def _find(source: SortedNames, start: Node) -> Located:
     """Return where the model begins at or below `start`.
 
     Raises:

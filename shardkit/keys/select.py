@@ -30,7 +30,7 @@ from shardkit.keys.renaming import HubNames, KeyRule, name_as_hub
 from shardkit.keys.roots import (
     Located,
     Path,
-    Source,
+    SortedNames,
     list_roots,
     locate_averaged,
     locate_model,
@@ -249,7 +249,7 @@ def select_model(
 
 
 def _name(
-    source: Source,
+    source: SortedNames,
     located: Located,
     base: Collection[str] | None,
     shapes: Mapping[str, Shape] | None,
@@ -291,7 +291,7 @@ def _name(
 
 
 def _have_place(
-    source: Source, left: Mapping[str, Segments], base: Mapping[str, Shape], named: HubNames
+    source: SortedNames, left: Mapping[str, Segments], base: Mapping[str, Shape], named: HubNames
 ) -> bool:
     """True if the base has a name for a tensor that would be left out: the same, below another prefix."""
     taken, wanted = set(named.names.values()), {path: stored for stored, path in left.items()}
@@ -303,7 +303,7 @@ def _have_place(
     return False
 
 
-def _locate(source: Source, naming: Naming, rules: Rules, base: Collection[str] | None) -> Located:
+def _locate(source: SortedNames, naming: Naming, rules: Rules, base: Collection[str] | None) -> Located:
     if naming.root is not None:
         return locate_root(source, naming.root) if naming.root.strip(".") else locate_top(source)
     if rules.strip_prefix:
@@ -315,7 +315,7 @@ def _locate(source: Source, naming: Naming, rules: Rules, base: Collection[str] 
     return locate_other(source, naming.weights)
 
 
-def _refuse_nothing(source: Source, located: Located, weights: str) -> None:
+def _refuse_nothing(source: SortedNames, located: Located, weights: str) -> None:
     if located.names:
         return
     if not source.tensors:
@@ -421,7 +421,7 @@ def _stripped(located: Located, names: Mapping[str, str], modules: int, rules: R
 
 
 def _skipped(
-    source: Source, objects: Sequence[str], located: Located, *, excluded: int
+    source: SortedNames, objects: Sequence[str], located: Located, *, excluded: int
 ) -> tuple[Skipped, ...]:
     """Sort everything that was left out into groups, by kind and by where the names begin."""
     counts: dict[tuple[str, Segments], list[int]] = {}
@@ -439,7 +439,7 @@ def _skipped(
     return tuple(sorted(found, key=lambda part: (natural(part.path), part.kind)))
 
 
-def _group(source: Source, located: Located, name: str) -> tuple[str, Segments]:
+def _group(source: SortedNames, located: Located, name: str) -> tuple[str, Segments]:
     segments = clean(name)
     if name in source.optimizer:
         return "optimizer", optimizer_path(name)

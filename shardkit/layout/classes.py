@@ -291,7 +291,7 @@ class BrokenTie(NamedTuple):
     """FQN of the other."""
 
 
-class _Place(NamedTuple):
+class _ModelParameter(NamedTuple):
     """Where a parameter is."""
 
     fqn: str
@@ -330,19 +330,19 @@ def _is_free(parameter: nn.Parameter) -> bool:
     return parameter.is_meta and not isinstance(parameter, DTensor)
 
 
-def _are_alike(kept: _Place, other: _Place) -> bool:
+def _are_alike(kept: _ModelParameter, other: _ModelParameter) -> bool:
     one, two = kept.parameter, other.parameter
     return one.dtype == two.dtype and one.requires_grad == two.requires_grad
 
 
-def _broken(model: nn.Module) -> Iterator[tuple[_Place, _Place]]:
+def _broken(model: nn.Module) -> Iterator[tuple[_ModelParameter, _ModelParameter]]:
     declared = dict(_declared(model))
     if not declared:
         return
-    places: dict[str, _Place] = {}
+    places: dict[str, _ModelParameter] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            place = _Place(clean_name(f"{path}.{name}" if path else name), module, name, parameter)
+            place = _ModelParameter(clean_name(f"{path}.{name}" if path else name), module, name, parameter)
             places.setdefault(without_base_layers(place.fqn), place)
     for other, kept in declared.items():
         if other in places and kept in places:

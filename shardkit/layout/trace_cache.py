@@ -186,7 +186,7 @@ def _packages(path: Iterable[str]) -> list[tuple[str, int]]:
     return sorted(found)
 
 
-class Reading:
+class ReadLog:
     """In the child: notes the files that are opened for reading from now on. It cannot be ended."""
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ from shardkit.layout.naming import answer_hub_form, answer_lacking, match_names
 from shardkit.layout.parallel import Meshes, apply_plans, is_parallel, with_units
 from shardkit.layout.placed import Placed, placed_on
 from shardkit.layout.stages import find_stages
-from shardkit.layout.trace_cache import Reading, evidence
+from shardkit.layout.trace_cache import ReadLog, evidence
 from shardkit.layout.traced import STATUSES
 from shardkit.layout.units import (
     PlannedUnit,
@@ -86,7 +86,7 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a request, errors included. This makes a world, so it works once in a process."""
     if "asked_ns" not in request:
         return _answer(request)
-    reading = Reading()
+    reading = ReadLog()
     answer = _answer(request)
     if answer["status"] == "ok":
         answer["evidence"] = evidence(request["directory"], list(reading.paths), request["asked_ns"])

@@ -6,7 +6,7 @@ not be loaded here. The child answers with JSON, and `trace_cache` keeps what it
 
     trace_model   config.json, mesh, policy -> Trace, a layout
     ask_names     config.json, names in files -> ModelNames
-    Question      config, names in files -> Answer: what `from_pretrained` would not find; while bytes move
+    ClassQuestion config, names in files -> ClassAnswer: what `from_pretrained` would not find; while bytes move
 
 Nothing that a file says is executed, unless a person trusts the model's own code.
 """
@@ -227,7 +227,7 @@ def may_differ_in_memory(config: Mapping[str, Any]) -> bool:
 class HubForm(NamedTuple):
     """What `save_pretrained` would make of a model's tensors."""
 
-    answer: Answer
+    answer: ClassAnswer
     """What `from_pretrained` would not find in the result; says why where `made` is None."""
     made: Mapping[str, Expression] | None
     """Name on the Hub -> what it is made of; None if that is not known."""
@@ -260,7 +260,7 @@ def ask_hub_form(
 
 def _read_hub_form(said: Mapping[str, Any]) -> HubForm:
     if said["made"] is None:
-        return HubForm(Answer(failure=said["why"]), None, said["is_lost"])
+        return HubForm(ClassAnswer(failure=said["why"]), None, said["is_lost"])
     made = {name: from_json(made) for name, made in said["made"].items()}
     return HubForm(_parse(said), made, ties=tuple(map(tuple, said["ties"])))
 
@@ -416,7 +416,7 @@ _MAX_COUNT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ClassAnswer:
     """What a class tells about names."""
 
     model_class: str = ""
@@ -446,10 +446,10 @@ class Answer:
 
 
 # By config, names and shapes, so that a process that consolidates many checkpoints asks once.
-_answers: dict[str, Answer] = {}
+_answers: dict[str, ClassAnswer] = {}
 
 
-class Question:
+class ClassQuestion:
     """A question to the class of a config: which weights would `from_pretrained` not find in files?
 
     If transformers is already loaded, this process asks at once. Otherwise a child asks while bytes
@@ -469,7 +469,7 @@ class Question:
         self._slot: Slot | None = None
         self._answer = _answers.get(self._key)
         if self._answer is None and (reason := _why_not(config)) is not None:
-            self._answer = Answer(failure=reason)
+            self._answer = ClassAnswer(failure=reason)
         if self._answer is None:
             try:
                 with contextlib.ExitStack() as opened:
@@ -477,9 +477,9 @@ class Question:
                     self._stack = opened.pop_all()
             except OSError as error:  # no room for scratch files
                 failure = f"nothing can be written for the process that asks it: {error.strerror}"
-                self._answer = Answer(failure=failure)
+                self._answer = ClassAnswer(failure=failure)
 
-    def __enter__(self) -> Question:
+    def __enter__(self) -> ClassQuestion:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -494,14 +494,14 @@ class Question:
         """End the child if it still runs."""
         self._stack.close()
 
-    def answer(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Answer:
+    def answer(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> ClassAnswer:
         """Wait for the answer and return it."""
         if self._answer is None:
             assert self._child is not None
             try:
                 status = self._child.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                self._answer = Answer(failure=f"no answer came within {timeout_s:g} s")
+                self._answer = ClassAnswer(failure=f"no answer came within {timeout_s:g} s")
             else:
                 self._answer = self._remember(_read(self._answer_path, status, self._slot))
         return self._answer
@@ -531,13 +531,13 @@ class Question:
                 _command(), stdin=stdin, stdout=nowhere, stderr=nowhere, env=_environment()
             )
         except OSError as error:  # an interpreter inside another program may have no name
-            self._answer = Answer(failure=f"Python cannot be started: {error.strerror}")
+            self._answer = ClassAnswer(failure=f"Python cannot be started: {error.strerror}")
             return
         self._child = child
         opened.callback(child.wait)
         opened.callback(child.kill)
 
-    def _remember(self, answer: Answer) -> Answer:
+    def _remember(self, answer: ClassAnswer) -> ClassAnswer:
         if answer.failure is None:
             if len(_answers) >= _MAX_REMEMBERED:
                 _answers.clear()
@@ -573,7 +573,7 @@ def _may_ask_here() -> bool:
     return is_main and "transformers" in sys.modules and "deepspeed" not in sys.modules
 
 
-def _ask_here(directory: str, shapes: Mapping[str, Shape]) -> Answer:
+def _ask_here(directory: str, shapes: Mapping[str, Shape]) -> ClassAnswer:
     import torch
 
     logger = logging.getLogger("transformers")
@@ -586,27 +586,27 @@ def _ask_here(directory: str, shapes: Mapping[str, Shape]) -> Answer:
 
             return _parse(answer_lacking(directory, shapes))
         except (Exception, SystemExit) as error:  # a model's code may raise anything
-            return Answer(failure=escape(f"{type(error).__name__}: {error}"))
+            return ClassAnswer(failure=escape(f"{type(error).__name__}: {error}"))
         finally:
             logger.setLevel(level)
 
 
-def _read(path: str, status: int, slot: Slot | None) -> Answer:
+def _read(path: str, status: int, slot: Slot | None) -> ClassAnswer:
     try:
         with open(path, encoding="utf-8") as file:
             answer = json.load(file)
     except (OSError, ValueError):
-        return Answer(failure=f"the process that asks it ended {_how(status)}")
+        return ClassAnswer(failure=f"the process that asks it ended {_how(status)}")
     if answer["status"] != "ok":
-        return Answer(failure=escape(answer["message"]))
+        return ClassAnswer(failure=escape(answer["message"]))
     found = _parse(answer)
     if slot is not None:
         slot.keep(answer)
     return found
 
 
-def _parse(answer: Mapping[str, Any]) -> Answer:
-    return Answer(
+def _parse(answer: Mapping[str, Any]) -> ClassAnswer:
+    return ClassAnswer(
         model_class=answer["model_class"],
         missing=tuple(answer["missing"]),
         misfits=tuple((name, why) for name, why in answer["misfits"]),

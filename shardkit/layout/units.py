@@ -32,7 +32,7 @@ from shardkit.keys.names import clean_name
 from shardkit.layout.classes import ClassDtypes, collect
 from shardkit.layout.wrap_policy import (
     OPTION,
-    Wording,
+    PolicyWording,
     WrapPolicy,
     list_candidates,
     match_paths,
@@ -68,7 +68,7 @@ def find_units(model: nn.Module, policy: WrapPolicy) -> list[str]:
     return []
 
 
-def match_auto(model: nn.Module, wording: Wording) -> list[str]:
+def match_auto(model: nn.Module, wording: PolicyWording) -> list[str]:
     """Return the modules that the model itself names, else the blocks of its outermost numbered containers.
 
     Raises:
@@ -110,7 +110,7 @@ def _is_block(module: nn.Module) -> bool:
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
-def match_names(model: nn.Module, names: Iterable[str], wording: Wording = OPTION) -> list[str]:
+def match_names(model: nn.Module, names: Iterable[str], wording: PolicyWording = OPTION) -> list[str]:
     """Return the modules of every name: a class, else a place in the model, else an import path.
 
     Raises:
@@ -132,7 +132,7 @@ def match_names(model: nn.Module, names: Iterable[str], wording: Wording = OPTIO
     return [path for path in modules if path in found]
 
 
-def _match_import(name: str, modules: dict[str, nn.Module], wording: Wording) -> list[str]:
+def _match_import(name: str, modules: dict[str, nn.Module], wording: PolicyWording) -> list[str]:
     module_name, _, attribute = name.rpartition(".")
     if not module_name or "*" in name:
         return []
@@ -155,7 +155,7 @@ def class_counts(model: nn.Module) -> Counter[str]:
     return Counter(type(module).__name__ for module in held if not isinstance(module, nn.ModuleList))
 
 
-def import_name(module_name: str, attribute: str, wording: Wording = OPTION) -> Any:
+def import_name(module_name: str, attribute: str, wording: PolicyWording = OPTION) -> Any:
     """Import what a person named.
 
     Raises:
@@ -200,7 +200,7 @@ def unit_of(model: nn.Module, fqn: str, units: dict[int, str]) -> str:
     return unit
 
 
-def check_ties(model: nn.Module, paths: Sequence[str], wording: Wording) -> None:
+def check_ties(model: nn.Module, paths: Sequence[str], wording: PolicyWording) -> None:
     """Refuse units that would split a tie.
 
     Raises:
@@ -213,7 +213,7 @@ def check_ties(model: nn.Module, paths: Sequence[str], wording: Wording) -> None
 
 
 def tie_error(
-    split: Iterable[dict[str, str]], units: Iterable[tuple[str, str]], wording: Wording
+    split: Iterable[dict[str, str]], units: Iterable[tuple[str, str]], wording: PolicyWording
 ) -> LayoutError:
     """Return the error for ties in different units.
 
@@ -275,7 +275,7 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _UnitTraits:
     """What all parameters of a unit have in common."""
 
     is_wide: bool
@@ -289,7 +289,7 @@ class _Member:
 
     names: list[str]
     parameter: nn.Parameter
-    kind: _Kind
+    kind: _UnitTraits
     is_rounded: bool
     is_factor: bool
 
@@ -399,7 +399,7 @@ def _members(model: nn.Module, paths: Collection[str], wide: ClassDtypes | None)
             is_factor = factor_of(name) is not None
             stored = parameter.dtype if parameter.requires_grad or is_factor else None
             member = found[id(parameter)] = _Member(
-                [], parameter, _Kind(False, stored), _is_rounded(modules, name), is_factor
+                [], parameter, _UnitTraits(False, stored), _is_rounded(modules, name), is_factor
             )
             by_unit.setdefault(unit_of(model, name, units), []).append(member)
         member.names.append(name)
@@ -414,7 +414,7 @@ def _is_rounded(modules: Mapping[str, nn.Module], name: str) -> bool:
     return (type(modules[path]).__name__, attribute) in _ROUNDED
 
 
-def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_Kind, list[_Member]]:
+def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_UnitTraits, list[_Member]]:
     """Sort the parameters of a unit; untrained ones go with others that are computed alike."""
     trained = list(dict.fromkeys(each.kind for each in members if each.kind.stored is not None))
     of_weights = {each.kind for each in members if not each.is_factor}
@@ -422,7 +422,7 @@ def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_Kind, list[
     is_half = has_wide and any(
         stored is not None and stored.is_floating_point and stored.itemsize == 2 for stored in narrow
     )
-    found: dict[_Kind, list[_Member]] = {}
+    found: dict[_UnitTraits, list[_Member]] = {}
     for each in members:
         kind, dtype = each.kind, each.parameter.dtype
         if kind.stored is None:
@@ -440,14 +440,14 @@ def _dtype_of(members: Sequence[_Member] | None) -> torch.dtype | None:
     return next((each.parameter.dtype for each in members or () if each.parameter.is_floating_point()), None)
 
 
-def _main(kinds: Mapping[_Kind, Sequence[_Member]], *, is_root: bool) -> _Kind | None:
+def _main(kinds: Mapping[_UnitTraits, Sequence[_Member]], *, is_root: bool) -> _UnitTraits | None:
     """Return the kind that stays in the policy's unit: the narrowest.
 
     What is kept wide is the exception. Embeddings, which models call from anywhere, are no exception. The
     root casts its inputs to the dtype that it computes in, so it is never a wide unit.
     """
 
-    def order(kind: _Kind) -> tuple[bool, int, int]:
+    def order(kind: _UnitTraits) -> tuple[bool, int, int]:
         size = kind.stored.itemsize if kind.stored is not None else 0
         return kind.is_wide, size, -sum(each.parameter.numel() for each in kinds[kind])
 

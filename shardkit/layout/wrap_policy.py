@@ -29,7 +29,7 @@ _MAX_SUGGESTIONS = 3
 _MAX_CANDIDATES = 5
 
 
-class Wording(NamedTuple):
+class PolicyWording(NamedTuple):
     """How a policy is written where it was given, so that messages use the same words."""
 
     name: str
@@ -46,13 +46,13 @@ class Wording(NamedTuple):
         return self.value.format(policy)
 
 
-OPTION = Wording(
+OPTION = PolicyWording(
     "--wrap",
     "--wrap {}",
     "write auto, none, class names (A,B), import paths (pkg.mod.Class), module paths or module:function",
 )
 
-STAGES = Wording("--stages", "--stages {}", "write auto or module:function")
+STAGES = PolicyWording("--stages", "--stages {}", "write auto or module:function")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class WrapPolicy:
     """(module, attribute) of the kind "function"."""
 
 
-def parse_policy(text: str, wording: Wording = OPTION) -> WrapPolicy:
+def parse_policy(text: str, wording: PolicyWording = OPTION) -> WrapPolicy:
     """Return the policy that `--wrap` describes.
 
     Args:
@@ -164,7 +164,7 @@ def unknown_names(
     *,
     what: str,
     reason: str = "",
-    wording: Wording = OPTION,
+    wording: PolicyWording = OPTION,
 ) -> PolicyError:
     """Return the error for names that match no module.
 

@@ -51,7 +51,7 @@ from shardkit.operations.uploading.factors import (
     place_of_records,
 )
 from shardkit.operations.uploading.in_store import DividedInStore
-from shardkit.operations.uploading.place import Target, check_target
+from shardkit.operations.uploading.place import UploadTarget, check_target
 from shardkit.operations.uploading.run import Describe, StoredFiles, Upload, check_beside
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
@@ -395,7 +395,7 @@ class Writer:
         self._parts: Divided | None = None
         self._before: tuple[int, int] | None = None
         self._exists: UsageError | None = None
-        self._target: Target | None = None
+        self._target: UploadTarget | None = None
         self._moved: TransferPlan | None = None
         self._hash = ""
         self._warnings: tuple[str, ...] = ()
@@ -663,7 +663,9 @@ class Writer:
         if target is not None and target.is_flat and not overwrite:
             check_beside(target.path, files)
 
-    def _into_store(self, job: Job, describe: Describe, target: Target, factors: FactoredJob | None) -> None:
+    def _into_store(
+        self, job: Job, describe: Describe, target: UploadTarget, factors: FactoredJob | None
+    ) -> None:
         """Write a job's output into a store; errors as `Upload.run`."""
         plan = job.plan.in_order()
         self.options = self.options.into_store(max((image.size for image in plan.images), default=0))

@@ -98,7 +98,7 @@ class _Field(NamedTuple):
     """Memo slots that the form fills before it."""
 
 
-class _Form(NamedTuple):
+class _UnitForm(NamedTuple):
     """What all units share."""
 
     unit: re.Pattern[bytes]
@@ -140,7 +140,7 @@ class RunFinder:
         call_of: Callable[[Any], Callable[[tuple[Any, ...]], object] | None],
     ) -> None:
         self._data, self.kind, self._keep, self._memo, self._call_of = data, kind, keep, memo, call_of
-        self._form: _Form | None = None
+        self._form: _UnitForm | None = None
         self._forms_left = _MAX_FORMS if len(data) >= _MIN_BYTES else 0
         self._end = len(data)  # of the unit before
         self._left, self._pause = 0, 1
@@ -171,7 +171,7 @@ class RunFinder:
         """Leave units to the interpreter, twice as many each time: what fails must not be tried at every unit."""
         self._left, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
 
-    def _learn(self, start: int, stop: int) -> _Form | None:
+    def _learn(self, start: int, stop: int) -> _UnitForm | None:
         """Return the form of a unit that was just executed, None if it has other parts than runs have."""
         data, parts, pos, record, num_slots = self._data, list[bytes](), start, -1, 0
         fields: dict[tuple[int, str], _Field] = {}
@@ -202,7 +202,7 @@ class RunFinder:
         if example is None or unit.groups < 2:  # with two, `findall` gives tuples
             return None
         nbytes = stop - start - sum(map(len, example.groups()))
-        return _Form(unit, run, tuple(fields.values()), num_slots, nbytes)
+        return _UnitForm(unit, run, tuple(fields.values()), num_slots, nbytes)
 
     def _pattern_of(self, field: re.Match[bytes]) -> tuple[str | None, tuple[bytes, ...]]:
         """Return the kind and the pattern of all such fields, part by part; no part for what runs do not have."""
@@ -242,7 +242,7 @@ class RunFinder:
             return None
         return _Taken(values, stop, num_memoized)
 
-    def _memoize(self, form: _Form, units: Sequence[tuple[bytes, ...]], first: int) -> tuple[int, int]:
+    def _memoize(self, form: _UnitForm, units: Sequence[tuple[bytes, ...]], first: int) -> tuple[int, int]:
         """Put strings that are fetched later into the memo.
 
         Returns how many units are right, and the memo slot behind the last of those. A unit is not right if a
@@ -283,7 +283,7 @@ class RunFinder:
             first = after
         return len(units), first
 
-    def _fields(self, form: _Form, units: Sequence[tuple[bytes, ...]]) -> Fields:
+    def _fields(self, form: _UnitForm, units: Sequence[tuple[bytes, ...]]) -> Fields:
         """Decode the columns, and put them under the names of their fields."""
         fields: list[dict[str, Column]] = [{} for _ in self.kind.classes]
         columns = zip(*units, strict=True)

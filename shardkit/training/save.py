@@ -124,7 +124,7 @@ def save(
                 kept = Kept(model, _state_paths(model), state[MODEL]) if leads else None
             if leads:
                 _warn_of_classes(state)
-            writer = Writer(place, aliases, files)
+            writer = SaveWriter(place, aliases, files)
             _write(checkpointable(state), writer, group)
             told = gather_json(recall(model, (*state[MODEL], *aliases)), group, phase=_PHASE)
             form = next((HubNaming(*each) for each in told if each is not None), HubNaming(None, {}))
@@ -234,7 +234,7 @@ def _start(
     return lead, place
 
 
-def _write(state: State, writer: Writer, group: dist.ProcessGroup | None) -> None:
+def _write(state: State, writer: SaveWriter, group: dist.ProcessGroup | None) -> None:
     """Let torch save. It tells every rank of every failure; each rank reports its own."""
     caught: CheckpointException | None = None
     # A rank's own failures come as CheckpointException; a RuntimeError comes from a collective.
@@ -259,7 +259,7 @@ def _write(state: State, writer: Writer, group: dist.ProcessGroup | None) -> Non
 
 def _describe(
     model: nn.Module,
-    writer: Writer,
+    writer: SaveWriter,
     aliases: Mapping[str, str],
     form: HubNaming,
     group: dist.ProcessGroup | None,
@@ -427,7 +427,7 @@ def _flat_aliases(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-class Writer(FileSystemWriter):
+class SaveWriter(FileSystemWriter):
     """torch's writer of a directory, whose `.metadata` has the further names of tensors too.
 
     Args:

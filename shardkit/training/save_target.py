@@ -26,7 +26,7 @@ from shardkit.formats.dcp import METADATA
 from shardkit.formats.owned import OutputKind, refusal
 from shardkit.operations.destination import check_destination
 from shardkit.operations.parts.foreign import foreign_in
-from shardkit.operations.uploading.place import Target, check_target
+from shardkit.operations.uploading.place import UploadTarget, check_target
 from shardkit.operations.uploading.run import check_conditions
 
 _MAX_METADATA = 1 << 30
@@ -110,7 +110,7 @@ class _DiskLead:
 
 class _StoreLead:
     def __init__(self, path: str, overwrite: bool) -> None:
-        self._target: Target = check_target(path, None, OutputKind.SHARDED, overwrite=overwrite)
+        self._target: UploadTarget = check_target(path, None, OutputKind.SHARDED, overwrite=overwrite)
         check_conditions(self._target.path)
         self.path = self._target.path
         self._folder = f"data-{secrets.token_hex(8)}"

@@ -48,7 +48,7 @@ from shardkit.layout.units import (
     shard_units,
     without_ties,
 )
-from shardkit.layout.wrap_policy import Wording, list_candidates, parse_policy
+from shardkit.layout.wrap_policy import PolicyWording, list_candidates, parse_policy
 from shardkit.osft.modules import osft_modules, placement_fn
 from shardkit.training.model.between import keep_changes
 from shardkit.training.ranks.local import buffer_places, local_tensor
@@ -60,8 +60,8 @@ _USAGE = (
     'give "auto", "none", classes, class names, import paths ("pkg.mod.Class"), module paths ("model.layers.*"), a set '
     "of these, or a function (name, module) -> bool"
 )
-POLICY = Wording("policy", 'policy="{}"', _USAGE)
-CHECKPOINTING = Wording(
+POLICY = PolicyWording("policy", 'policy="{}"', _USAGE)
+CHECKPOINTING = PolicyWording(
     "activation_checkpointing", 'activation_checkpointing="{}"', _USAGE, effect="checkpoints nothing"
 )
 
@@ -540,7 +540,7 @@ def choose_units(model: nn.Module, policy: Policy) -> list[str]:
     return chosen
 
 
-def match_policy(model: nn.Module, policy: Policy, wording: Wording) -> list[str]:
+def match_policy(model: nn.Module, policy: Policy, wording: PolicyWording) -> list[str]:
     """Return the paths of the modules that a policy matches, the root aside, in module order.
 
     Args:
@@ -569,7 +569,7 @@ def match_policy(model: nn.Module, policy: Policy, wording: Wording) -> list[str
     return chosen
 
 
-def _match_text(model: nn.Module, policy: str, wording: Wording) -> list[str]:
+def _match_text(model: nn.Module, policy: str, wording: PolicyWording) -> list[str]:
     parsed = parse_policy(policy, wording)
     if parsed.kind == "function":
         raise PolicyError(
@@ -581,7 +581,7 @@ def _match_text(model: nn.Module, policy: str, wording: Wording) -> list[str]:
     return match_names(model, parsed.names, wording)
 
 
-def _match_classes(model: nn.Module, classes: list[type], wording: Wording) -> list[str]:
+def _match_classes(model: nn.Module, classes: list[type], wording: PolicyWording) -> list[str]:
     modules = [(path, module) for path, module in model.named_modules() if path]
     absent = [c.__name__ for c in classes if not any(isinstance(module, c) for _, module in modules)]
     if absent:
@@ -590,7 +590,7 @@ def _match_classes(model: nn.Module, classes: list[type], wording: Wording) -> l
 
 
 def _match_predicate(
-    model: nn.Module, predicate: Callable[[str, nn.Module], bool], wording: Wording
+    model: nn.Module, predicate: Callable[[str, nn.Module], bool], wording: PolicyWording
 ) -> list[str]:
     name = getattr(predicate, "__name__", type(predicate).__name__)
     try:
@@ -610,7 +610,7 @@ def _match_predicate(
     return matched
 
 
-def _nothing(model: nn.Module, message: str, asked: Iterable[str], wording: Wording) -> PolicyError:
+def _nothing(model: nn.Module, message: str, asked: Iterable[str], wording: PolicyWording) -> PolicyError:
     return PolicyError(
         f"{wording.name}: {message}",
         problems=list_candidates(class_counts(model), asked),
@@ -618,7 +618,7 @@ def _nothing(model: nn.Module, message: str, asked: Iterable[str], wording: Word
     )
 
 
-def _check_forward(model: nn.Module, paths: Iterable[str], wording: Wording) -> None:
+def _check_forward(model: nn.Module, paths: Iterable[str], wording: PolicyWording) -> None:
     """Refuse containers: nothing calls them, so nothing would gather their parameters."""
     modules = dict(model.named_modules())
     containers = [
@@ -651,7 +651,7 @@ def layer_policy(*paths: str) -> set[type[nn.Module]]:
         try:
             if not module_name:
                 raise PolicyError(f"layer_policy: {escape(path)} is not an import path (pkg.mod.Class)")
-            value = import_name(module_name, attribute, Wording("layer_policy", "{}", _USAGE))
+            value = import_name(module_name, attribute, PolicyWording("layer_policy", "{}", _USAGE))
             if not (isinstance(value, type) and issubclass(value, nn.Module)):
                 raise PolicyError(f"layer_policy: {escape(path)} is not a class of modules")
             found.add(value)

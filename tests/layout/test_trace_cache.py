@@ -24,7 +24,14 @@ from shardkit.core.mesh import parse_mesh
 from shardkit.errors import LayoutError
 from shardkit.layout import trace_cache, traced
 from shardkit.layout.trace_cache import Slot, evidence, slot_for
-from shardkit.layout.traced import Answer, Question, ask_hub_form, ask_names, read_answer, trace_model
+from shardkit.layout.traced import (
+    ClassAnswer,
+    ClassQuestion,
+    ask_hub_form,
+    ask_names,
+    read_answer,
+    trace_model,
+)
 
 MESH = parse_mesh(None, 4)
 NAMES = {"model.embed_tokens.weight": (101, 24), "model.norm.weight": (24,)}
@@ -191,11 +198,11 @@ def test_what_consolidate_asks_beside_its_bytes_is_kept(
     config = json.loads((Path(model_dir("bert")) / "config.json").read_text())
     for is_asked in (True, False):
         monkeypatch.setattr(traced, "_answers", {})
-        with Question(config, {"a": (101, 12)}) as question:
+        with ClassQuestion(config, {"a": (101, 12)}) as question:
             assert (question._child is not None) is is_asked
-            expected = Answer(model_class="BertModel", missing=("a",), misfits=(("b", "why"),))
+            expected = ClassAnswer(model_class="BertModel", missing=("a",), misfits=(("b", "why"),))
             assert question.answer() == expected
-    with Question(config, {"a": (101, 13)}) as question:
+    with ClassQuestion(config, {"a": (101, 13)}) as question:
         assert question._child is not None
 
 

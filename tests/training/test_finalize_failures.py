@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardkit.errors import ResourceError
-from shardkit.training.fill.reading import Worker
+from shardkit.training.fill.reading import ReadWorker
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import local_shards
@@ -141,9 +141,9 @@ def test_a_file_that_was_cut_short(case: Cut, out: Path) -> None:
 @three.test
 def test_a_source_that_fails_in_the_middle_keeps_nobody_waiting(out: Path) -> None:
     """In the middle of a large tensor: what was sent before is of no use."""
-    copy, real, calls = own_copy(out, "unreadable"), Worker.fill, 0
+    copy, real, calls = own_copy(out, "unreadable"), ReadWorker.fill, 0
 
-    def fail(self: Worker, read: Any) -> None:
+    def fail(self: ReadWorker, read: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 6:
@@ -151,11 +151,11 @@ def test_a_source_that_fails_in_the_middle_keeps_nobody_waiting(out: Path) -> No
         real(self, read)
 
     if dist.get_rank() == 0:
-        Worker.fill = fail
+        ReadWorker.fill = fail
     try:
         error = told(lambda: start(copy, "broadcast"))
     finally:
-        Worker.fill = real
+        ReadWorker.fill = real
     assert error["error"] == "ResourceError"
     assert error["problems"] == ["rank 0: OSError: [Errno 5] Input/output error"]
 
@@ -304,12 +304,12 @@ class Kill(NamedTuple):
 def test_a_killed_rank_ends_the_others(kill: Kill, out: Path) -> None:
     ctx = prepare(Model, str(out / "model"))
     wrap(ctx.model)
-    real, done = Worker.fill, 0
+    real, done = ReadWorker.fill, 0
 
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def die_reading(self: Worker, read: Any) -> None:
+    def die_reading(self: ReadWorker, read: Any) -> None:
         nonlocal done
         done += 1
         if done == kill.reads:
@@ -317,7 +317,7 @@ def test_a_killed_rank_ends_the_others(kill: Kill, out: Path) -> None:
         real(self, read)
 
     if dist.get_rank() == kill.victim:
-        Worker.fill = die_reading
+        ReadWorker.fill = die_reading
         if kill.reads is None:
             dist.recv = die
     with pytest.raises(ResourceError) as caught:

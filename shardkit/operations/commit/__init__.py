@@ -20,7 +20,14 @@ from shardkit.files.stores import is_remote
 from shardkit.operations.commit.places import Place, place_of
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
 from shardkit.operations.leftovers import Leftover, remove, warn_before
-from shardkit.operations.parts.agreement import Agreement, Command, Committing, Staging, read_all, read_parts
+from shardkit.operations.parts.agreement import (
+    Agreement,
+    Command,
+    Committing,
+    PartsStaging,
+    read_all,
+    read_parts,
+)
 from shardkit.operations.parts.divided import incomplete
 from shardkit.operations.parts.factors import without_factors
 from shardkit.operations.preshard import preshard
@@ -187,7 +194,9 @@ def commit(
     )
 
 
-def _end(staging: Staging, progress: Progress | None, on_warning: OnWarning | None) -> WriteResult | None:
+def _end(
+    staging: PartsStaging, progress: Progress | None, on_warning: OnWarning | None
+) -> WriteResult | None:
     """Do what comes after an output whose process died before it had; None if there is nothing to do, or no record of it."""
     found = read_all([staging]) if staging.is_left else []
     if not (found and found[0][1].command.goes_on):
@@ -196,7 +205,7 @@ def _end(staging: Staging, progress: Progress | None, on_warning: OnWarning | No
 
 
 def _carry_out(
-    staging: Staging,
+    staging: PartsStaging,
     agreement: Agreement,
     overwrite: bool,
     progress: Progress | None,
@@ -260,7 +269,7 @@ def _check_same(destination: str, agreement: Agreement, here: Agreement) -> None
     )
 
 
-def _wait_for_all(staging: Staging, agreement: Agreement, until: float) -> None:
+def _wait_for_all(staging: PartsStaging, agreement: Agreement, until: float) -> None:
     """Return once every file has a note; or when the time is over, if all factors are there that files are made of.
 
     Raises:
@@ -280,7 +289,7 @@ def _wait_for_all(staging: Staging, agreement: Agreement, until: float) -> None:
         time.sleep(_LOOK_AGAIN_S)
 
 
-def _only_one(place: Place) -> Staging | None:
+def _only_one(place: Place) -> PartsStaging | None:
     found, path = place.stagings(), place.path
     if len(found) > 1:
         raise UsageError(
@@ -290,7 +299,7 @@ def _only_one(place: Place) -> Staging | None:
     return found[0] if found else None
 
 
-def _hash_in(staging: Staging) -> str:
+def _hash_in(staging: PartsStaging) -> str:
     return staging.path.rpartition("-")[2]
 
 
@@ -369,7 +378,7 @@ def status(
     )
 
 
-def _plan_status(staging: Staging, agreement: Agreement) -> PlanStatus:
+def _plan_status(staging: PartsStaging, agreement: Agreement) -> PlanStatus:
     noted, files = staging.noted(), agreement.files
     finished = [number for number in range(len(files)) if number in noted]
     missing = [number for number in range(len(files)) if number not in noted]
@@ -394,7 +403,7 @@ def _plan_status(staging: Staging, agreement: Agreement) -> PlanStatus:
     )
 
 
-def _parts(staging: Staging) -> Iterator[PartStatus]:
+def _parts(staging: PartsStaging) -> Iterator[PartStatus]:
     """Yield what parts said of themselves, in the order of their numbers."""
     for (place, of), content in read_parts(staging):
         pid = content.get("pid")

@@ -15,7 +15,7 @@ from shardkit.files.shared import has_commits, remove_marks, shared_of
 from shardkit.files.shared_store import shared_in_store
 from shardkit.files.staging import identity_of, remove_abandoned
 from shardkit.operations.leftovers import Leftover, leftovers
-from shardkit.operations.parts.agreement import Staging
+from shardkit.operations.parts.agreement import PartsStaging
 from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.parts.on_disk import absolute
 from shardkit.operations.uploading.factors import remove_records
@@ -28,7 +28,7 @@ class Place(Protocol):
     path: str
     """Absolute."""
 
-    def stagings(self) -> Sequence[Staging]:
+    def stagings(self) -> Sequence[PartsStaging]:
         """Return what parts share there, whatever their plans."""
 
     def identity(self) -> object:
@@ -56,7 +56,7 @@ class _Disk:
     def __init__(self, output: str) -> None:
         self.path = absolute(output)
 
-    def stagings(self) -> Sequence[Staging]:
+    def stagings(self) -> Sequence[PartsStaging]:
         return shared_of(self.path, foreign_in)
 
     def identity(self) -> object:
@@ -86,7 +86,7 @@ class _Store:
     def __init__(self, output: str) -> None:
         self.path = stores.plain(output)
 
-    def stagings(self) -> Sequence[Staging]:
+    def stagings(self) -> Sequence[PartsStaging]:
         return shared_in_store(self.path)
 
     def identity(self) -> object:

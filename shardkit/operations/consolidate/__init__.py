@@ -223,7 +223,7 @@ def consolidate(
         dequantize=dequantize,
     )
     recording = Recording(manifest=manifest, manifest_file=manifest_file, sha256=sha256)
-    publishing = _Publishing(repo_id=push_to_hub, private=private, branch=branch)
+    publishing = _HubUpload(repo_id=push_to_hub, private=private, branch=branch)
 
     told = set[str]()
 
@@ -266,7 +266,7 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Publishing:
+class _HubUpload:
     """Where the finished directory is uploaded."""
 
     repo_id: str | None
@@ -316,7 +316,7 @@ def _consolidate(
     request: _Request,
     options: ConsolidateOptions,
     recording: Recording,
-    publishing: _Publishing,
+    publishing: _HubUpload,
     writer: Writer,
     on_step: OnStep,
 ) -> ConsolidateResult:

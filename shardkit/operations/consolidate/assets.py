@@ -219,7 +219,7 @@ def dump_config(config: Mapping[str, object]) -> bytes:
     return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
 
 
-class _Place(NamedTuple):
+class _TrainedModule(NamedTuple):
     """A module whose weights would be copied, though the checkpoint has tensors of it."""
 
     file: str
@@ -293,7 +293,9 @@ def trained_modules(
     return found, warnings
 
 
-def _places(base: Base | None, assets: Iterable[str], root: str, left: Iterable[str]) -> Iterator[_Place]:
+def _places(
+    base: Base | None, assets: Iterable[str], root: str, left: Iterable[str]
+) -> Iterator[_TrainedModule]:
     folders = modules(base.directory) if base is not None else {}
     parts, main = root.split("."), folders.get(os.curdir)
     if main not in parts:
@@ -304,10 +306,10 @@ def _places(base: Base | None, assets: Iterable[str], root: str, left: Iterable[
         place = ".".join((*before, name))
         trained = [each for each in names if each.startswith(f"{place}.")]
         if name and folder != os.curdir and copied and trained:
-            yield _Place(copied[0], place, trained)
+            yield _TrainedModule(copied[0], place, trained)
 
 
-def _made(checkpoint: Checkpoint, base: Base, module: _Place, dtype: str) -> TrainedModule | str:
+def _made(checkpoint: Checkpoint, base: Base, module: _TrainedModule, dtype: str) -> TrainedModule | str:
     """Return the module to write, or why it is not certain that these tensors are its own."""
     directory, file = os.path.split(base.assets[module.file])
     if not file.endswith(_ENDING):

@@ -48,7 +48,7 @@ from shardkit.keys.rules import Binding, RuleSet
 from shardkit.keys.select import Naming, Selection, select_model
 from shardkit.keys.ties import is_output, may_be_untied, ties_embeddings
 from shardkit.layout.traced import (
-    Answer,
+    ClassAnswer,
     HubForm,
     ModelNames,
     ask_hub_form,
@@ -156,7 +156,7 @@ class ConsolidateJob:
     warnings: tuple[str, ...]
     fit: BaseFit
     """How names and shapes fit the base's."""
-    answer: Answer | None = None
+    answer: ClassAnswer | None = None
     """What the class says of the output's names, where it was to be asked."""
 
     @property
@@ -326,7 +326,7 @@ class _Named:
     ties: Ties
     fit: BaseFit
     vocabulary: RowsChange
-    answer: Answer | None
+    answer: ClassAnswer | None
     """What the class says of the names, where it was to be asked."""
 
     @property
@@ -636,7 +636,7 @@ def _name_as_saved(
     base: Base | None,
     options: ConsolidateOptions,
     on_step: OnStep,
-) -> tuple[Chosen, Answer | None, tuple[KeyRule, ...], tuple[tuple[str, ...], ...]]:
+) -> tuple[Chosen, ClassAnswer | None, tuple[KeyRule, ...], tuple[tuple[str, ...], ...]]:
     """Where no base's weights and no manifest tell the Hub's names, take those that `save_pretrained` would give.
 
     Returns:

@@ -22,7 +22,7 @@ from shardkit.formats.hub.assets import CONFIG, is_weights
 from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file, select_weights
 from shardkit.formats.recorded import SourceManifests
-from shardkit.layout.traced import Answer, Question, asking
+from shardkit.layout.traced import ClassAnswer, ClassQuestion, asking
 from shardkit.operations.companions import BesideFile, copy_file
 from shardkit.operations.consolidate.assets import Asset, TrainedModule
 from shardkit.operations.consolidate.job import ConsolidateJob
@@ -304,7 +304,7 @@ class ClassCheck:
     ) -> None:
         self._job, self._is_on, self._warn, self._on_step = job, is_on, warn, on_step
         self._step = ""
-        self._question: Question | None = None
+        self._question: ClassQuestion | None = None
         self._is_settled = not _may_ask(job)
 
     def __enter__(self) -> ClassCheck:
@@ -312,7 +312,7 @@ class ClassCheck:
             config = next(asset.read() for asset in self._job.assets if asset.name == CONFIG)
             shapes = {tensor.fqn: tensor.shape for tensor in self._job.tensors}
             content = json.loads(config)
-            self._step, self._question = asking(content), Question(content, shapes)
+            self._step, self._question = asking(content), ClassQuestion(content, shapes)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -326,7 +326,7 @@ class ClassCheck:
             if self._question is not None and self._question.is_open:
                 self._on_step(self._step)
             answer = self._question.answer() if self._question else self._job.answer
-            answer = answer or Answer(failure=_SWITCHED_OFF)
+            answer = answer or ClassAnswer(failure=_SWITCHED_OFF)
             told = self._job.unloadable
             self._job = _with_answer(self._job, answer)
             self._warn(line for line in self._job.unloadable if line not in told)
@@ -344,7 +344,7 @@ def _may_ask(job: ConsolidateJob) -> bool:
     return not (is_part or job.fit.is_whole) and any(asset.name == CONFIG for asset in job.assets)
 
 
-def _with_answer(job: ConsolidateJob, answer: Answer) -> ConsolidateJob:
+def _with_answer(job: ConsolidateJob, answer: ClassAnswer) -> ConsolidateJob:
     if answer.failure is not None:
         note = f"the model's class was not asked whether from_pretrained finds all weights: {answer.failure}"
         return replace(job, answer=answer, notes=(*job.notes, note))

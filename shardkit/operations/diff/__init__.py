@@ -21,7 +21,15 @@ from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import UsageError
 from shardkit.files import storage, stores
 from shardkit.files.links import may_follow_links
-from shardkit.operations.diff.sides import OF_DIFF, Pair, Side, Wording, find_ties, open_sides, pairs
+from shardkit.operations.diff.sides import (
+    OF_DIFF,
+    ComparisonWording,
+    Pair,
+    Side,
+    find_ties,
+    open_sides,
+    pairs,
+)
 from shardkit.operations.resolve import Taken, take
 from shardkit.osft.plan import HIGH, factor_of
 from shardkit.transfer.plan import chunk_ranges
@@ -315,7 +323,7 @@ class Comparison:
         all_tensors: bool = False,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
-        wording: Wording = OF_DIFF,
+        wording: ComparisonWording = OF_DIFF,
     ) -> None:
         self._begun, self._options, self._progress = time.monotonic(), options, progress
         self._a, self._b, self._notes = open_sides(

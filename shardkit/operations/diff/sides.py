@@ -132,7 +132,7 @@ class Pair(NamedTuple):
     in_b: bool
 
 
-class Wording(NamedTuple):
+class ComparisonWording(NamedTuple):
     """How notes speak of a comparison."""
 
     sides: tuple[str, str]
@@ -140,7 +140,7 @@ class Wording(NamedTuple):
     """What compares the tensors that are left out."""
 
 
-OF_DIFF = Wording(("A", "B"), "--all compares all")
+OF_DIFF = ComparisonWording(("A", "B"), "--all compares all")
 
 
 def open_sides(
@@ -150,7 +150,7 @@ def open_sides(
     all_tensors: bool,
     include: Sequence[str],
     exclude: Sequence[str],
-    wording: Wording,
+    wording: ComparisonWording,
 ) -> tuple[Side, Side, list[str]]:
     """Open both checkpoints, and only the tensors of them that are compared.
 
@@ -203,7 +203,7 @@ def open_sides(
 
 
 def _both_plain(
-    opened: tuple[Checkpoint, Checkpoint], wording: Wording
+    opened: tuple[Checkpoint, Checkpoint], wording: ComparisonWording
 ) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
     """Dequantise a side whose weights are quantised, unless both are: these are compared as they are stored.
 
@@ -231,7 +231,7 @@ def _both_plain(
 
 
 def _in_one_state(
-    opened: tuple[Checkpoint, Checkpoint], wording: Wording
+    opened: tuple[Checkpoint, Checkpoint], wording: ComparisonWording
 ) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
     """Fold the factors of OSFT, unless both sides have the same ones: these are compared as they are.
 
@@ -371,7 +371,7 @@ def _tied_by_class(side: Side, other: Side) -> Iterator[tuple[str, str]]:
 
 
 def _name_all(
-    opened: tuple[Checkpoint, Checkpoint], wording: Wording
+    opened: tuple[Checkpoint, Checkpoint], wording: ComparisonWording
 ) -> tuple[tuple[Names, Names], list[str]]:
     notes = [
         f"{label}: {count(len(checkpoint.catalog.objects), 'entry', 'entries')} that are no tensors are not compared"
@@ -382,7 +382,7 @@ def _name_all(
 
 
 def _name_model(
-    opened: tuple[Checkpoint, Checkpoint], wording: Wording
+    opened: tuple[Checkpoint, Checkpoint], wording: ComparisonWording
 ) -> tuple[tuple[Names, Names], list[str]]:
     """Give the weights of both sides the same names: those of one side help to find the other's model."""
     first, second = (1, 0) if opened[1].hub is not None and opened[0].hub is None else (0, 1)

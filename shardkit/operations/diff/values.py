@@ -71,7 +71,7 @@ def is_shorter(a: DType, b: DType) -> bool:
     return a.is_convertible and b.is_convertible and a.itemsize < b.itemsize
 
 
-class _Form(NamedTuple):
+class _FloatFormat(NamedTuple):
     """An IEEE-like binary format."""
 
     mantissa_bits: int
@@ -84,9 +84,9 @@ class _Form(NamedTuple):
 
 # IEEE 754-2019, table 3.5 (binary16, binary32); bfloat16 is the upper half of binary32.
 _FORMS = {
-    BY_NAME["float16"]: _Form(10, -14, 15),
-    BY_NAME["bfloat16"]: _Form(7, -126, 127),
-    BY_NAME["float32"]: _Form(23, -126, 127),
+    BY_NAME["float16"]: _FloatFormat(10, -14, 15),
+    BY_NAME["bfloat16"]: _FloatFormat(7, -126, 127),
+    BY_NAME["float32"]: _FloatFormat(23, -126, 127),
 }
 ROUNDED_TO = (BY_NAME["bfloat16"], BY_NAME["float16"])
 """The dtypes that "equal after rounding" considers, in the order of preference."""

@@ -117,7 +117,7 @@ class KeysResult(Result):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
+class _OpenedSide:
     path: str
     checkpoint: Checkpoint
     side: Side
@@ -215,7 +215,7 @@ def show_keys(
     return _result(opened, None, "names as they are", same, notes=tuple(said))
 
 
-def _open(path: str, base: str | os.PathLike[str] | None) -> _Source:
+def _open(path: str, base: str | os.PathLike[str] | None) -> _OpenedSide:
     if storage.exists(path):
         taken = take(path)
         path, checkpoint = taken.resolved.path, taken.open()
@@ -229,11 +229,11 @@ def _open(path: str, base: str | os.PathLike[str] | None) -> _Source:
         config = given.config if given is not None else checkpoint.hub.config
         tensors: Mapping[str, TensorEntry] = checkpoint.catalog.tensors
         shapes = {name: entry.shape for name, entry in tensors.items()}
-        return _Source(path=path, checkpoint=checkpoint, side="hub", shapes=shapes, config=config)
+        return _OpenedSide(path=path, checkpoint=checkpoint, side="hub", shapes=shapes, config=config)
     catalog = checkpoint.catalog
     selection = select_model(catalog.tensors, catalog.objects, catalog.paths, checkpoint.roots)
     found = given or find_base(checkpoint)
-    return _Source(
+    return _OpenedSide(
         path=path,
         checkpoint=checkpoint,
         side="model",
@@ -252,7 +252,7 @@ def _without_factors(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _result(
-    opened: _Source,
+    opened: _OpenedSide,
     rules: str | None,
     title: str,
     binding: Binding,

@@ -113,7 +113,7 @@ class Records(Protocol):
         """Remove records."""
 
 
-class Staging(Protocol):
+class PartsStaging(Protocol):
     """What the parts of one plan share until there is an output."""
 
     @property
@@ -216,7 +216,7 @@ class Agreement:
         return cls.parse(read_small(path, name, _MAX_BYTES, follow=False), name)
 
     @classmethod
-    def of(cls, staging: Staging) -> Agreement:
+    def of(cls, staging: PartsStaging) -> Agreement:
         """Return what the parts agreed on that share a place; errors as `read`."""
         data = staging.read_record()
         try:
@@ -313,7 +313,7 @@ class Agreement:
         return [(Part(number=part, count=self.num_parts), lacking[part]) for part in sorted(lacking)]
 
 
-def read_parts(staging: Staging) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+def read_parts(staging: PartsStaging) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
     """Yield what parts said of themselves, with (number, how many there are), in the order of their numbers."""
     told = []
     for name, data in staging.told():
@@ -346,7 +346,7 @@ class NotThere(Exception):
 
 
 Share = Part | Committing
-_S = TypeVar("_S", bound=Staging)
+_S = TypeVar("_S", bound=PartsStaging)
 
 
 def as_share(part: str | Share | None) -> Share | None:

@@ -21,7 +21,7 @@ from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.core.threads import Progress
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, ShardkitError, UsageError
 from shardkit.files.digest import sha256_of
-from shardkit.operations.parts.agreement import Agreement, Staging, read_all
+from shardkit.operations.parts.agreement import Agreement, PartsStaging, read_all
 from shardkit.operations.parts.notes import Note
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.transfer.chains import Evidence
@@ -100,7 +100,7 @@ class Divided(ABC):
     def __init__(
         self,
         destination: str,
-        staging: Staging,
+        staging: PartsStaging,
         agreement: Agreement,
         plan: TransferPlan,
         data_nbytes: Sequence[int],

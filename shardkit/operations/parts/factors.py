@@ -29,7 +29,7 @@ from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.shared import RecordStat, SharedStaging
 from shardkit.files.strict_json import parse_object
-from shardkit.operations.parts.agreement import Agreement, Records, Staging, read_parts
+from shardkit.operations.parts.agreement import Agreement, PartsStaging, Records, read_parts
 from shardkit.operations.parts.divided import Describer, Divided, PartResult, incomplete
 from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.parts.notes import Note
@@ -77,7 +77,7 @@ def weights_of(job: FactoredJob) -> list[tuple[str, int]]:
     return [(weight.target.path, weight.target.num_operations) for weight in job.factoring.weights]
 
 
-def without_factors(staging: Staging, agreement: Agreement) -> list[int]:
+def without_factors(staging: PartsStaging, agreement: Agreement) -> list[int]:
     """Return the numbers of the weights of a divided job that have no factors yet, as far as this machine sees them."""
     return staging.factors.missing(len(agreement.weights)) if agreement.weights else []
 
@@ -242,7 +242,7 @@ class SharedFactors:
         progress.start(sum(self._nbytes(number) for number in numbers), label)
         progress.advance(sum(map(self._nbytes, found)))
         if left:
-            publishing = _Publishing(self, work)
+            publishing = _SharedJournal(self, work)
             filling = Filling(
                 plan=self._records,
                 directory=work,
@@ -378,7 +378,7 @@ class SharedFactors:
 
 
 @dataclass(frozen=True, slots=True)
-class _Publishing:
+class _SharedJournal:
     """The journal of a part, which shows all others what it is told."""
 
     factors: SharedFactors

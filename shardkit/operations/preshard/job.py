@@ -200,7 +200,7 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
     dtypes, notes = _choose_dtypes(held, layout, options.dtype)
     dtypes = apply_rules(options.dtype_rules, held, dtypes)
     dtypes |= dict.fromkeys(sources.keys() - dense.keys(), FACTOR_DTYPE)
-    content = _Content(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes, made_of=made_of)
+    content = _StoredContent(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes, made_of=made_of)
     part = _part(model, content, options, checkpoint.dequantized)
     output = _in_folder(part, profile.folder)
     files = assets.files
@@ -342,7 +342,7 @@ def _placed(layout: Layout, options: PreshardOptions) -> Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Content:
+class _StoredContent:
     """What is stored, whatever the form."""
 
     layout: Layout
@@ -358,7 +358,7 @@ class _Content:
 
 def _part(
     model: OpenedHubModel,
-    content: _Content,
+    content: _StoredContent,
     options: PreshardOptions,
     dequantized: Dequantized | None,
 ) -> DcpOutput | FilesOutput:
@@ -382,7 +382,7 @@ def _part(
 
 def _dcp_part(
     model: OpenedHubModel,
-    content: _Content,
+    content: _StoredContent,
     options: PreshardOptions,
     dequantized: Dequantized | None,
 ) -> DcpOutput:
@@ -412,7 +412,7 @@ def _dcp_part(
     )
 
 
-def _derived(content: _Content) -> dict[str, Expression]:
+def _derived(content: _StoredContent) -> dict[str, Expression]:
     """Return what each tensor is made of that is no tensor of the source itself, and so is a weight behind factors."""
     layout = content.layout
     dense = {target.weight: layout.sources[target.weight] for target in layout.factored.values()}

@@ -24,7 +24,7 @@ from shardkit.formats.owned import Made, OutputKind, refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class UploadTarget:
     """A place that may be written."""
 
     path: str
@@ -55,7 +55,7 @@ def check_target(
     *,
     overwrite: bool,
     made: Made | None = MappingProxyType({}),
-) -> Target:
+) -> UploadTarget:
     """Return a place in a store that may be written.
 
     Args:
@@ -88,7 +88,7 @@ def check_target(
     refused = None if is_put_off else refusal(path, shown, kind, made, may_be_begun=not overwrite)
     if refused is not None:
         raise refused
-    return Target(path=path, marker=kind.value, etag=None if found is None else found.etag)
+    return UploadTarget(path=path, marker=kind.value, etag=None if found is None else found.etag)
 
 
 def check_one_folder(folders: Sequence[str]) -> None:

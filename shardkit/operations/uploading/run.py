@@ -28,7 +28,7 @@ from shardkit.files.uploads import PART_NBYTES, Session
 from shardkit.formats.owned import PROBE
 from shardkit.operations.parts.divided import Describer
 from shardkit.operations.uploading.notes import Notes
-from shardkit.operations.uploading.place import Target
+from shardkit.operations.uploading.place import UploadTarget
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest, ReadingExecution
@@ -52,7 +52,7 @@ class Describe(Protocol):
 class Upload:
     """A job that is to be written into a store."""
 
-    target: Target
+    target: UploadTarget
     plan: TransferPlan
     """From `in_order`."""
     plan_hash: str
@@ -89,7 +89,7 @@ class Upload:
             IntegrityError: as `Execution.run`; nothing of the output is kept.
         """
         check_conditions(self.target.path)
-        return _Run(self, check).run()
+        return _UploadRun(self, check).run()
 
     def describe_again(self, check: SourceCheck | None) -> None:
         """Describe the output that is there, made of these very files; nothing goes into the store.
@@ -257,7 +257,7 @@ def is_same(there: WrittenObject | None, stored: WrittenObject) -> bool:
     return there.etag == stored.etag or (there.crc32 is not None and there.crc32 == stored.crc32)
 
 
-class _Run:
+class _UploadRun:
     """One run of an upload."""
 
     def __init__(self, upload: Upload, check: SourceCheck | None) -> None:
@@ -359,7 +359,7 @@ class _Run:
             descriptions.finish(*execution.run())
 
 
-def interrupted(interrupt: KeyboardInterrupt, target: Target, kept: str) -> Interrupted:
+def interrupted(interrupt: KeyboardInterrupt, target: UploadTarget, kept: str) -> Interrupted:
     """Return what a signal is reported as.
 
     Args:

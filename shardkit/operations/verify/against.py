@@ -16,7 +16,7 @@ from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.repo import Repo, RepoFile, list_repo, named_repo
 from shardkit.operations.diff import Comparison, DiffOptions, DiffResult, TensorDiff
-from shardkit.operations.diff.sides import Wording
+from shardkit.operations.diff.sides import ComparisonWording
 from shardkit.operations.resolve import Taken, as_it_is, take
 from shardkit.operations.verify.manifest import list_files
 from shardkit.operations.verify.result import Report, in_threads
@@ -56,7 +56,7 @@ class Against:
             mine = take(path) if checkpoint is None else as_it_is(path, checkpoint)
             sides = (mine, taken or take(other))
             diff = f"`shardkit diff {in_shell(path)} {in_shell(other)} --all`"  # verify has no --all
-            wording = Wording((escape(path), escape(other)), f"{diff} compares all")
+            wording = ComparisonWording((escape(path), escape(other)), f"{diff} compares all")
             self._comparison = Comparison(
                 (path, other), sides, DiffOptions(), progress=progress, wording=wording
             )

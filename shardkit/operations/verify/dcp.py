@@ -103,7 +103,7 @@ def _files_by_lists(folder: str, described: Described | None, report: Report) ->
     return files
 
 
-class _Place(NamedTuple):
+class _ChunkRow(NamedTuple):
     """One chunk of the table."""
 
     entry: TensorEntry
@@ -124,7 +124,7 @@ class _Folder:
     def __init__(self, folder: str, opened: DcpFolder, described: Described | None, report: Report) -> None:
         self._folder, self._opened, self._described, self._report = folder, opened, described, report
         self._scanner = RecordScanner()
-        self._num_alike, self._unlike = 0, list[tuple[FileBytes, _Place, FirstDifference]]()
+        self._num_alike, self._unlike = 0, list[tuple[FileBytes, _ChunkRow, FirstDifference]]()
         self._of_classes: dict[str, list[str]] = {}
         chunks = opened.catalog.chunks
         self._entries = sorted(opened.catalog.tensors.values(), key=lambda entry: entry.first_chunk)
@@ -182,12 +182,12 @@ class _Folder:
         crc = recorded.crc32 if recorded is not None else None
         return FileBytes(name=name, path=source.path, size=source.size, crc32=crc)
 
-    def _place(self, row: int) -> _Place:
+    def _place(self, row: int) -> _ChunkRow:
         table = self._opened.catalog.chunks
         entry = self._entries[bisect_right(self._firsts, row) - 1]
-        return _Place(entry, table.region(row), table.start[row], table.nbytes[row], row)
+        return _ChunkRow(entry, table.region(row), table.start[row], table.nbytes[row], row)
 
-    def _check_file(self, source: SourceFile, file: FileBytes, places: Iterator[_Place], fd: int) -> None:
+    def _check_file(self, source: SourceFile, file: FileBytes, places: Iterator[_ChunkRow], fd: int) -> None:
         described = self._described
         listed = described.lists.get(source.name) if described is not None else None
         lines = {chunk.record_start: chunk for chunk in listed.chunks} if listed is not None else {}
@@ -211,7 +211,7 @@ class _Folder:
                 f"the chunk list has it, {METADATA} does not", file=file.name, at=at, num_bytes=None
             )
 
-    def _open(self, source: SourceFile, file: FileBytes, place: _Place) -> TensorRecord | None:
+    def _open(self, source: SourceFile, file: FileBytes, place: _ChunkRow) -> TensorRecord | None:
         """Open one record; None if it cannot be, or there is none."""
         if not self._opened.has_records:
             file.stretches.append(place.stretch)
@@ -239,7 +239,7 @@ class _Folder:
             return None
         return record
 
-    def _spell(self, fd: int, file: FileBytes, place: _Place, record: TensorRecord) -> None:
+    def _spell(self, fd: int, file: FileBytes, place: _ChunkRow, record: TensorRecord) -> None:
         if record.is_contiguous and record.data_nbytes == record.nbytes:
             found = spelling(fd, place.start, place.nbytes, record)
             if isinstance(found, FirstDifference):
@@ -252,7 +252,7 @@ class _Folder:
         for file, place, unlike in self._unlike if is_spelled else ():
             report_difference("data", file, place.stretch, unlike, self._report)
 
-    def _pack(self, source: SourceFile, file: FileBytes, place: _Place) -> None:
+    def _pack(self, source: SourceFile, file: FileBytes, place: _ChunkRow) -> None:
         """Take a record that went through an extension: it is checked when it is decompressed."""
         transforms = self._opened.transforms[place.row]
         packed = Packed(place.entry, place.region, place.start, place.nbytes, transforms)
@@ -264,7 +264,7 @@ class _Folder:
             return
         file.packed.append((place.stretch, packed_file(source, packed)))
 
-    def _add(self, file: FileBytes, place: _Place, record: TensorRecord, line: ListedChunk | None) -> None:
+    def _add(self, file: FileBytes, place: _ChunkRow, record: TensorRecord, line: ListedChunk | None) -> None:
         crc = line.crc32 if line is not None and line.crc32 is not None else record.crc32
         start, nbytes, fqn = record.data_start, record.data_nbytes, place.entry.fqn
         file.stretches.append(Stretch(start, nbytes, fqn, place.region, crc))
@@ -272,7 +272,7 @@ class _Folder:
         self._report.chunk(nbytes)
 
     def _add_storages(
-        self, file: FileBytes, place: _Place, entries: Iterable[ZipEntry], *, is_whole: bool = False
+        self, file: FileBytes, place: _ChunkRow, entries: Iterable[ZipEntry], *, is_whole: bool = False
     ) -> None:
         """Have storages of a record compared: all of them, whose values cannot be taken, or what lies beside the value."""
         what = f"a storage in the record of {escape(place.entry.fqn)}"
@@ -300,7 +300,7 @@ class _Folder:
         self,
         line: ListedChunk,
         aliases: tuple[str, ...],
-        same: list[_Place],
+        same: list[_ChunkRow],
         record: TensorRecord | None,
         file: FileBytes,
     ) -> None:

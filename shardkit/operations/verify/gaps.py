@@ -7,7 +7,7 @@ from shardkit.errors import UsageError
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.gaps import Gaps, gaps_of
 from shardkit.formats.hub.adapter import ADAPTER
-from shardkit.layout.traced import Question
+from shardkit.layout.traced import ClassQuestion
 from shardkit.operations.verify.result import Report
 
 _MODEL = "the model"
@@ -44,7 +44,7 @@ def _ask(checkpoint: Checkpoint, gaps: Gaps, report: Report) -> bool:
             hint="leave it out; consolidate asks the class about what it writes",
         )
     shapes = {name: entry.shape for name, entry in hub.catalog.tensors.items()}
-    with Question(hub.config or {}, shapes) as question:
+    with ClassQuestion(hub.config or {}, shapes) as question:
         answer = question.answer()
     if answer.failure is not None:
         said = f"the model's class was not asked whether from_pretrained finds all weights: {answer.failure}"

@@ -45,7 +45,7 @@ class PhaseUsage:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenPhase:
     """A phase that has not ended."""
 
     name: str
@@ -76,8 +76,8 @@ class PhaseMemory:
         self.phases: list[PhaseUsage] = []
         """Finished phases and marks, in the order in which they ended."""
         self._interval_s = interval_s
-        self._open: list[_Open] = []
-        self._since: _Open | None = None
+        self._open: list[_OpenPhase] = []
+        self._since: _OpenPhase | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -154,10 +154,10 @@ class PhaseMemory:
                 "PhaseMemory records only inside `with`", hint="with PhaseMemory() as memory: ..."
             )
 
-    def _begin(self, name: str) -> _Open:
+    def _begin(self, name: str) -> _OpenPhase:
         self._look()
         cpu, cuda = anonymous_bytes(), _cuda_allocated()
-        return _Open(name, cpu, cpu, cuda, cuda)
+        return _OpenPhase(name, cpu, cpu, cuda, cuda)
 
     def _sample(self) -> None:
         while not self._stop.wait(self._interval_s):
@@ -179,11 +179,11 @@ class PhaseMemory:
                 phase.cuda_peak = max(phase.cuda_peak or 0, peak)
             torch.cuda.reset_peak_memory_stats()
 
-    def _running(self) -> list[_Open]:
+    def _running(self) -> list[_OpenPhase]:
         return self._open if self._since is None else [*self._open, self._since]
 
 
-def _usage(phase: _Open, name: str) -> PhaseUsage:
+def _usage(phase: _OpenPhase, name: str) -> PhaseUsage:
     begun = {**asdict(phase), "name": name}
     reserved = torch.cuda.memory_reserved() if _has_cuda() else None
     return PhaseUsage(

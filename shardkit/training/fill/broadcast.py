@@ -24,10 +24,10 @@ from shardkit.errors import LayoutError
 from shardkit.training.fill.reading import (
     DAMAGED,
     Filled,
+    ReadWorker,
     Supply,
     Wanted,
     Weights,
-    Worker,
     match,
     plan_reads,
     together,
@@ -369,7 +369,7 @@ class _Sender:
                 for number, regions in wanted
             }
         with SourceFiles(self._catalog.files, check=self._check) as files, files.reader() as reader:
-            self._worker = Worker(reader)
+            self._worker = ReadWorker(reader)
             files.expect(chunk_ranges(self._catalog, {each.entry.fqn for each in self._sent}), 1)
             for step in build_steps(self._sent):
                 self._send_packed(step)

@@ -31,7 +31,7 @@ from shardkit.layout.recorded import recorded_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Presharded:
+class PreshardedSource:
     """A pre-sharded directory, as its manifest describes it."""
 
     catalog: Catalog
@@ -168,7 +168,7 @@ def _by_record(wanted: Mapping[str, Sequence[Region]], ties: Mapping[str, str]) 
     return found
 
 
-def open_presharded(directory: str) -> Presharded | None:
+def open_presharded(directory: str) -> PreshardedSource | None:
     """Open a directory by its manifest; None if it has none, or one of something else.
 
     Args:
@@ -206,7 +206,7 @@ def open_presharded(directory: str) -> Presharded | None:
     return found
 
 
-def _opened(directory: str, said: manifest.Presharded) -> Presharded:
+def _opened(directory: str, said: manifest.Presharded) -> PreshardedSource:
     catalog = Catalog(format="dcp", directory=directory)
     for file in said.files:
         path = os.path.join(directory, file.name)
@@ -226,7 +226,7 @@ def _opened(directory: str, said: manifest.Presharded) -> Presharded:
     for other, name in ties.items():
         catalog.tensors[other] = replace(catalog.tensors[name], fqn=other)
     assert said.crc32 is not None  # a parsed manifest has one
-    return Presharded(
+    return PreshardedSource(
         catalog=catalog,
         digest=said.crc32,
         key_rules=read_key_rules(said) or source_key_rules(said),

@@ -426,7 +426,7 @@ def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _N
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_thread_each(converts))
         workers = [
-            Worker(stack.enter_context(sources.reader())) for _ in range(min(num_threads, len(ordered)))
+            ReadWorker(stack.enter_context(sources.reader())) for _ in range(min(num_threads, len(ordered)))
         ]
         idle = list(workers)  # one for each thread that runs
 
@@ -465,7 +465,7 @@ def _ranges(reads: Iterable[Read]) -> Ranges:
     return found
 
 
-class Worker:
+class ReadWorker:
     """Carries out reads one by one, in one thread at a time.
 
     Args:

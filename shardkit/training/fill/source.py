@@ -50,7 +50,7 @@ from shardkit.layout.own_code import OwnCode
 from shardkit.operations.environment import package_version
 from shardkit.osft.plan import Target, factor_of, stored_targets
 from shardkit.training.fill.from_rank import RankSource
-from shardkit.training.fill.presharded import Presharded, open_presharded
+from shardkit.training.fill.presharded import PreshardedSource, open_presharded
 from shardkit.training.fill.reading import KeyRules, OpenChunks, Weights
 from shardkit.training.ranks.agree import world
 from shardkit.training.ranks.local import ExpectedTensor
@@ -69,7 +69,7 @@ class Source:
     """All that it holds; a pre-sharded directory's has no chunks yet."""
     checkpoint: Checkpoint | None = None
     """None for a pre-sharded directory, and for the memory of a rank."""
-    presharded: Presharded | None = None
+    presharded: PreshardedSource | None = None
     dequantizes: bool = False
     """Plain weights are to be made of quantised ones."""
 
@@ -436,7 +436,7 @@ def _of_records(source: Source, wanted: list[str]) -> _Stored:
     )
 
 
-def _other_versions(presharded: Presharded) -> Iterator[str]:
+def _other_versions(presharded: PreshardedSource) -> Iterator[str]:
     """Say so where the layout was traced with another major version of a package than this job has."""
     traced = presharded.traced_with
     for name, there in (("torch", traced.torch), ("transformers", traced.transformers)) if traced else ():

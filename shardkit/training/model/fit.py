@@ -85,7 +85,7 @@ class ModelInitializationContext:
         )
 
 
-class _Sides(NamedTuple):
+class _ModelAndSource(NamedTuple):
     """A model and its source."""
 
     expected: Mapping[str, ExpectedTensor]
@@ -126,7 +126,7 @@ def check_fit(
     """
     tied = {group[0]: tuple(group) for group in ties}
     names = {fqn: tied.get(fqn, (fqn,)) for fqn in expected}
-    sides = _Sides(expected, names, weights)
+    sides = _ModelAndSource(expected, names, weights)
     _refuse_quantised(weights)
     _refuse_fused(expected, weights)
     absent = [
@@ -258,7 +258,7 @@ def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> N
     )
 
 
-def _choose(sides: _Sides, lacking: Sequence[str], missing: Missing) -> list[str]:
+def _choose(sides: _ModelAndSource, lacking: Sequence[str], missing: Missing) -> list[str]:
     """Return which of the tensors that the source lacks are initialised."""
     if missing == "init":
         return list(lacking)
@@ -283,7 +283,7 @@ def _choose(sides: _Sides, lacking: Sequence[str], missing: Missing) -> list[str
     ]
 
 
-def _problems(sides: _Sides, lacking: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+def _problems(sides: _ModelAndSource, lacking: Sequence[str], unexpected: Sequence[str]) -> list[str]:
     unused, found = sides.weights.unused, []
     shapes = {fqn: sides.expected[fqn].shape for fqn in lacking}
     for what, names, held, others in (
@@ -295,7 +295,7 @@ def _problems(sides: _Sides, lacking: Sequence[str], unexpected: Sequence[str]) 
     return found
 
 
-def _compare(sides: _Sides, grown: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
+def _compare(sides: _ModelAndSource, grown: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
     """Return the rows of grown tensors in the source, and what is wrong with shapes and dtypes."""
     weights = sides.weights
     rows: dict[str, int] = {}
@@ -336,7 +336,7 @@ def _hint(
     return "is it this model's source?"
 
 
-def _refuse_renamed(sides: _Sides, initialised: Collection[str], *, guess: bool) -> None:
+def _refuse_renamed(sides: _ModelAndSource, initialised: Collection[str], *, guess: bool) -> None:
     """Refuse to initialise a tensor that the source seems to have under another name.
 
     Args:

@@ -530,7 +530,7 @@ def test_one_process_leaves_an_output_that_appears_while_it_computes(
     with monkeypatch.context() as patch:
         of_another_kind(patch)
         if call == "_move":
-            patch.setattr(uploading._Run, call, once(uploading._Run._move, others))
+            patch.setattr(uploading._UploadRun, call, once(uploading._UploadRun._move, others))
         else:
             patch.setattr(uploading.StoredFiles, call, lambda _: others())
         with pytest.raises(UsageError, match="appeared while it was being written: another run was faster"):
