@@ -25,7 +25,7 @@ from shardkit.layout.classes import broken_ties
 from shardkit.operations.keys import load_rules
 from shardkit.osft.plan import Target
 from shardkit.training.fill.broadcast import fill_broadcast
-from shardkit.training.fill.direct import fill_direct
+from shardkit.training.fill.direct import divide, fill_direct, regions_of
 from shardkit.training.fill.factorise import fill_factors
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import (
@@ -359,7 +359,42 @@ def _fill_compared(
     """Compare what the ranks see, and fill what each of them has; every rank calls it."""
     with kept_open() as opened:
         sources = choose_sources(shards, supply, options, opened)
-        return fill(own, supply, options, sources, opened)
+        located = supply.weights
+        if sources is None and options.strategy == "auto" and world()[1] > 1:
+            located, seen = _locate(own, supply, opened)
+            if seen is not None:
+                supply, sources = seen, choose_sources(shards, seen, options, opened)
+        return fill(own, supply, options, sources, opened, located)
+
+
+def _locate(
+    own: Sequence[LocalShard], supply: Supply, opened: dict[str, int]
+) -> tuple[Weights | None, Supply | None]:
+    """Open what this rank reads, before any rank reads: where some cannot, others may read for them.
+
+    Every rank calls it.
+
+    Returns:
+        The opened weights. Where some ranks fail and others do not, what this rank can supply; else None.
+    """
+    assert supply.weights is not None
+    located: Weights | None = None
+    error: BaseException | None = None
+    with agreed(_FITTING):
+        wanted = match(own, supply)
+    regions = regions_of(divide(wanted)[0])
+    try:
+        located = supply.weights.located(regions, opened)
+    except BaseException as caught:  # the others must not wait
+        error = caught
+    is_source = isinstance(error, (SourceError, ResourceError))
+    agree(None if is_source else error, phase=_OPENING)
+    able = gather_json(error is None, phase=_OPENING)
+    if all(able):
+        return located, None
+    if not any(able):
+        agree(error, phase=_OPENING)
+    return None, supply if error is None else replace(supply, weights=None, unavailable=str(error))
 
 
 def fill(
@@ -368,6 +403,7 @@ def fill(
     options: ReadOptions,
     sources: Sequence[int] | None,
     opened: dict[str, int] | None = None,
+    located: Weights | None = None,
 ) -> Filled:
     """Fill shards from a source, one way or the other; every rank calls it.
 
@@ -377,8 +413,10 @@ def fill(
         options: how they are filled.
         sources: from `choose_sources`.
         opened: files that `choose_sources` has opened.
+        located: the supply's weights, if it is known already where lies what this rank reads.
     """
-    filled = _fill_read(shards, supply, options, sources, opened)
+    seen = supply if located is None else replace(supply, weights=located)
+    filled = _fill_read(shards, seen if sources is None else supply, options, sources, opened)
     if supply.targets:
         computed = fill_factors(shards, supply, sources, check_source=options.check_source)
         filled.add(computed)

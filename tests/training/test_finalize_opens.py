@@ -248,24 +248,43 @@ def test_ranks_that_read_nothing_open_nothing(out: Path) -> None:
     assert len(files) == (2 if dist.get_rank() == 0 else 0)
 
 
-@eight.test
-def test_a_damaged_record_is_named_on_all_ranks(out: Path) -> None:
-    """Only rank 5 opens it."""
-    damaged = out / "damaged"
+def damage(file: Path) -> None:
+    """Damage the directory of the first record."""
+    content = bytearray(file.read_bytes())
+    at = content.index(b"PK\x01\x02")
+    content[at : at + 4] = b"none"
+    file.write_bytes(content)
+
+
+@eight.test_each({"auto": 0, "direct": 5})
+def test_a_damaged_record_is_named_on_all_ranks(reader: int, out: Path) -> None:
+    """Only rank 5 opens it; then rank 0, to read for all."""
+    damaged = out / f"damaged-{reader}"
     if dist.get_rank() == 0:
         shutil.copytree(out / "torch-8", damaged)
-        path = damaged / "__5_0.distcp"
-        content = bytearray(path.read_bytes())
-        at = content.index(b"PK\x01\x02")  # the directory of the first record
-        content[at : at + 4] = b"none"
-        path.write_bytes(content)
+        damage(damaged / "__5_0.distcp")
     dist.barrier()
+    with torch.device("meta"):
+        model = shard(Model())
     with pytest.raises(SourceError) as caught:
-        VERBS["load_into"](str(damaged))
+        shardkit.load_into(model, damaged, strategy="direct" if reader else "auto")
     assert caught.value.message == "1 records cannot be read"
     (problem,) = caught.value.problems
-    assert problem.startswith("rank 5: layers.0.")
+    assert problem.startswith(f"rank {reader}: layers.0.")
     assert "__5_0.distcp" in problem
+
+
+@eight.test_each(VERBS)
+def test_others_read_for_a_rank_whose_copy_is_damaged(load: Callable[[str], nn.Module], out: Path) -> None:
+    rank, source = dist.get_rank(), out / "torch-8"
+    if rank == 5:
+        source = shutil.copytree(source, out / f"copy-{load.__name__}")
+        damage(source / "__5_0.distcp")
+    dist.barrier()
+    model, whole = load(str(source)), load_file(out / "hub/model.safetensors")
+    for name, value in model.state_dict().items():
+        assert isinstance(value, DTensor)
+        assert torch.equal(value.full_tensor(), whole[name])
 
 
 @four.test_each(VERBS)

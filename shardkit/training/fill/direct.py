@@ -50,11 +50,7 @@ def fill_direct(
     mine, shared, repeated = divide(wanted)
     with contextlib.ExitStack() as stack:
         with agreed("reading shards from storage"):
-            regions: dict[str, list[Region]] = {}
-            for item in mine:
-                if item.region.num_elements:
-                    regions.setdefault(item.entry.fqn, []).append(item.region)
-            catalog = weights.located(regions, opened).catalog
+            catalog = weights.located(regions_of(mine), opened).catalog
             check = SourceCheck(catalog) if check_source else None
             sources = stack.enter_context(SourceFiles(catalog.files, check=check, opened=opened))
             reads = [
@@ -77,6 +73,15 @@ def fill_direct(
             filled.checked = compare_together(check, sources, {item.entry.fqn for item in wanted})
     copy_to_replicas(shared, filled)
     return filled
+
+
+def regions_of(mine: Sequence[Wanted]) -> dict[str, list[Region]]:
+    """Return what is read of each stored tensor."""
+    regions: dict[str, list[Region]] = {}
+    for item in mine:
+        if item.region.num_elements:
+            regions.setdefault(item.entry.fqn, []).append(item.region)
+    return regions
 
 
 def _lies_in(inner: Region, outer: Region) -> bool:
