@@ -215,7 +215,9 @@ def prepare(
             open=cache(partial(open_source, dequantize=dequantize)),
         )
     of_model = os.fspath(build_model) if isinstance(build_model, (str, os.PathLike)) else None
-    share_listings((of_model, given), partial(_look, of_model, asked), phase=_OPENING)
+    share_listings(
+        (of_model, given), partial(_look, of_model, asked), phase=_OPENING, revision=revision, variant=variant
+    )
     if dtype is None and isinstance(build_model, (str, os.PathLike)):
         dtype = _stored_dtype(build_model, asked)
     with agreed("building the model"):

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import torch.distributed as dist
@@ -300,6 +301,30 @@ def test_one_rank_reads_the_headers_of_a_hub_model_for_all(
     for name, value in model.state_dict().items():
         assert isinstance(value, DTensor)
         assert torch.equal(value.full_tensor(), whole[name])
+
+
+@four.test_each(VERBS)
+def test_one_rank_reads_the_headers_of_a_repo_for_all(load: Callable[[str], nn.Module], out: Path) -> None:
+    """It is in the cache; what has to be downloaded is looked at by each."""
+    cache = out / f"cache-{load.__name__}"
+    repo = cache / "models--some--model"
+    if dist.get_rank() == 0:
+        shutil.copytree(out / "shards", repo / "snapshots" / ("0" * 40))
+        (repo / "refs").mkdir()
+        (repo / "refs/main").write_text("0" * 40)
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+        patched.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        with opened(repo) as found:
+            model = load("some/model")
+    whole = load_file(out / "hub/model.safetensors")
+    for name, value in model.state_dict().items():
+        assert isinstance(value, DTensor)
+        assert torch.equal(value.full_tensor(), whole[name])
+    files = {name: times for name, times in found.items() if name.endswith(".safetensors")}
+    assert len(files) == 4
+    assert set(files.values()) == {3 if dist.get_rank() == 0 else 1}
 
 
 @two.test

@@ -32,7 +32,13 @@ from shardkit.files.remote.hub import (
 )
 from shardkit.formats.contract import OpenedHubModel
 from shardkit.formats.hub.assets import list_weights
-from shardkit.formats.hub.directory import Elsewhere, open_weights, weight_files, with_beside
+from shardkit.formats.hub.directory import (
+    Elsewhere,
+    choose_weights,
+    open_weights,
+    weight_files,
+    with_beside,
+)
 from shardkit.formats.hub.files import WeightFiles, select_weights
 from shardkit.formats.hub.safetensors import LENGTH_BYTES, SafetensorsHeader, check_header, text_length
 
@@ -132,6 +138,27 @@ def fetch_model(
         model.catalog.notes += (_DOWNLOADED.format(name=escape(absent[0])),)
     identity = replace(model.identity, repo=repo_id, commit=commit)
     return replace(model, label=repo_id.rpartition("/")[2], identity=identity)
+
+
+def cached_model(source: str, revision: str | None = None, variant: str | None = None) -> str | None:
+    """Return the folder of a repo's model in the cache, if all of its weights are there; nothing is downloaded.
+
+    Args:
+        source: what may be a repo, as a person gave it.
+        revision, variant: as for `fetch_model`.
+    """
+    try:
+        repo = None if storage.lexists(source) else named_repo(source, revision)
+        if repo is None:
+            return None
+        from huggingface_hub import snapshot_download
+
+        folder = str(snapshot_download(repo.id, revision=repo.revision, local_files_only=True))
+        weights = choose_weights(folder, storage.listdir(folder), variant=variant)
+        names, _ = weight_files(folder, weights)
+    except Exception:  # downloading will say what is wrong; of huggingface_hub's own there is no common base
+        return None
+    return folder if all(storage.exists(os.path.join(folder, name)) for name in names) else None
 
 
 def _weight_files(

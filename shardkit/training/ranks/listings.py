@@ -11,10 +11,19 @@ from shardkit.errors import ShardkitError
 from shardkit.files import home, shared_reads, stores
 from shardkit.formats.contract import has_any, listing
 from shardkit.formats.dcp import METADATA
+from shardkit.formats.hub.directory import open_model
+from shardkit.formats.hub.repo import cached_model
 from shardkit.training.ranks.agree import agreed, broadcast_json, world
 
 
-def share_listings(paths: Iterable[object], look: Callable[[], object], *, phase: str) -> None:
+def share_listings(
+    paths: Iterable[object],
+    look: Callable[[], object],
+    *,
+    phase: str,
+    revision: str | None = None,
+    variant: str | None = None,
+) -> None:
     """Have the first rank look at a source, and the others know what it has found; every rank calls it.
 
     Paths elsewhere than in a store, without safetensors files, and without `.metadata`, cost two messages and nothing
@@ -24,6 +33,8 @@ def share_listings(paths: Iterable[object], look: Callable[[], object], *, phase
         paths: of this rank: what it will look at.
         look: opens them. If that fails, each rank will see for itself.
         phase: for the message if a rank died.
+        revision, variant: of a repo. What of it is not in the cache is not looked at: the others would wait for the
+            download.
 
     Raises:
         ResourceError: a rank died, or did not come within the process group's timeout.
@@ -31,10 +42,16 @@ def share_listings(paths: Iterable[object], look: Callable[[], object], *, phase
     rank, size = world()
     if size == 1:
         return
-    is_told = rank == 0 and any(map(is_looked_at, paths))
+    given = [os.fspath(path) for path in paths if isinstance(path, (str, os.PathLike))] if rank == 0 else []
+    is_told = False
     with agreed(phase), contextlib.suppress(ShardkitError, OSError), shared_reads.noted() as notes:
+        is_told = any(map(is_looked_at, given))
         if is_told:
             look()
+        for path in given:
+            if (folder := cached_model(path, revision, variant)) is not None:
+                is_told = True
+                open_model(folder, variant=variant)
     said = [stores.known(), home.known(), notes.plain()] if is_told else None
     told = broadcast_json(said, 0, phase=phase)
     if told is not None and rank != 0:
