@@ -32,7 +32,7 @@ from shardkit.osft.plan import FACTORS
 
 if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult
-    from shardkit.operations.preshard.factors import OsftResult
+    from shardkit.operations.preshard.decompose import OsftResult
     from shardkit.pictures.page import Page
 
 
@@ -149,7 +149,7 @@ def command(
     if not out.shows_bars and _is_on_the_hub(source):
         opt.silence_hub()
     from shardkit.operations.preshard import preshard
-    from shardkit.operations.preshard.factors import plan_of_options
+    from shardkit.operations.preshard.decompose import plan_of_options
 
     plan = plan_of_options(osft, osft_targets, osft_ranks, osft_svd)
     if not opt.given("max_memory"):

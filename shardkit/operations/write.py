@@ -40,17 +40,17 @@ from shardkit.operations.environment import mixed_versions
 from shardkit.operations.leftovers import name_unknown
 from shardkit.operations.parts.agreement import Agreement, Command, Committing, NotThere, Share
 from shardkit.operations.parts.divided import Describer, Divided, PartResult
-from shardkit.operations.parts.factors import DividedWithFactors, FactoredJob, weights_of
 from shardkit.operations.parts.foreign import foreign_in, name_foreign, set_foreign_apart
 from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
 from shardkit.operations.parts.part import Part
-from shardkit.operations.uploading.factors import (
+from shardkit.operations.parts.shared_factors import DividedWithFactors, FactoredJob, weights_of
+from shardkit.operations.uploading.in_store import DividedInStore
+from shardkit.operations.uploading.local_records import (
     ELSEWHERE,
     FactoredInStore,
     FactoredUpload,
     place_of_records,
 )
-from shardkit.operations.uploading.in_store import DividedInStore
 from shardkit.operations.uploading.place import UploadTarget, check_target
 from shardkit.operations.uploading.run import Describe, StoredFiles, Upload, check_beside
 from shardkit.transfer.chains import Evidence

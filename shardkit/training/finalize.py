@@ -52,7 +52,7 @@ from shardkit.training.model.buffers import (
     retie,
     unlike_computed,
 )
-from shardkit.training.model.factors import ModelFactors, own_targets, to_json
+from shardkit.training.model.factored_weights import ModelFactors, own_targets, to_json
 from shardkit.training.model.fit import ModelInitializationContext, check_fit, check_ties, check_untied
 from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.model.overlap import apart, put_together, refuse_expanded

@@ -41,7 +41,7 @@ from shardkit.training.kept import remember_files
 from shardkit.training.model.between import note_prepared
 from shardkit.training.model.buffers import InitBuffers
 from shardkit.training.model.build import MULTIPLE, BuildModel, align_vocab, build_model, find_config
-from shardkit.training.model.factors import (
+from shardkit.training.model.factored_weights import (
     ModelFactors,
     dense_names,
     factor_model,

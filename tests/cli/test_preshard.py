@@ -16,7 +16,7 @@ import pytest
 import shardkit
 from shardkit.cli import preshard as preshard_command
 from shardkit.operations.preshard import PreshardResult
-from shardkit.operations.preshard.factors import OsftKind, OsftResult
+from shardkit.operations.preshard.decompose import OsftKind, OsftResult
 from shardkit.operations.write import Converted
 from shardkit.osft.plan import OsftPlan
 

@@ -54,7 +54,7 @@ ELSEWHERE = {
     "cli/errors.py": {"os.path.realpath", "shutil.which"},
     "cli/__init__.py": {"open"},
     "formats/torchsave/bin.py": {"open"},
-    "operations/preshard/factors.py": {"open"},
+    "operations/preshard/decompose.py": {"open"},
     "transfer/factors/fill.py": {"open"},
     "transfer/factors/workers.py": {"os.ftruncate", "os.read"},
     "training/diagnostics/memory.py": {"open"},

@@ -29,7 +29,7 @@ from shardkit.operations.parts.agreement import (
     read_parts,
 )
 from shardkit.operations.parts.divided import incomplete
-from shardkit.operations.parts.factors import without_factors
+from shardkit.operations.parts.shared_factors import without_factors
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
 from shardkit.operations.uploading.status import StoredStatus

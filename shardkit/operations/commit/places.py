@@ -18,7 +18,7 @@ from shardkit.operations.leftovers import Leftover, leftovers
 from shardkit.operations.parts.agreement import PartsStaging
 from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.parts.on_disk import absolute
-from shardkit.operations.uploading.factors import remove_records
+from shardkit.operations.uploading.local_records import remove_records
 from shardkit.operations.uploading.status import MARKERS, StoredStatus, remove_uncommitted, uncommitted
 
 

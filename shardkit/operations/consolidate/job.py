@@ -78,8 +78,8 @@ from shardkit.operations.consolidate.assets import (
     trained_modules,
     with_tokenizer,
 )
-from shardkit.operations.consolidate.factors import take_factors
 from shardkit.operations.consolidate.fit import BaseFit, base_shapes, check_fit
+from shardkit.operations.consolidate.fold_or_keep import take_factors
 from shardkit.operations.consolidate.globs import Sieve, make_sieve
 from shardkit.operations.consolidate.vocabulary import RowsChange, check_tokenizer, follow_vocabulary
 from shardkit.operations.keys import AUTO, NONE, load_rules

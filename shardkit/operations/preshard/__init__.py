@@ -39,7 +39,7 @@ from shardkit.operations.holdings import Holdings
 from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.parts.part import Part
 from shardkit.operations.parts.pool import Executor, in_pool
-from shardkit.operations.preshard.factors import OsftResult, OsftRun
+from shardkit.operations.preshard.decompose import OsftResult, OsftRun
 from shardkit.operations.preshard.held import hold_job
 from shardkit.operations.preshard.job import PreshardJob, PreshardOptions, build_job
 from shardkit.operations.preshard.profiles import find_profile, write_companions

@@ -42,7 +42,7 @@ from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.describe_files import FilesOutput
 from shardkit.operations.environment import traced_with
 from shardkit.operations.keys import NONE, load_rules
-from shardkit.operations.preshard.factors import check_osft, computed_by, describe_osft
+from shardkit.operations.preshard.decompose import check_osft, computed_by, describe_osft
 from shardkit.operations.preshard.profiles import (
     PROFILES,
     Assets,

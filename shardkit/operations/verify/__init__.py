@@ -18,8 +18,8 @@ from shardkit.formats.contract import Checkpoint
 from shardkit.operations.holdings import Holdings, hold, hold_files
 from shardkit.operations.resolve import stands_for, take
 from shardkit.operations.verify.bytes import check_files, check_sample
-from shardkit.operations.verify.factors import check_factors
 from shardkit.operations.verify.gaps import check_gaps
+from shardkit.operations.verify.orthonormality import check_factors
 from shardkit.operations.verify.result import Level, Report, VerifyResult
 from shardkit.operations.verify.store import check_stored
 from shardkit.operations.verify.structure import Structure, check_structure

@@ -17,7 +17,7 @@ from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.quantised import refuse_quantised
 from shardkit.layout.classes import BrokenTie
 from shardkit.training.fill.reading import Weights, converts
-from shardkit.training.model.factors import ModelFactors
+from shardkit.training.model.factored_weights import ModelFactors
 from shardkit.training.ranks.local import ExpectedTensor
 from shardkit.transfer.checks import CheckedSource
 from shardkit.transfer.sources import same_bytes

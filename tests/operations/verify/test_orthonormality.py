@@ -9,7 +9,7 @@ import torch
 
 import shardkit
 from shardkit.formats.registry import open_checkpoint
-from shardkit.operations.verify.factors import distance
+from shardkit.operations.verify.orthonormality import distance
 from shardkit.transfer.sources import SourceFiles
 from tests.operations.consolidate.checkpoints import save, training_state, weights
 from tests.osft.factored import K, Q, factored

@@ -20,8 +20,8 @@ from shardkit.layout.choice.factored import check_osft_mesh
 from shardkit.layout.layout import Layout
 from shardkit.operations.environment import package_version
 from shardkit.operations.keys import NONE
-from shardkit.operations.parts.factors import weights_of
 from shardkit.operations.parts.part import Part, share_of
+from shardkit.operations.parts.shared_factors import weights_of
 from shardkit.operations.preshard.profiles import Profile
 from shardkit.osft.plan import OsftPlan, Target, parse_ranks
 from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactoredWeight

@@ -24,7 +24,7 @@ from shardkit.files import cache, storage
 from shardkit.files.shared_store import StoredStaging
 from shardkit.files.staging import Staging, nothing, remove_abandoned
 from shardkit.operations.parts.agreement import Agreement
-from shardkit.operations.parts.factors import FactoredJob, SharedFactors, WithFactors
+from shardkit.operations.parts.shared_factors import FactoredJob, SharedFactors, WithFactors
 from shardkit.operations.uploading.in_store import DividedInStore
 from shardkit.operations.uploading.run import StoredFiles, Upload, check_conditions, interrupted
 from shardkit.transfer.checks import SourceCheck

@@ -29,7 +29,7 @@ from shardkit.errors import (
 )
 from shardkit.files import manifest, storage
 from shardkit.formats.dcp import chunk_list
-from shardkit.operations.preshard.factors import computed_by
+from shardkit.operations.preshard.decompose import computed_by
 from shardkit.osft.plan import FACTORS, OsftPlan, Target
 from shardkit.osft.svd import Factors, factorise
 from shardkit.transfer.factors import fill
