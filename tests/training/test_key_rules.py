@@ -13,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.numpy import load_file
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -234,52 +233,6 @@ def test_rules_stay_with_a_model(tmp_path: Path) -> None:
     done = shardkit.consolidate(tmp_path / "some", tmp_path / "hub")
     assert load_file(tmp_path / "hub" / "model.safetensors").keys() == {"net.weight", "net.bias"}
     assert done.renamed == (("0.", "net.", 2),)
-
-
-class _Twice(nn.Module):
-    """A model that is registered under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
-        self.decoder = self.encoder
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("stored", ["encoder", "decoder", None])
-def test_a_tensor_of_two_names_is_written_once(stored: str | None, tmp_path: Path) -> None:
-    """Under the name that the files had which training began with, whatever has been saved and resharded since."""
-    model = _Twice()
-    if stored is not None:
-        whole = {f"{stored}.{name}": value.clone() for name, value in model.encoder.state_dict().items()}
-        (tmp_path / "hub").mkdir()
-        save_file(whole, tmp_path / "hub" / "model.safetensors")
-        load_into(model, tmp_path / "hub")
-        save(model, tmp_path / "first")
-        model = _Twice()
-        load_into(model, tmp_path / "first")
-    save(model, tmp_path / "saved")
-    shardkit.reshard(tmp_path / "saved", tmp_path / "two", world_size=2)
-    for name in ("saved", "two"):
-        result = shardkit.consolidate(tmp_path / name, tmp_path / f"{name}-hub")
-        found = load_file(tmp_path / f"{name}-hub" / "model.safetensors")
-        assert found.keys() == {f"{stored or 'encoder'}.{each}" for each in model.encoder.state_dict()}
-        assert len(result.ties) == 3
-        assert not [warning for warning in result.warnings if "config.json" not in warning]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_both_names_are_written_if_the_base_has_both(tmp_path: Path) -> None:
-    model = _Twice()
-    save(model, tmp_path / "saved")
-    (tmp_path / "base").mkdir()
-    save_file(
-        {name: value.clone() for name, value in model.state_dict().items()},
-        tmp_path / "base" / "model.safetensors",
-    )
-    (tmp_path / "base" / "config.json").write_text("{}")
-    shardkit.consolidate(tmp_path / "saved", tmp_path / "out", base=tmp_path / "base")
-    assert_is(tmp_path / "out", tmp_path / "base")
 
 
 def test_ties_that_are_no_embeddings_and_heads_come_from_the_manifest(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from shardkit.files import manifest
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.hub.directory import open_model
 from shardkit.operations.consolidate import consolidate
-from shardkit.operations.inspect import inspect
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
 from shardkit.operations.verify import verify
@@ -528,29 +527,3 @@ def test_torch_is_not_imported(made: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, *(str(made / name) for name in NAMES)], check=True)
-
-
-@pytest.mark.parametrize("folders", [("", ""), ("pytorch_model_fsdp_0", "optimizer_0")])
-def test_moments_of_one_rank_are_a_warning_of_every_verb(tmp_path: Path, folders: tuple[str, str]) -> None:
-    """As plain tensors on each of two ranks are stored; beside the model, and as accelerate lays the two out."""
-    weights = {"up.weight": torch.ones(64, 32), "norm.weight": torch.ones(32)}
-    half = {name: {"exp_avg": each[::2].clone(), "step": torch.ones(())} for name, each in weights.items()}
-    parts = {folders[0]: {"model": weights}} | {folders[1]: {"optimizer": {"state": half}}}
-    if folders[0] == folders[1]:
-        parts = {"": {"model": weights, "optimizer": {"state": half}}}
-    for folder, state in parts.items():
-        dcp.save(state, checkpoint_id=tmp_path / "run" / folder)
-    run = tmp_path / "run"
-    found = verify(run, full=True)
-    results = [found, reshard(run, tmp_path / "out", world_size=3)]
-    results += [inspect(run), inspect(tmp_path / "out")] if len(parts) == 1 else []
-    assert found.ok
-    for result in results:
-        (warning,) = (each for each in result.warnings if "moments" in each)
-        assert warning.startswith("2 of 2 moments of the optimizer have 1/2 of their parameter's rows")
-        assert warning.endswith(": optimizer.state.norm.weight.exp_avg, optimizer.state.up.weight.exp_avg")
-    assert len(found.doubts) == 1
-    out = reshard(run, tmp_path / "weights", world_size=3, no_optimizer=True)
-    assert not [each for each in out.warnings if "moments" in each]
-    assert out.num_optimizer_tensors == 0
-    assert any("left out (--no-optimizer)" in note for note in out.notes)
