@@ -52,6 +52,9 @@ _NUM_CONNECTIONS = 8
 _DOWNLOADED = "{name}: what a legacy file holds can be told only once it is here: the weights were downloaded into the cache"
 # Weights of an earlier upload in other files would be a second model beside the new ones.
 _REPLACED = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+# vLLM 0.11, model_executor/layers/quantization: get_config_filenames of ModelOpt, GPTQ and AWQ. Loaders take plain weights
+# beside one of them for quantised.
+_QUANTISED_CONFIGS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _FILE_ENDINGS = (".safetensors", ".bin", ".json", ".git", ".distcp", ".ckpt", ".pt", ".pth")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)", re.ASCII)  # RFC 9110, 14.4
 _PARTIAL, _UNSATISFIABLE = 206, 416
@@ -456,6 +459,8 @@ class Pushed(NamedTuple):
     """Of the repo, or of its branch."""
     kept: tuple[str, ...] = ()
     """Files that were not uploaded, as the repo has its own."""
+    removed: tuple[str, ...] = ()
+    """Configs of the repo's earlier weights, which were quantised; these weights have none."""
 
 
 def push(
@@ -463,8 +468,8 @@ def push(
 ) -> Pushed:
     """Upload a directory.
 
-    Files of the same name are replaced. Weights of an earlier upload in other files are removed. Everything else in the
-    repo stays.
+    Files of the same name are replaced. Weights of an earlier upload in other files are removed, and what says how these
+    were quantised. Everything else in the repo stays.
 
     Args:
         directory: complete and checked.
@@ -483,18 +488,20 @@ def push(
         url = str(api.create_repo(repo_id, private=private or None, exist_ok=True))
         if branch is not None:
             api.create_branch(repo_id, branch=branch, exist_ok=True)
-        kept = sorted({*by_people} & {*api.list_repo_files(repo_id, revision=branch)})
+        there = {*api.list_repo_files(repo_id, revision=branch)}
+        kept = sorted({*by_people} & there)
         api.upload_folder(
             repo_id=repo_id,
             folder_path=directory,
             revision=branch,
             ignore_patterns=list(map(glob.escape, kept)),
             commit_message=f"Upload {os.path.basename(directory)} with shardkit",
-            delete_patterns=list(_REPLACED),  # removes those that are not uploaded anew
+            delete_patterns=[*_REPLACED, *_QUANTISED_CONFIGS],  # removes those that are not uploaded anew
         )
     except Exception as error:  # also whatever the HTTP client and the Xet client raise
         raise _refused(error, directory, repo_id, kept) from error
-    return Pushed(url if branch is None else f"{url}/tree/{branch}", tuple(kept))
+    removed = there.intersection(_QUANTISED_CONFIGS).difference(storage.listdir(directory))
+    return Pushed(url if branch is None else f"{url}/tree/{branch}", tuple(kept), tuple(sorted(removed)))
 
 
 def _refused(error: Exception, directory: str, repo_id: str, kept: Iterable[str]) -> ResourceError:

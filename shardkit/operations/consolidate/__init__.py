@@ -305,11 +305,12 @@ class _HubUpload:
 
         texts = filter(is_text, names)
         pushed = push(directory, self.repo_id, private=self.private, branch=self.branch, by_people=texts)
-        if not pushed.kept:
-            return pushed.address, []
-        return pushed.address, [
-            f"{escape(self.repo_id)} keeps its own {listed(pushed.kept)}; ours stayed in {escape(directory)}"
-        ]
+        repo, notes = escape(self.repo_id), list[str]()
+        if pushed.kept:
+            notes.append(f"{repo} keeps its own {listed(pushed.kept)}; ours stayed in {escape(directory)}")
+        if pushed.removed:
+            notes.append(f"{repo}: {listed(pushed.removed)} of its earlier, quantised weights was removed")
+        return pushed.address, notes
 
 
 def _consolidate(

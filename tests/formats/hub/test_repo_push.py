@@ -187,6 +187,13 @@ def test_weights_of_an_earlier_upload_go(server, checkpoint, consolidate, tmp_pa
     assert not {"private", "visibility"} & server.created[0].keys()
 
 
+def test_what_said_how_earlier_weights_were_quantised_goes(server, checkpoint, consolidate):
+    server.repo["main"] = dict.fromkeys(["hf_quant_config.json", "notes.json"], b"{}")
+    result = consolidate(push_to_hub="me/old")
+    assert sorted(server.repo["main"]) == ["model.safetensors", "notes.json"]
+    assert "me/old: hf_quant_config.json of its earlier, quantised weights was removed" in result["notes"]
+
+
 def test_what_people_wrote_in_the_repo_stays(server, checkpoint, consolidate, tmp_path):
     for name in ("README.md", "LICENSE", "modeling_tiny.py"):
         (tmp_path / "base" / name).write_text("of the base")
