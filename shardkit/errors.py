@@ -33,13 +33,13 @@ _SHOWN_PROBLEMS = 20
 FLAGS = frozenset(
     "--abort --allow-missing --allow-unexpected --dequantize --dry-run --follow-links --full --inside "
     "--keep-factors --manifest --merge-lora --no-optimizer --no-resume --overwrite --private --rounded --sha256 --single-file "
-    "--stats --store --strict --tensors --trust-remote-code".split()
+    "--stats --store --strict --tensors --trust-remote-code --uncommitted".split()
 )
 """Options without a value that functions have as arguments."""
 VALUED = frozenset(
     "--adapter-config --add-prefix --against --ask-class --atol --attribute --base --base-revision --branch "
     "--check-source --device --digest --dtype --dtype-rule --exclude --executor --fill-from-base --hub --include --jobs --keys --layout "
-    "--manifest-file --max-memory --max-shard-size --mesh --names --num-parts --optimizer-dtype --osft --output "
+    "--manifest-file --max-memory --max-shard-size --mesh --names --num-parts --older-than --optimizer-dtype --osft --output "
     "--parallel-rule --part --profile --push-to-hub --read --rename --revision --root --rtol --seed "
     "--sort --source-manifest --stages --strip-prefix --tokenizer --variant --wait --weights --world-size --wrap".split()
 )

@@ -55,6 +55,7 @@ def take_plain(
     dtype: DType | None = None,
     by_config: bool = False,
     by_content: bool = False,
+    has_option: bool = True,
 ) -> Checkpoint:
     """Return a checkpoint of plain weights.
 
@@ -68,6 +69,7 @@ def take_plain(
         by_config: take a config's word for it all the same.
         by_content: refuse narrow numbers with scales beside them too, whatever names and config tell. They may be moved
             and compared as bytes, but not be divided or made plain.
+        has_option: who asks could be told to dequantise.
 
     Raises:
         LayoutError: it is quantised, or in a way that is not known here; or scales do not fit what they scale.
@@ -79,7 +81,7 @@ def take_plain(
     if why is None:
         return checkpoint
     if not dequantize:
-        raise refuse_quantised(why, checkpoint.path)
+        raise refuse_quantised(why, checkpoint.path, has_option=has_option)
     quantised = find_scaled(tensors, config, checkpoint.path)
     return _plain(checkpoint, quantised, dtype or PLAIN, method_of(config))
 

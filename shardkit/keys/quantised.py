@@ -251,18 +251,20 @@ def _mxfp4_scales(name: str) -> str:
     return name.removesuffix("_blocks") + "_scales"
 
 
-def refuse_quantised(why: str, where: str) -> LayoutError:
+def refuse_quantised(why: str, where: str, *, has_option: bool = True) -> LayoutError:
     """Return the error for a source whose values mean nothing without their scales.
 
     Args:
         why: as `why_quantised` says.
         where: the source, for people.
+        has_option: who was asked can dequantise.
     """
     other = "take the model that it was quantised from"
     is_other = any(each in why for each in (_CONFIG, _WITH_SCALES, *_PACKED))
     is_known = f"({FP8})" in why or f"({MXFP4})" in why or not is_other
+    way = "--dequantize makes" if has_option else "preshard and consolidate can make"
     hint = (
-        f"--dequantize (in Python dequantize=True) makes plain weights of fp8 and MXFP4 ones; or {other}"
+        f"{way} plain weights of fp8 and MXFP4 ones; or {other}"
         if is_known
         else f"{other}, or dequantise it with the tools of that method and save it first"
     )

@@ -45,6 +45,12 @@ CASES = {
     "a file of torch.save": ("preshard model.pt x --world-size 4", "not a Hub model", "consolidate model.pt"),
     "an adapter": ("preshard lora x --world-size 4", "a PEFT adapter", "tiny lora merged`"),
     "GPTQ": ("preshard gptq x --world-size 4", "quantization_config (gptq)", "dequantise it"),
+    "fp8": ("preshard fp8 x --world-size 4", "quantization_config (fp8)", "--dequantize makes plain weights"),
+    "fp8 to reshard": (
+        "reshard fp8 x --world-size 4",
+        "quantization_config (fp8)",
+        "preshard and consolidate can make plain weights",
+    ),
     "a GGUF file": ("inspect tiny.gguf", "a model in GGUF format", "original safetensors"),
     "a directory with GGUF": ("consolidate gguf x", "GGUF format only", "original safetensors"),
     "an adapter as base": ("consolidate dcp x --base lora", "is a PEFT adapter", "trained on: tiny, as its"),
@@ -200,6 +206,10 @@ def all_kinds(tiny, monkeypatch):
     save_file(lora, home / "lora/adapter_model.safetensors", metadata={"format": "pt"})
     (home / "lora/adapter_config.json").write_text('{"base_model_name_or_path": "tiny"}')
     (home / "gptq/config.json").write_text('{"quantization_config": {"quant_method": "gptq", "bits": 4}}')
+    (home / "fp8").mkdir()
+    fp8 = {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(1, 1)}
+    save_file(fp8, home / "fp8/model.safetensors", metadata={"format": "pt"})
+    (home / "fp8/config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     (home / "sd/unet/config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
     (home / "sd/model_index.json").write_text('{"unet": ["diffusers", "UNet2DConditionModel"]}')
     for place in ("tf", "folder", "empty", "linked"):
@@ -244,6 +254,14 @@ def test_weights_alone_have_no_trainer_that_resumes(run, tiny):
     assert first == "fill a model with it on 2 ranks:"
     assert second == f"  shardkit.load_into(model, '{tiny.parent}/x')"
     assert third.startswith("  torch.distributed.checkpoint.load(")
+
+
+def test_no_text_names_an_option_and_its_argument_too() -> None:
+    """Whoever reads it in Python would read the argument twice."""
+    for file, text in strings():
+        spoken = re.findall(r"[a-z_]+=(?:True|False)", as_arguments(text))
+        assert not [each for each in spoken if spoken.count(each) > 1], (file, text)
+        assert "in Python" not in text or not OPTION.search(text), (file, text)
 
 
 def options_of(verb: str) -> set[str]:
@@ -317,6 +335,7 @@ def test_every_argument_that_has_an_option_is_known():
         "manifest": shardkit.write_manifest,
         "commit": shardkit.commit,
         "status": shardkit.status,
+        "gc": shardkit.gc,
     }
     for verb, function in functions.items():
         arguments = set(signature(function).parameters)

@@ -117,7 +117,7 @@ def gc(
         raise UsageError(
             f"{escape(given)}: nothing was committed there, so nothing tells what is in use",
             problems=sorted({*map(escape, data), *map(escape, uploads)}),
-            hint="a run that is started again may go on with it; --uncommitted (uncommitted=True) removes it",
+            hint="a run that is started again may go on with it; --uncommitted removes it",
         )
     warnings = warn_before(runs, on_warning, also_unknown=False)
     unused = [name for name in data if name not in kept and not _is_link(given, name)]

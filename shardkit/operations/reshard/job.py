@@ -417,7 +417,7 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     Raises:
         LayoutError: it is quantised: values and scales would be cut apart.
     """
-    take_plain(checkpoint, dequantize=False)
+    take_plain(checkpoint, dequantize=False, has_option=False)
     entries, state = checkpoint.catalog.tensors, frozenset[str]()
     if no_optimizer:
         state = optimizer_state(entries.values(), checkpoint.catalog.objects, "")
