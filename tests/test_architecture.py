@@ -96,6 +96,7 @@ TOPICS = {
     "operations/reshard/optimizers_beside": "optimizers in a directory beside the checkpoint",
     "operations/tensor_classes": "tensors of trainers' own classes, through every verb",
     "operations/shards_in_folders": "files in folders below .metadata, through every verb",
+    "operations/unsupported_files": "whole files of torch.save that no verb takes",
     "operations/verify/repo": "a repo on the Hub",
     "training/cuda": "all phases, on a GPU",
     "training/dequantize": "plain weights of quantised ones, on real ranks",

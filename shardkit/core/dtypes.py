@@ -61,6 +61,10 @@ _ALL = (
 
 BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in _ALL}
 BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _ALL if dtype.safetensors}
+OF_CODES: dict[str, DType] = {
+    name: DType(name, size, "int", None) for name, size in (("qint8", 1), ("quint8", 1), ("qint32", 4))
+}
+"""Of torch's quantised tensors. They are described, never read: the values are made of codes and scales."""
 
 CASTS: dict[str, DType] = {
     "bf16": BY_NAME["bfloat16"],

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any, TypeGuard
 
-from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.dtypes import BY_NAME, OF_CODES, DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.pickles.columns import Column, Corners, Fields, Numbers, RunKind, Texts
@@ -417,7 +417,7 @@ def _unused(name: str, *known: str) -> Global:
 _PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 _NAMES: dict[tuple[str, str], object] = {
-    **{("torch", name): dtype for name, dtype in BY_NAME.items()},
+    **{("torch", name): dtype for name, dtype in (BY_NAME | OF_CODES).items()},
     (_METADATA, "ChunkStorageMetadata"): Global("ChunkStorageMetadata", new=Chunk),
     (_METADATA, "MetadataIndex"): Global("MetadataIndex", new=Index),
     (_FILESYSTEM, "_StorageInfo"): Global("_StorageInfo", new=StorageInfo),

@@ -267,7 +267,8 @@ def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[t
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise SourceError(
+        kinds = {type(error) for error in errors}
+        raise (kinds.pop() if len(kinds) == 1 else SourceError)(
             f"{len(errors)} of {len(paths)} weight files are refused",
             problems=[line for error in errors for line in (error.message, *error.problems)],
             hint=errors[0].hint,

@@ -16,11 +16,11 @@ from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, find_tiling_error, full_region
 from shardkit.core.text import count, escape
-from shardkit.errors import IntegrityError, SourceError
+from shardkit.errors import SourceError
 from shardkit.files.links import locate_all
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.contract.optimizer import Path, path_name
-from shardkit.formats.torchsave.classes import refuse_objects
+from shardkit.formats.torchsave.classes import Unsupported, refuse_objects
 from shardkit.formats.torchsave.file import (
     DistributedRef,
     HeldShard,
@@ -149,7 +149,8 @@ def open_each(
     if len(failures) == 1:
         raise failures[0]
     if failures:
-        kind = IntegrityError if all(isinstance(error, IntegrityError) for error in failures) else SourceError
+        kinds = {type(error) for error in failures}
+        kind = kinds.pop() if len(kinds) == 1 else SourceError
         raise kind(
             f"{len(failures)} of {len(names)} files cannot be read",
             problems=[error.message for error in failures],
@@ -328,7 +329,7 @@ class TensorCollector:
     def _raise_problems(self) -> None:
         if self._unreadable.keys() <= self._of_classes:
             refuse_objects(self._unreadable, (file.source for file in self._opened))
-        SourceError.raise_for(
+        Unsupported.raise_for(
             [f"{escape(name)}: {escape(why)}" for name, why in self._unreadable.items()],
             f"{count(len(self._unreadable), 'tensor')}: the stored bytes are not the values",
             hint="save the model with ordinary dense tensors",

@@ -3,8 +3,8 @@
 torch maps a zip file instead of loading it. The place of a contiguous tensor in the mapping gives the place
 of its bytes in the file, and they are read from there. Other tensors (transposed ones, lazy views, files from
 before torch 1.6) come with a function that returns their bytes. Only tensors and plain containers are ever
-unpickled. A file with tensors of classes is not given to torch: `open_torch_file` reads it, and `classes` has those
-whose values lie in it.
+unpickled. A file with tensors of classes, or with anything else that torch would refuse, is not given to torch:
+`open_torch_file` reads it, and `classes` has those whose values lie in it.
 
 A few bytes of pickle can make torch's loader hash forever, fill a bytearray of any size, or grow a storage to
 whatever a shape says. `screen` looks through a pickle that somebody else's unpickler will load, and refuses
@@ -27,18 +27,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardkit.core.catalog import Checksums, FileStamp, OnRead
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Shape, full_region
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, open_regular, read_exactly, stamp_of
 from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, crc_of_range, read_directory
-from shardkit.formats.torchsave.classes import is_known_class
+from shardkit.formats.torchsave.classes import Unsupported, foreign_objects, is_known_class
 from shardkit.formats.torchsave.file import (
     DistributedRef,
     TensorNames,
     TensorRef,
+    TorchFile,
     UnreadableTensor,
+    class_of,
     leaves,
     open_torch_file,
 )
@@ -53,9 +55,11 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _MAX_ENTRIES = 1 << 20
 _MAX_PICKLE = 1 << 25
 _Mappings = list[tuple[int, int, int]]
+_PROTOCOL = 2  # torch's restricted unpickler lacks opcodes of later ones
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 _BESIDE_CLASSES = ("builtins.getattr", "__builtin__.getattr", "_io.BytesIO")
 """How pickles name a method of a class, and an extra state; none of it is called."""
+_DISTRIBUTED = "torch.distributed."
 _INT64 = 1 << 63
 _KEYS = (str, int, float, bool, bytes, type(None))
 _TENSOR_NAMES = re.compile(
@@ -127,8 +131,8 @@ def read_bin(path: str, name: str) -> BinFile:
         stamp = stamp_of(fd)
     checksums, found = None, None
     if is_zip:
-        checksum, checksums, others = _screen(path, name)
-        found = _read_classes(path, name, others) if others else None
+        checksum, checksums, screened = _screen(path, name)
+        found = _read_objects(path, name, screened) if screened != () else None
     if found is None:
         entries = _load(path, name, is_zip)
         found = _split(entries, name, path, _mappings(stamp) if is_zip else [])
@@ -145,12 +149,12 @@ def read_bin(path: str, name: str) -> BinFile:
     )
 
 
-def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...]]:
-    """Refuse a pickle that would make torch hash without end or fill memory; torch refuses unknown names.
+def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...] | SourceError]:
+    """Look for what torch is not given: names besides plain data, what it would hash without end, newer protocols.
 
     Returns:
         A checksum that changes with any entry, what the zip's directory says of the storages, and what the pickle
-        names besides plain data and plain tensors.
+        names besides plain data and plain tensors, or why torch is not given it.
     """
     where = escape(name)
     with open_regular(path, name) as (fd, size):
@@ -163,32 +167,62 @@ def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...]]:
         except SourceError as error:
             raise type(error)(error.message, hint=error.hint or DOWNLOAD_AGAIN) from None
     storages = {key[5:]: entry for key, entry in entries.items() if key.startswith("data/")}
-    others = screen(data, storages, where)
+    screened: tuple[str, ...] | SourceError
+    try:
+        screened = screen(data, storages, where)
+    except SourceError as refusal:
+        screened = refusal
+    if screened == () and data[1] != _PROTOCOL:
+        screened = SourceError(f"{where}: pickled with a protocol that torch's restricted unpickler lacks")
     rows = [(f"{reader.prefix}/{key}", entry.nbytes, entry.crc) for key, entry in entries.items()]
     stretches = Checksums.of((entry.start, entry.nbytes, entry.crc) for entry in storages.values())
-    return crc32(json.dumps(rows).encode()), stretches, others
+    return crc32(json.dumps(rows).encode()), stretches, screened
 
 
-def _read_classes(path: str, name: str, others: Collection[str]) -> _BinContent | None:
-    """Take a file with tensors of classes, or parts of tensors; None if it has none, or names more than these need.
+def _read_objects(path: str, name: str, screened: tuple[str, ...] | SourceError) -> _BinContent | None:
+    """Take a file that torch is not given; None if torch may have it after all: it has a lazy view, say.
 
     Args:
         path: where the file is.
         name: how to call it in messages.
-        others: what its pickle names besides plain data and plain tensors.
+        screened: what its pickle names besides plain data and plain tensors, or why torch is not given it.
+
+    Raises:
+        Unsupported: it names what would have to be imported.
     """
     file = open_torch_file(path, name)
-    values = [leaf.value for leaf in leaves(file.tree)]
-    classes = [str(each.value) for each in values if isinstance(each, UnreadableTensor) and each.value]
-    classes += [each for each in others if is_known_class(*_module_and_name(each))]
+    found = list(leaves(file.tree))
+    named = file.unknown if isinstance(screened, SourceError) else screened
+    classes = [str(each.value) for _, each in found if isinstance(each, UnreadableTensor) and each.value]
+    classes += [each for each in named if is_known_class(*_module_and_name(each))]
+    is_special = bool(classes) or any(isinstance(each, DistributedRef) for _, each in found)
     needed = ("torch.", "gguf.", *(f"{each.partition('.')[0]}{end}" for each in classes for end in "._"))
-    is_special = bool(classes) or any(isinstance(each, DistributedRef) for each in values)
-    if (
-        not is_special
-        or not isinstance(file.tree, dict)
-        or not all(each in _BESIDE_CLASSES or each.startswith(needed) for each in others)
-    ):
-        return None
+    foreign = [each for each in named if each in file.unknown or each.startswith(_DISTRIBUTED)]
+    if is_special:
+        foreign = [each for each in foreign if each not in _BESIDE_CLASSES and not each.startswith(needed)]
+    if foreign:
+        held = {
+            ".".join(map(str, key)): class_of(each)
+            for key, each in found
+            if type(each) is UnmadeObject and each.name in foreign
+        }
+        raise foreign_objects(name, path, foreign, held, file.data)
+    if file.num_dropped:
+        raise Unsupported(
+            f"{escape(name)}: {count(file.num_dropped, 'entry', 'entries')} of its dicts have keys that are neither text nor "
+            "integers",
+            hint="save a state dict, whose keys are text",
+        )
+    if isinstance(screened, SourceError) and file.protocol == _PROTOCOL and not is_special:
+        raise screened
+    return _content_of(file)
+
+
+def _content_of(file: TorchFile) -> _BinContent:
+    """Return the entries of a file that is read without torch."""
+    path, name = file.path, file.name
+    if not isinstance(file.tree, dict):
+        raise _no_state_dict(name, file.tree)
     tensors, objects, unreadable, problems = list[BinTensor](), list[str](), dict[str, str](), list[str]()
     for key, value in file.tree.items():
         whole = _whole(value)
@@ -236,19 +270,30 @@ def _load(path: str, name: str, is_zip: bool) -> Mapping[object, object]:
             warnings.simplefilter("ignore")  # they are about storages and types of old files
             entries = torch.load(path, weights_only=True, mmap=is_zip, map_location="cpu")
     except Exception as error:  # a damaged pickle can end in any exception
-        raise _refusal(error, name) from error
+        raise _refusal(error, path, name) from error
     if not isinstance(entries, Mapping):
-        raise SourceError(f"{escape(name)}: expected a state dict, found {type(entries).__name__}")
+        raise _no_state_dict(name, entries)
     return entries
 
 
-def _refusal(error: Exception, name: str) -> SourceError:
+def _no_state_dict(name: str, found: object) -> Unsupported:
+    return Unsupported(
+        f"{escape(name)}: expected a state dict, found {type(found).__name__}",
+        hint="save model.state_dict(), best as safetensors",
+    )
+
+
+def _refusal(error: Exception, path: str, name: str) -> SourceError:
     """Put torch's refusal into one line; its own text advises running the file's code."""
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    found = re.search(r"GLOBAL ([\w.]+)", str(error)) or re.search(
+        r"``([\w.]+)``.* must be imported", str(error)
+    )
     if found:
-        return SourceError(
-            f"{escape(name)}: holds more than tensors: its pickle asks for {found[1]}, which is never run",
-            hint="ask the authors for safetensors, or convert the file if you trust it",
+        return foreign_objects(name, path, [found[1]], {})
+    if "'torch.storage.UntypedStorage' has no attribute 'dtype'" in str(error):
+        return Unsupported(
+            f"{escape(name)}: the format from before torch 1.6 cannot hold tensors of its dtype; torch cannot load it either",
+            hint="save the model again, as safetensors",
         )
     lines = str(error).splitlines() or [type(error).__name__]
     reason = "not a pickled state dict" if "eights only load" in lines[0] else lines[0].partition(". ")[0]
@@ -298,14 +343,14 @@ def _split(entries: Mapping[object, object], name: str, path: str, mappings: _Ma
 def _check_content(
     name: str, number: int, has_tensors: bool, objects: Collection[str], problems: Collection[str]
 ) -> None:
-    SourceError.raise_for(
+    Unsupported.raise_for(
         problems,
         f"{escape(name)}: {len(problems)} of {number} entries are tensors without plain bytes",
         hint="save the model with dense tensors of torch's ordinary dtypes",
     )
     wrapper = next((key for key in objects if key in _WRAPPERS), None)
     if wrapper and not has_tensors:
-        raise SourceError(
+        raise Unsupported(
             f"{escape(name)}: a training checkpoint, its weights lie below {wrapper!r}",
             hint="save that state dict by itself, best as safetensors",
         )
@@ -314,6 +359,8 @@ def _check_content(
 def _describe(fqn: str, tensor: torch.Tensor, path: str, mappings: _Mappings) -> BinTensor:
     import torch
 
+    if tensor.is_nested:
+        raise ValueError("torch's nested tensor")
     dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
         raise ValueError(f"dtype {tensor.dtype}")

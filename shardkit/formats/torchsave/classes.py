@@ -16,7 +16,9 @@ quantizers/gguf/utils.py; DeepSpeed, linear/quantization.py.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -89,8 +91,18 @@ _MADE = {
     "hybrid_quantized_tensor": "HybridQuantizedTensor",
     "identity_tensor": "IdentityTensor",
 }
+_MAX_NAMED = 3
+_TORCH_ALLOWS = ("__builtin__.", "builtins.", "_codecs.", "collections.", "torch.")
+_TENSORS = "'Tensor', 'Parameter', 'Buffer', 'ndarray'"
+_OF_NUMPY = re.compile(
+    r"numpy\.(ndarray|dtype|_?core\.(multiarray\.(_reconstruct|scalar)|numeric\._frombuffer))"
+)
 _DEQUANTISED = "t.dequantize(), or what the class has for it"
 _REPLACE = "replace such tensors by plain ones ({}), and save it again"
+
+
+class Unsupported(SourceError):
+    """A file is whole as far as can be seen, but holds something that shardkit does not take; never called damaged."""
 
 
 class UnreadableClass(SourceError):
@@ -235,6 +247,58 @@ def refuse_objects(found: Mapping[str, str], files: Iterable[SourceFile]) -> Non
     )
 
 
+def foreign_objects(
+    name: str, path: str, named: Collection[str], held: Mapping[str, str], data: Collection[str] = ()
+) -> Unsupported:
+    """Return the error for a file whose pickle would import something to be loaded.
+
+    Args:
+        name: how to call the file in messages.
+        path: where it is.
+        named: the classes and functions, with their modules.
+        held: by key, the class of what lies there, where that is known.
+        data: classes of plain data that it names too.
+    """
+    shown, more = ", ".join(map(escape, sorted(named)[:_MAX_NAMED])), len(named) - _MAX_NAMED
+    return Unsupported(
+        f"{escape(name)}: holds more than tensors: its pickle asks for {shown}{f' and {more} more' if more > 0 else ''}, "
+        "which is never run",
+        problems=[
+            f"{escape(key) or 'the whole file'}: an object of {escape(what)}" for key, what in held.items()
+        ],
+        hint=f"ask the authors for safetensors, or {_how_to_save_plain(path, named, data)}",
+    )
+
+
+def _how_to_save_plain(path: str, named: Collection[str], data: Collection[str]) -> str:
+    """Return lines that load a file where its classes are installed, and save its tensors alone.
+
+    There are none for a file that names functions: nobody should be led to run these.
+    """
+    if not all(map(_is_data, named)):
+        return "convert the file if you trust it"
+    wanted = sorted({*named, *(each for each in data if not each.startswith(_TORCH_ALLOWS))})
+    modules = ", ".join(sorted({"torch", *(each.partition(".")[0] for each in wanted)}))
+    allowed = [f"({each}, {each!r})" for each in wanted]
+    if any(each.startswith("numpy.") for each in wanted):
+        allowed.append("*(each for each in vars(numpy.dtypes).values() if isinstance(each, type))")
+    stem, suffix = os.path.splitext(path)
+    return f"""where these classes can be imported, save its tensors alone, and put that file in its place:
+  import {modules}
+  torch.serialization.add_safe_globals([{", ".join(allowed)}])
+  held = torch.load({escape(path)!r}, map_location="cpu")
+  held = held.state_dict() if isinstance(held, torch.nn.Module) else held
+  torch.save({{k: torch.as_tensor(t) for k, t in held.items() if type(t).__name__ in ({_TENSORS})}}, {escape(f"{stem}-plain{suffix}")!r})"""
+
+
+def _is_data(name: str) -> bool:
+    """True for what is a class by its name, of no standard module, and for numpy's functions that make arrays."""
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts) or parts[0] in sys.stdlib_module_names:
+        return False
+    return _OF_NUMPY.fullmatch(name) is not None or parts[-1].lstrip("_")[:1].isupper()
+
+
 def _other_model(found: Mapping[str, str]) -> str:
     """Return the advice to take the original of a model that was quantised after training, if any of it was."""
     after = (
@@ -260,9 +324,12 @@ def _how_to_unwrap(names: Collection[str], path: str) -> str:
     """Return lines that load a checkpoint where its classes are installed, and save it without them."""
     if not all(part.isidentifier() for name in names for part in name.split(".")):
         return "load it where its classes can be imported, into plain tensors, and save those"
-    classes, modules = sorted(names), ", ".join(sorted({name.rpartition(".")[0] for name in names}))
+    classes, modules = (
+        sorted(names),
+        ", ".join(sorted({name.rpartition(".")[0] for name in names} | {"torch"})),
+    )
     return f"""where {modules} can be imported, load it into plain tensors, and save those:
-  import torch, torch.distributed.checkpoint as dcp, {modules}
+  import torch.distributed.checkpoint as dcp, {modules}
   torch.serialization.add_safe_globals([{", ".join(classes)}])
   path, new = {escape(path)!r}, {escape(path.rstrip("/") + "-plain")!r}
   saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items()

@@ -17,6 +17,7 @@ torch/distributed/_shard/sharded_tensor/api.py (`__getstate__`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,24 +32,38 @@ from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
 from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, read_directory
-from shardkit.formats.torchsave.classes import describe, made_by, padding, quantised_parameter, unwrap
+from shardkit.formats.torchsave.classes import (
+    Unsupported,
+    describe,
+    made_by,
+    padding,
+    quantised_parameter,
+    unwrap,
+)
 from shardkit.formats.torchsave.record import STORAGES, TensorRecord, is_extent
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Fields, Inert, Maker, UnmadeObject
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+MAGIC_BEFORE_ZIP = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
+"""Behind the protocol, the number with which files from before torch 1.6 begin: torch/serialization.py, MAGIC_NUMBER."""
 _MAX_ENTRIES = 1 << 18
 _MAX_PICKLE = 1 << 25
-_SAVE_AGAIN = "if you trust it, load it with torch, and save it again with torch 1.6 or later"
+_SAVE_AGAIN = "if you trust it, save it again: torch.save(torch.load(FILE, map_location='cpu'), NEW), with torch 1.6 or later"
+_NO_PROGRAM = (
+    "save the state dict of what torch.jit.load gives: torch.save(torch.jit.load(FILE).state_dict(), NEW)"
+)
 _ANOTHER_COPY = "the file is cut short or damaged: use another copy"
 _MAX_ELEMENTS = 1 << 62
 _REBUILDS = "_rebuild_"
 _WITH_VALUES = {
     "sparse_tensor": "torch's sparse tensor, which is made of indices and values",
     "nested_tensor": "torch's nested tensor, which is made of several",
-    "qtensor": "torch's quantised tensor, which is made of codes and scales: quantised by torch",
 }
 """Tensors of torch's own whose values lie in the file, but not one by one; by the function that makes them."""
+_PARTS = ("ShardedTensor", "ShardedTensorFactory", "FlatParameter")
+"""Classes of Megatron-Core (dist_checkpointing/mapping.py) and fairscale (nn/misc/flatten_params_wrapper.py)."""
+_QUANTISED = "torch's quantised tensor, which is made of codes and scales: quantised by torch"
 _OF_CODES = {
     "QInt8Storage": 1,
     "QUInt8Storage": 1,
@@ -58,6 +73,15 @@ _OF_CODES = {
 }
 """Storages of quantised tensors, and the bytes of what they count."""
 _ON_META = "a tensor on the meta device, without values"
+_LAZY_VIEW = "a lazily conjugated or negated view: the stored bytes are not its values"
+_DATA = re.compile(
+    r"(builtins|__builtin__)\.(bool|bytearray|complex|dict|Ellipsis|float|frozenset|int|list|long|object|set|slice|str|tuple|x?range)"
+    r"|_codecs\.encode|collections\.Counter|datetime\.(date|datetime|time|timedelta|timezone)|decimal\.Decimal"
+    r"|fractions\.Fraction|numpy\.(dtype|_?core\.multiarray\.scalar)|pathlib(\._local)?\.(Pure)?(Posix|Windows)Path"
+    r"|torch\.(device|Tensor|nn\.parameter\.(Buffer|Parameter)|serialization\._get_layout)|uuid\.(SafeUUID|UUID)"
+)
+"""Names of plain data: no weights, and nothing that runs."""
+_MAKES_ARRAYS = re.compile(r"numpy\._?core\.(multiarray\._reconstruct|numeric\._frombuffer)")
 _REBUILD_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 
 
@@ -79,6 +103,12 @@ class TorchFile:
     """Entries of dicts that are left out because their keys are neither strings nor integers."""
     storages: Mapping[str, ZipEntry]
     """Where the storages lie, by key; positions count from the first byte of the file."""
+    protocol: int
+    """Of its pickle; torch.save takes 2 if nobody asks for another."""
+    unknown: tuple[str, ...]
+    """What the pickle names that is neither torch's nor plain data, with its module."""
+    data: tuple[str, ...]
+    """The classes of plain data that it names."""
 
     @property
     def source(self) -> SourceFile:
@@ -91,6 +121,11 @@ class TorchFile:
             stamp=self.stamp,
             checksums=Checksums.of((entry.start, entry.nbytes, entry.crc) for entry in entries),
         )
+
+
+def class_of(thing: UnmadeObject) -> str:
+    """Return the class of something that is not plain data, as its pickle names it; not escaped."""
+    return "numpy.ndarray" if _MAKES_ARRAYS.fullmatch(thing.name) else thing.name
 
 
 class Leaf(NamedTuple):
@@ -118,14 +153,14 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
     with open_regular(path, name) as (fd, size):
         stamp = stamp_of(fd)
         begin, length = extent or (0, size)
-        _check_magic(read_exactly(fd, begin, min(length, len(_ZIP)), name), length, where)
+        _check_magic(read_exactly(fd, begin, min(length, 2 + len(MAGIC_BEFORE_ZIP)), name), length, where)
         try:
             reader = ZipReader(lambda start, nbytes: storage.pread(fd, nbytes, start), begin, length, where)
             entries = read_directory(reader, lambda entry: True, max_entries=_MAX_ENTRIES)
-            if "data.pkl" not in entries or "constants.pkl" in entries:
-                reader.refuse(
-                    "a zip, but not one of torch.save: no data.pkl is in it, or it is a TorchScript program"
-                )
+            if "data.pkl" not in entries:
+                reader.refuse("a zip, but not one of torch.save: no data.pkl is in it")
+            if "constants.pkl" in entries:
+                raise Unsupported(f"{where}: a TorchScript program, not a state dict", hint=_NO_PROGRAM)
             order = reader.content("byteorder", entries["byteorder"]) if "byteorder" in entries else b"little"
             if order != b"little":
                 reader.refuse(f"its byte order is {escape(order.decode('ascii', 'replace'))!r}, not little")
@@ -143,18 +178,30 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
     pickle = Inert(data, names.look_up, names.storage)
     tree = pickle.run(f"{where}, data.pkl")
     return TorchFile(
-        path=path, name=name, stamp=stamp, tree=tree, num_dropped=pickle.num_dropped, storages=storages
+        path=path,
+        name=name,
+        stamp=stamp,
+        tree=tree,
+        num_dropped=pickle.num_dropped,
+        storages=storages,
+        protocol=data[1],
+        unknown=tuple(name for name in names.opaque if not _DATA.fullmatch(name)),
+        data=tuple(name for name in names.opaque if _DATA.fullmatch(name)),
     )
 
 
 def _check_magic(magic: bytes, size: int, where: str) -> None:
-    if magic == _ZIP:
+    if magic.startswith(_ZIP):
         return
     if not size:
         raise SourceError(f"{where}: the file is empty", hint=_ANOTHER_COPY)
+    if magic[2:] == MAGIC_BEFORE_ZIP:
+        raise Unsupported(
+            f"{where}: the format from before torch 1.6, a pickle that is not in a zip", hint=_SAVE_AGAIN
+        )
     if magic.startswith(_PICKLE):
         raise SourceError(
-            f"{where}: a pickle that is not in a zip: the format from before torch 1.6, or not torch's",
+            f"{where}: a pickle that is not in a zip, and not one of torch.save",
             hint=_SAVE_AGAIN,
         )
     raise SourceError(f"{where}: not a file of torch.save (it is no zip)", hint=_SAVE_AGAIN)
@@ -249,6 +296,11 @@ class TensorNames:
             value = self._known[module, name] = _NAMES.get((module, name)) or _guess(module, name)
         return value
 
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        """What was looked up and stands for nothing but its name."""
+        return tuple(value.name for value in self._known.values() if type(value) is UnmadeObject)
+
     def storage(self, value: object) -> object:
         """Return what ("storage", class, key, location, number of elements) stands for.
 
@@ -281,6 +333,8 @@ def _guess(module: str, name: str) -> object:
         return Maker(full, lambda args: UnreadableTensor(_ON_META if kind.startswith("meta_") else kind))
     if (cls := made_by(module, name)) is not None:
         return Maker(full, partial(_object_of, cls))
+    if name in _PARTS:
+        return Maker(full, lambda args: UnreadableTensor(f"{full}, one rank's part of tensors", full))
     return UnmadeObject(full)
 
 
@@ -313,7 +367,7 @@ def _plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[An
     if storage.entry is None:
         return UnreadableTensor(_ON_META)
     if metadata and metadata[0]:
-        return UnreadableTensor("a lazily conjugated or negated view")
+        return UnreadableTensor(_LAZY_VIEW, "torch.Tensor")
     entry = storage.entry
     tensor = TensorRef(
         dtype=dtype,
@@ -337,7 +391,16 @@ def _rebuild_v2(args: tuple[Any, ...]) -> object:
 
 def _rebuild_v3(args: tuple[Any, ...]) -> object:
     """(storage, offset, shape, stride, requires_grad, hooks, dtype[, metadata]); the storage counts bytes."""
+    if len(args) > 6 and isinstance(args[6], UnmadeObject) and args[6].name.startswith("torch."):
+        return UnreadableTensor(f"a tensor of dtype {args[6].name}", args[6].name)
     return _plain_tensor(args, args[6] if len(args) > 6 and type(args[6]) is DType else None, args[7:])
+
+
+def _rebuild_quantised(args: tuple[Any, ...]) -> object:
+    """(storage, offset, shape, stride, (scheme, scales, ...), requires_grad, hooks)."""
+    if not args or type(args[0]) is not _Storage or args[0].dtype is not None:
+        raise Refusal("a quantised tensor whose storage does not have codes")
+    return UnreadableTensor(_QUANTISED, "torch._utils._rebuild_qtensor")
 
 
 def _rebuild_parameter(args: tuple[Any, ...]) -> object:
@@ -589,6 +652,7 @@ _NAMES: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_tensor"): Maker("_rebuild_tensor", _rebuild_v2),
     ("torch._utils", "_rebuild_tensor_v2"): Maker("_rebuild_tensor_v2", _rebuild_v2),
     ("torch._utils", "_rebuild_tensor_v3"): Maker("_rebuild_tensor_v3", _rebuild_v3),
+    ("torch._utils", "_rebuild_qtensor"): Maker("torch._utils._rebuild_qtensor", _rebuild_quantised),
     ("torch._utils", "_rebuild_parameter"): Maker("_rebuild_parameter", _rebuild_parameter),
     ("torch._utils", "_rebuild_parameter_with_state"): Maker("_rebuild_parameter", _rebuild_parameter),
     ("torch._tensor", "_rebuild_from_type"): Maker("_rebuild_from_type", _rebuild_from_type),

@@ -36,7 +36,11 @@ _NAMES = frozenset(
     {"data.pkl", "byteorder", "version", _ID} | {".format_version", ".storage_alignment"}  # not in torch 2.2
 )
 _MAX_STORAGES = 16  # of a tensor of a class; torchao's 8-bit states have 3
-_OF_A_CLASS = (b"_rebuild_from_type", b"_in_reduce_ex", b"_rebuild_parameter_with_state")
+_OF_A_CLASS = (
+    *(b"_rebuild_from_type", b"_in_reduce_ex", b"_rebuild_parameter_with_state", b"_rebuild_qtensor"),
+    *(b"X\4\0\0\0conjq", b"X\3\0\0\0negq"),  # keys of a lazy view, which go into the memo
+)
+"""What the pickle of a record has that is no plain tensor."""
 _DESCRIPTOR = b"PK\x07\x08"
 _NOT_RECORDED = bytes(4)  # a CRC-32
 _WINDOW = 4096  # bytes read at once: the end of a record and the beginning of the next

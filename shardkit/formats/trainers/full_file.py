@@ -10,17 +10,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from shardkit.core.text import escape
-from shardkit.errors import ShardkitError, SourceError
+from shardkit.errors import ShardkitError
 from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.contract import Checkpoint, Opener, asset_directories, parent
 from shardkit.formats.rankfiles.files import TensorCollector
-from shardkit.formats.torchsave.file import DistributedRef, TensorRef, TorchFile, open_torch_file
+from shardkit.formats.torchsave.classes import Unsupported, foreign_objects
+from shardkit.formats.torchsave.file import (
+    MAGIC_BEFORE_ZIP,
+    DistributedRef,
+    TensorRef,
+    TorchFile,
+    class_of,
+    leaves,
+    open_torch_file,
+)
 from shardkit.formats.trainers.lightning import AVERAGED, AVERAGING, CURRENT, VERSION, holds_average
+from shardkit.pickles.policies import UnmadeObject
 
 _ZIP = b"PK\x03\x04"
 _FIRST = b"/data.pkl"  # the name of the first entry ends with it
-# The number with which files from before torch 1.6 begin: torch/serialization.py, MAGIC_NUMBER.
-_BEFORE_ZIP = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
 _HEAD = 256
 
 Roots = dict[str, tuple[str | int, ...]]
@@ -35,7 +43,7 @@ def is_full_file(path: str) -> bool:
         return False
     if head.startswith(_ZIP):
         return head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(_FIRST)
-    return head[2:].startswith(_BEFORE_ZIP)
+    return head[2:].startswith(MAGIC_BEFORE_ZIP)
 
 
 def open_full_file(path: str) -> Checkpoint:
@@ -48,18 +56,13 @@ def open_full_file(path: str) -> Checkpoint:
     name = os.path.basename(path)
     file = open_torch_file(path, name)
     if not isinstance(file.tree, dict):
-        raise SourceError(
-            f"{escape(name)}: holds no dict at its top, so no state dict either",
-            hint="save model.state_dict(), not the model itself",
-        )
+        raise _without_tensors(file, "holds no dict at its top, so no state dict either")
     is_lightning = VERSION in file.tree
     gathering = TensorCollector(parent(path), lambda path: _is_beside(path, is_lightning=is_lightning))
     gathering.add(file, file.tree)
     gathered = gathering.finish()
     if not gathered.catalog.tensors:
-        raise SourceError(
-            f"{escape(name)}: holds no tensors", hint="save model.state_dict(), not the model itself"
-        )
+        raise _without_tensors(file, "holds no tensors")
     return replace(
         gathered.as_checkpoint(path, "full-file", "Lightning (one file)" if is_lightning else "torch.save"),
         roots=_roots(file.tree, is_lightning=is_lightning),
@@ -67,6 +70,18 @@ def open_full_file(path: str) -> Checkpoint:
         skipped=tuple(_skipped(file.tree, gathered.catalog.objects, gathering.left_out)),
         notes=tuple(_notes(file)),
     )
+
+
+def _without_tensors(file: TorchFile, what: str) -> Unsupported:
+    """Return the error for a file that is whole, and no model; it names the classes of what is there instead."""
+    held = {
+        ".".join(map(str, key)): class_of(value)
+        for key, value in leaves(file.tree)
+        if type(value) is UnmadeObject and value.name in file.unknown
+    }
+    if held:
+        return foreign_objects(file.name, file.path, file.unknown, held, file.data)
+    return Unsupported(f"{escape(file.name)}: {what}", hint="save model.state_dict(), not the model itself")
 
 
 def _is_beside(path: tuple[str | int, ...], *, is_lightning: bool) -> bool:
@@ -77,7 +92,10 @@ def _is_beside(path: tuple[str | int, ...], *, is_lightning: bool) -> bool:
 def _skipped(
     tree: dict[str | int, object], objects: tuple[str, ...], left_out: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    yield from ((name, "not a tensor") for name in map(str, tree) if name in objects)
+    for key, value in tree.items():
+        if str(key) in objects:
+            what = f"an object of {class_of(value)}, " if type(value) is UnmadeObject else ""
+            yield str(key), f"{what}not a tensor"
     yield from ((name, f"its bytes are not its values: {reason}") for name, reason in left_out.items())
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from shardkit import formats
 from shardkit._folding import fold
 from shardkit.core.catalog import Catalog
-from shardkit.core.dtypes import BY_NAME
+from shardkit.core.dtypes import BY_NAME, OF_CODES
 from shardkit.core.regions import Shape
 from shardkit.core.result import Result
 from shardkit.core.text import escape, listed
@@ -450,7 +450,7 @@ class _Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * BY_NAME[self.dtype].itemsize
+        return prod(self.shape) * (BY_NAME.get(self.dtype) or OF_CODES[self.dtype]).itemsize
 
 
 def _tensor_fields(found: Sequence[_Tensor], *, unfold: bool) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, read_directory
-from shardkit.formats.torchsave.classes import UnreadableClass
+from shardkit.formats.torchsave.classes import UnreadableClass, Unsupported
 from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.operations.companions import walk
 from shardkit.operations.leftovers import refuse
@@ -146,7 +146,7 @@ def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitErro
             raise
         return None, error
     except SourceError as error:
-        if is_about_links(error) or not (is_known or was_checkpoint(path)):
+        if isinstance(error, Unsupported) or is_about_links(error) or not (is_known or was_checkpoint(path)):
             raise
         return None, error
 
