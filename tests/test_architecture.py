@@ -92,6 +92,7 @@ TOPICS = {
     "operations/preshard/scale": "a thousand ranks",
     "operations/reflink": "shared extents, with every verb that moves bytes",
     "operations/reshard/hub": "what it keeps for the way back to the Hub",
+    "operations/moments": "moments of an optimizer that are one rank's part, through every verb",
     "operations/reshard/kept": "trainers' own forms, optimizer and all",
     "operations/reshard/optimizers_beside": "optimizers in a directory beside the checkpoint",
     "operations/tensor_classes": "tensors of trainers' own classes, through every verb",
@@ -106,6 +107,7 @@ TOPICS = {
     "training/outside": "parameters outside of any FSDP unit",
     "training/precision": "bits of computing in bf16",
     "training/ties": "broken ties in prepare, finalize and load_into",
+    "training/two_names": "models registered under two names, from save to consolidate",
 }
 """Test files of a room that go through several of its modules, by what they are about."""
 
