@@ -187,7 +187,7 @@ def _rows(tensors: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
 
 
 def _what_of(tensors: Sequence[TensorDiff]) -> str:
-    """Return what tensors have in common: the same words, or the least and the most of each number."""
+    """Summarise several tensors: the words that they share, or the least and the most of each number."""
     said = {_what(tensor) for tensor in tensors}
     return said.pop() if len(said) == 1 else spread([_what(tensor, is_one=False) for tensor in tensors])
 
@@ -202,7 +202,7 @@ def _row(tensor: TensorDiff) -> _Row:
 
 
 def _what(tensor: TensorDiff, *, is_one: bool = True) -> str:
-    """Return what differs; of one among many alike, without what is true of it alone."""
+    """Return the text about a difference; for one of many alike, without the details of it alone."""
     if tensor.status == "shape" and tensor.rows is not None:
         return f"{count(tensor.rows[0], 'row')} and {count(tensor.rows[1], 'row')}"
     if tensor.status in _ALONE:

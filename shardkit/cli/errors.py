@@ -107,7 +107,7 @@ def _typed_context(root: click.Context, args: Sequence[str]) -> click.Context:
 
 
 def _nearest(error: click.ClickException, context: click.Context) -> str:
-    """Return what may have been meant, as a suggestion."""
+    """Return a suggestion of the word that may have been meant."""
     command = context.command
     if isinstance(error, click.NoSuchOption):
         names = [name for param in command.get_params(context) for name in param.opts + param.secondary_opts]

@@ -58,7 +58,7 @@ def on_or_off(name: str, *, help: str) -> Option:
 
 
 def completing(words: Callable[[], Iterable[str]], *, and_files: str = "") -> Complete:
-    """Return what completes a value: one of some words, which are looked up when a shell asks.
+    """Return a completer of a value: one of some words, which are looked up when a shell asks.
 
     Args:
         words: returns them.
@@ -296,7 +296,7 @@ def given(name: str) -> bool:
 
 
 def rule_sets(*words: str) -> Complete:
-    """Return what completes key rules: these words, the names of shipped sets and TOML files."""
+    """Return a completer of key rules: these words, the names of shipped sets and TOML files."""
 
     def shipped() -> Iterable[str]:
         from shardkit.keys.rule_sets import shipped

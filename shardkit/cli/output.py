@@ -118,7 +118,7 @@ def _parts(missing: Sequence[str]) -> str:
 
 
 def part_lines(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True) -> list[str]:
-    """Return what became of a part as lines for people.
+    """Return the outcome of a part as lines for people.
 
     Args:
         result: the verb's.

@@ -77,7 +77,7 @@ class HeldRegion(NamedTuple):
 
 
 def cuts(placements: Sequence[Placement], sizes: Sequence[int]) -> list[DimSplit]:
-    """Return what the axes do, in the order in which they do it; axes that replicate are left out.
+    """Return the splits of a tensor's dims, in the order of the axes that make them; axes that replicate make none.
 
     Args:
         placements: one for each axis.

@@ -107,7 +107,7 @@ def _manage(
 
 
 def at_once(call: Callable[[T], R], each: Iterable[T]) -> list[R]:
-    """Return what a call gives for each of many things; several calls are under way at a time, and wait for a network."""
+    """Return the result of a call for each of many items; several calls, which wait for a network, run at a time."""
     with ThreadPoolExecutor(_NUM_WAITING, thread_name_prefix="shardkit-requests") as pool:
         asked = [pool.submit(call, one) for one in each]
         try:
@@ -171,7 +171,7 @@ class Outcome(Generic[T]):
 
 
 def map_at_once(call: Callable[[T], R], items: Iterable[T], num_threads: int) -> list[R]:
-    """Return what `call` gives for each item, in their order. With one thread this is a loop.
+    """Return the result of `call` for each item, in their order. With one thread this is a loop.
 
     This is for waiting, such as for answers of a store. The threads do not know what the run allows, such as following
     links.

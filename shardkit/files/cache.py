@@ -66,7 +66,7 @@ class Cache:
     """Made when something is kept, for the user alone."""
 
     def find(self, key: str) -> bytes | None:
-        """Return what was kept under a key, None if there is nothing whole of this user."""
+        """Return the content that was kept under a key; None if this user has kept none, or it is not whole."""
         try:
             if not self._is_own():
                 return None
@@ -90,7 +90,7 @@ class Cache:
                 self._limit()
 
     def usage(self) -> Usage:
-        """Return what there is."""
+        """Return the number of kept files, and their size."""
         entries = self._entries()
         return Usage(len(entries), sum(entry.nbytes for entry in entries))
 

@@ -85,7 +85,7 @@ def names_in(directory: str) -> list[str]:
 
 
 def known() -> list[object]:
-    """Return what is known of homes, for other processes to `learn`: JSON."""
+    """Return the homes that were looked up, as JSON, for other processes to `learn`."""
     return [[list(state), folder] for state, folder in _known.items()]
 
 

@@ -474,7 +474,7 @@ def all_tensors(manifest: Manifest) -> Mapping[str, Tensor]:
 
 
 def describe_bytes(name: str, data: bytes, *, digest: bool, sha256: bool) -> ListedFile:
-    """Return what a manifest says of a file whose content is at hand; `digest` and `sha256` say what to take."""
+    """Return the entry of a manifest for a file whose content is at hand; `digest` and `sha256` choose the digests."""
     crc = int(crc32(data)) if digest else None
     return ListedFile(
         name=name, size=len(data), crc32=crc, sha256=hashlib.sha256(data).hexdigest() if sha256 else None

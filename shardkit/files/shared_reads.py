@@ -97,7 +97,7 @@ def note(what: str, path: str, data: bytes, stamp: FileStamp) -> None:
 
 
 def take(what: str, path: str, *, is_last: bool = True) -> tuple[bytes, FileStamp] | None:
-    """Return what another process has read of a file, and the file's stamp; None if none has.
+    """Return the bytes of a file that another process has read, and the file's stamp; None if no process has.
 
     Args:
         what: CONTENT, HEADER or SIZES.

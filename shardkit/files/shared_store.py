@@ -272,7 +272,7 @@ class StoredRecords:
 
 
 def shared_in_store(destination: str) -> list[StoredStaging]:
-    """Return what parts share below a destination, whatever their plans."""
+    """Return the directories that parts share below a destination, whatever their plans."""
     paths = (path for path, _ in writer_of(destination).objects(destination))
     names = {path.removeprefix(destination + "/").partition("/")[0] for path in paths}
     return [

@@ -439,7 +439,7 @@ def reclaimable_bytes(destination: str) -> int:
 
 
 def identity_of(path: str) -> tuple[int, int] | None:
-    """Return what tells a file or directory from all others, wherever it is moved.
+    """Return an identity of a file or directory that survives moves.
 
     It is None if there is none, or an empty directory: made before a job, it is as good as none.
     """
@@ -571,7 +571,7 @@ class _Status(NamedTuple):
 
 
 def _host() -> str:
-    """Return what stands for this machine: machines may share a name, or the id of a copied disk, hardly ever both."""
+    """Return an identity of this machine: machines may share a name, or the id of a copied disk, hardly ever both."""
     machine = _content("/etc/machine-id") or ""
     return f"{crc32(f'{socket.gethostname()}:{machine}'.encode()):08x}"
 

@@ -124,7 +124,7 @@ def forget() -> None:
 
 
 def known() -> dict[str, Any]:
-    """Return what is known of directories, for other processes to `learn`: JSON."""
+    """Return the listings of directories, as JSON, for other processes to `learn`."""
     with _lock:
         return {
             "pins": dict(_pins),
@@ -199,7 +199,7 @@ def store_of(path: str) -> tuple[Store, str]:
 
 
 def _listing(path: str) -> Listing:
-    """Return what lies in a directory; nothing if there is none."""
+    """Return the listing of a directory; an empty one if there is no such directory."""
     path = plain(path)
     with _lock:
         found = _listings.get(path)
@@ -307,7 +307,7 @@ class StoreEntry(NamedTuple):
 
 
 def scan(path: str) -> contextlib.AbstractContextManager[Iterator[StoreEntry]]:
-    """Return what lies in a directory, as `os.scandir`.
+    """Return the entries of a directory, as `os.scandir` does.
 
     Raises:
         FileNotFoundError, NotADirectoryError: it is none.
@@ -356,7 +356,7 @@ def open_number(path: str, flags: int) -> int:
 
 
 def _fetch(path: str, said: ObjectStat) -> Callable[[int, int], memoryview]:
-    """Return what fetches bytes of one version of an object."""
+    """Return a function that fetches bytes of one version of an object."""
     store, key = store_of(path)
 
     def once(start: int, nbytes: int) -> memoryview:

@@ -41,7 +41,7 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def why_scaled(checkpoint: Checkpoint) -> str | None:
-    """Return what shows that a checkpoint's values have scales, where neither config.json nor names tell a method."""
+    """Return the evidence that a checkpoint's values have scales, where neither config.json nor names show a method."""
     tensors, hub = checkpoint.catalog.tensors, checkpoint.hub
     if not holds_narrow(tensors):
         return None
@@ -151,7 +151,7 @@ def _described(catalog: Catalog, quantised: Quantised, dtype: DType) -> Catalog:
 
 
 def _stored(quantised: Quantised, names: Collection[str]) -> list[str]:
-    """Return what has to be read for some tensors."""
+    """Return the stored tensors that have to be read for some tensors."""
     found = dict[str, None]()
     for name in names:
         scaled = quantised.scaled.get(name)

@@ -61,7 +61,7 @@ def folded_base(base: Base) -> Base:
 
 
 def _stored(targets: Mapping[str, Target], names: Collection[str]) -> list[str]:
-    """Return what has to be read for some tensors."""
+    """Return the stored tensors that have to be read for some tensors."""
     found = dict[str, None]()
     for name in names:
         target = targets.get(name)

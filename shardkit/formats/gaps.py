@@ -47,7 +47,7 @@ class Gaps(NamedTuple):
 
 
 def gaps_of(checkpoint: Checkpoint) -> Gaps:
-    """Return what a model seems to lack; nothing of a part that a person named, of an adapter, or where names tell nothing.
+    """Return the weights that a model seems to lack; none for a named part, an adapter, or names that show nothing.
 
     Args:
         checkpoint: opened, of any format.
@@ -69,7 +69,7 @@ def gaps_of(checkpoint: Checkpoint) -> Gaps:
 
 
 def _of_adapter(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> Gaps | None:
-    """Return what an adapter lacks; None where there is none, or its settings are not known."""
+    """Return the weights that an adapter lacks; None if there is no adapter, or its settings are not known."""
     try:
         peft = classify_peft(shapes)
         places = (*checkpoint.assets, checkpoint.catalog.directory, checkpoint.path)
@@ -82,7 +82,7 @@ def _of_adapter(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> Gaps | N
 
 
 def gaps_among(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> Gaps:
-    """Return what a model in memory seems to lack; nothing where its weights are factors, an adapter or without layers.
+    """Return the weights that a model in memory seems to lack; none if they are factors, an adapter or without layers.
 
     A vocabulary may have grown since its config was written.
 

@@ -328,7 +328,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def _listed(path: str, kind: OutputKind) -> tuple[dict[str, manifest.SavedFile | None], bool]:
-    """Return what the manifest of a directory lists, that of its folders too; and whether that is all of an output."""
+    """Return the files that the manifests of a directory and its folders list; and whether they are a whole output."""
     try:
         said = _said(os.path.join(path, manifest.NAME))
     except (ShardkitError, OSError) as error:
@@ -361,7 +361,7 @@ _known: dict[FileStamp, _Said] = {}
 
 
 def _said(path: str) -> _Said:
-    """Return what a manifest says.
+    """Return the content of a manifest.
 
     Raises:
         ShardkitError, OSError: it is not there, damaged, or may not be read.

@@ -129,7 +129,7 @@ def classify_peft(names: Iterable[str]) -> PeftNames:
 
 
 def base_name(name: str) -> str | None:
-    """Return what the base model calls a parameter of a model that PEFT wrapped; None for an adapter's own.
+    """Return the base model's name of a parameter of a model that PEFT wrapped; None for an adapter's own.
 
     A module that is trained in full has two parameters of one base name: before (`original_module`)
     and after training.

@@ -142,7 +142,7 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def why_quantised(tensors: Mapping[str, Held], config: Mapping[str, Any] | None = None) -> str | None:
-    """Return what shows that stored values mean nothing by themselves; None if nothing does.
+    """Return the evidence that stored values mean nothing by themselves; None if there is none.
 
     Args:
         tensors: by stored name.
@@ -170,7 +170,7 @@ def _narrow(tensors: Mapping[str, Held]) -> Iterator[str]:
 
 
 def why_narrow(tensors: Mapping[str, Held], exported: Mapping[str, Any] | None = None) -> str | None:
-    """Return what shows that values have scales, where neither config nor names tell a method; None if nothing does.
+    """Return the evidence that values have scales, where neither config nor names show a method; None if there is none.
 
     Whole files may be moved and compared all the same. Cut apart, values and scales mean nothing.
 
@@ -274,7 +274,7 @@ def refuse_quantised(why: str, where: str, *, has_option: bool = True) -> Layout
 
 
 def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, where: str) -> Quantised:
-    """Return what the values of each quantised tensor are made of.
+    """Return the stored tensors that the values of each quantised tensor are made of.
 
     Args:
         tensors: by stored name.

@@ -226,7 +226,7 @@ class _NamesOfSides:
 
 
 def _kind(name: str, shape: Shape, is_copy: bool) -> object:
-    """Return what no renaming changes: the end of a name, its numbers and the shape."""
+    """Return the key that no renaming changes: the end of a name, its numbers and the shape."""
     path = split(name)
     return path[-1], tuple(filter(is_number, path)), tuple(shape), is_copy
 

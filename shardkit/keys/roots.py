@@ -263,7 +263,7 @@ def locate_other(source: SortedNames, weights: str) -> Located:
 
 
 def _parts(source: SortedNames) -> dict[str, list[Node]]:
-    """Return what may be taken by its name: what stands beside or above a model, and each of several models.
+    """Return the parts that a person may name: those beside or above a model, and each of several models.
 
     Of parts of one name, one inside the other, the outer one is meant.
     """

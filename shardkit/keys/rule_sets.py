@@ -276,7 +276,7 @@ def _has_required(rules: RuleSet, names: Iterable[str]) -> bool:
 
 
 def _near(forms: Sequence[RuleSet], names: Iterable[str], model_type: object) -> list[str]:
-    """Return what keeps the sets that know most of a model's names from being taken."""
+    """Return the reasons why the sets that fit most of a model's names are not taken."""
     alike = dict[str, str]()  # one of the names that differ in their numbers alone: there may be 100,000
     for name in names:
         alike.setdefault(NUMBER.sub("{i}", name), name)

@@ -631,7 +631,7 @@ class _Match(NamedTuple):
 def bind_names(
     rules: RuleSet, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, *, side: Side
 ) -> Binding:
-    """Return what the other side's tensors are made of.
+    """Return the other side's tensors as expressions.
 
     Args:
         rules: the set.
@@ -752,7 +752,7 @@ def _filled_known(pattern: str, values: Mapping[str, str]) -> str:
 def _made(
     match: _Match, shapes: Mapping[str, Shape], side: Side, other: Side, env: ConfigNumbers
 ) -> dict[str, Expression]:
-    """Return what a rule makes of the tensors that it is about."""
+    """Apply a rule to the tensors that it is about; return the expressions."""
     rule = match.rule
     stacked = [step.value for step in rule.steps if step.kind == "stack"]
     if rule.steps_from == side:

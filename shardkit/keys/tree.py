@@ -162,7 +162,7 @@ def optimizer_names(entries: Iterable[TensorEntry], objects: Iterable[str]) -> s
 
 
 def _above(segment: str, name: str) -> list[str]:
-    """Return what stands before each segment of this kind in a name."""
+    """Return the prefixes of a name that end before a segment of this kind."""
     segments = name.split(".") if segment in name else []
     places = [at for at, each in enumerate(segments) if each == segment]
     return [".".join(segments[:at]) for at in places[:_MAX_NESTED]]

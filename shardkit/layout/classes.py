@@ -84,12 +84,12 @@ def is_transformers(module: object) -> bool:
 
 
 def built_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
-    """Return what a class makes of a dtype, given a model that was built with it as torch's default."""
+    """Return the dtypes of a class's tensors, from a model that was built with `wanted` as torch's default."""
     return ClassDtypes(wanted=wanted, kept=_kept(model, wanted), made=dict(_made(model, wanted)))
 
 
 def class_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
-    """Return what the classes of a live model make of a dtype, whatever dtype the model was built in.
+    """Return the dtypes that the classes of a live model give its tensors, whatever dtype the model was built in.
 
     Each model of transformers in it is built once more, on meta. A class that cannot be built, because it
     takes more than a config, is judged by its list of modules alone.
@@ -302,7 +302,7 @@ class _ModelParameter(NamedTuple):
 
 
 def broken_ties(model: nn.Module) -> list[BrokenTie]:
-    """Return what a model's classes and configs tie, but the model has as several parameters of one shape.
+    """Return the ties that a model's classes and configs declare and that are several parameters in the model.
 
     Args:
         model: wrapped or not. Only models of transformers, or models that hold one, can have known ties.

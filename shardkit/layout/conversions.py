@@ -52,7 +52,7 @@ class Lowering(DispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def expression(self, tensor: torch.Tensor) -> Expression | None:
-        """Return what a tensor is made of; None if an operation was not known."""
+        """Return the expression that makes a tensor; None if an operation is not known."""
         return self._made.get(id(tensor))
 
     def _note(self, tensor: torch.Tensor, made: Expression | None) -> None:
@@ -287,7 +287,7 @@ class Conversions(NamedTuple):
     def convert(
         self, model: nn.Module, groups: Mapping[str, Mapping[str, str]], shapes: Mapping[str, Shape]
     ) -> Conversion:
-        """Return what stored tensors become, under the model's own names.
+        """Return the model's tensors as expressions of stored ones, under the model's own names.
 
         Args:
             model: the model of transformers that they are for, wrapped or not.
@@ -388,7 +388,7 @@ def carry_out(model: nn.Module, made: Opaque, values: Sequence[torch.Tensor]) ->
 
 
 def revert(model: Any, shapes: Mapping[str, Shape]) -> Conversion:
-    """Return what `save_pretrained` makes of a model's tensors: the names and forms of the Hub's files.
+    """Return the tensors that `save_pretrained` would write, with the names and forms of the Hub's files.
 
     Which prefixes a file had is known to a model only if `from_pretrained` made it. This one is told nothing.
 

@@ -67,7 +67,7 @@ class Meshes:
         return cls(data=spread, tp=tp, ep=experts[last], expert_data=experts[tuple(rest)])
 
     def of_unit(self, is_dispatched: bool) -> DeviceMesh:
-        """Return what `fully_shard` takes for a unit: one of experts that lie on `ep`, or any other."""
+        """Return the mesh for `fully_shard` of a unit, of experts that lie on `ep` or of anything else."""
         found = self.expert_data if is_dispatched else self.data
         assert found is not None
         return found

@@ -110,7 +110,7 @@ def view_of(mesh: DeviceMesh) -> Mesh:
 
 
 def _digits(ranks: list[int]) -> Digits:
-    """Return what makes up the ranks along one axis, counted from the first."""
+    """Return the (size, stride) pairs that generate the ranks along one axis, counted from the first."""
     found: list[tuple[int, int]] = []
     while len(ranks) > 1:
         stride = ranks[1] - ranks[0]

@@ -252,7 +252,7 @@ def _data(read: Iterable[str]) -> dict[str, bool]:
 
 
 def _mark(path: str, *, by_digest: bool) -> str | None:
-    """Return what tells whether a file is the same; None if it cannot be read."""
+    """Return a stamp that shows whether a file has changed; None if it cannot be read."""
     try:
         if by_digest:
             return f"sha256:{hashlib.sha256(read_small(path, path, _MAX_FILE_BYTES)).hexdigest()}"

@@ -279,7 +279,7 @@ def _ask(
     read: Callable[[Mapping[str, Any]], T],
     on_start: Callable[[], None] = lambda: None,
 ) -> T:
-    """Return what `read` makes of the answer to a request: of a kept one, or else of a child's."""
+    """Apply `read` to the answer to a request, a kept one or else a child's, and return the result."""
     slot = slot_for(request, _environment())
     kept = slot.find(read) if slot is not None else None
     if kept is not None:
@@ -614,7 +614,7 @@ def _parse(answer: Mapping[str, Any]) -> ClassAnswer:
 
 
 def asking(config: Mapping[str, Any] | None) -> str:
-    """Return what is said while a class is asked."""
+    """Return the text that is shown while a class is asked."""
     return f"asking {class_name(config)} ..."
 
 

@@ -232,7 +232,7 @@ class _Packer:
         )
 
     def merged(self) -> tuple[str, ...]:
-        """Return what was merged, as a line."""
+        """Return a line about the entries that were merged."""
         if not self._num_merged:
             return ()
         return (

@@ -73,7 +73,7 @@ class Leftover:
 
 
 def leftovers(destination: str) -> tuple[Leftover, ...]:
-    """Return what runs have left beside a destination, or are writing there.
+    """Return the directories that runs have left beside a destination, or are writing there.
 
     Args:
         destination: absolute.
@@ -82,7 +82,7 @@ def leftovers(destination: str) -> tuple[Leftover, ...]:
 
 
 def leftover_at(path: str) -> Leftover | None:
-    """Return what a path is, if it is the directory of a run that has not ended; else None."""
+    """Return the leftover at a path if it is the directory of a run that has not ended; else None."""
     full = storage.absolute(path)
     destination = destination_of(full)
     owner = None if destination is None else owner_of(full)
@@ -210,7 +210,7 @@ def _look(destination: str, path: str, owner: Owner) -> Leftover:
 
 
 def _command(said: Journalled) -> str:
-    """Return what goes on where a run ended: what was typed, where it was typed."""
+    """Return the command that resumes a run: the one that was typed, in the directory where it was typed."""
     if not said.command:
         return ""
     before = f"cd {in_shell(said.cwd)} && " if said.cwd and said.cwd != _cwd() else ""
@@ -241,7 +241,7 @@ def _read_owner(path: str) -> dict[str, object]:
 
 
 def describe(found: Leftover) -> list[tuple[str, str]]:
-    """Return what a leftover is, as pairs of a label and a text that is safe to print."""
+    """Describe a leftover as pairs of a label and a text that is safe to print."""
     whose = _whose(found)
     states = {
         "dead": f"{whose}, which is over",

@@ -782,7 +782,7 @@ def _last_of_trainer(path: str) -> str | None:
 
 
 def _unfinished_part(path: str, depth: int, held: Collection[str]) -> str | None:
-    """Return what shows that the save of a part, such as the optimizer, did not finish; None if nothing does.
+    """Return the evidence that the save of a part, such as the optimizer, did not finish; None if there is none.
 
     Args:
         path: a checkpoint, or a folder of it.
@@ -813,7 +813,7 @@ def _tracked(directory: str) -> tuple[str, str] | None:
 
 
 def _unfinished(path: str) -> str | None:
-    """Return what shows that a directory is a save that did not finish, None if nothing does."""
+    """Return the evidence that a directory is a save that did not finish; None if there is none."""
     names = listing(path)
     if ".metadata.tmp" in names:
         return "the save did not finish: .metadata.tmp was never renamed"

@@ -80,7 +80,7 @@ def has_date(name: str) -> bool:
 
 
 def family_of(name: str) -> str:
-    """Return what a name shares with those that differ from it in numbers alone."""
+    """Return the text that a name shares with names that differ from it in numbers alone."""
     return re.sub(r"[0-9]+", "0", name)
 
 

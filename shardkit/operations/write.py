@@ -267,7 +267,7 @@ Stamp = Callable[[ReadFile], object]
 
 
 def ingredients(job: Job, stamp: Stamp) -> dict[str, object]:
-    """Return what a job's hash is made of, as plain data: inputs, options and the version of shardkit."""
+    """Return the ingredients of a job's hash, as plain data: inputs, options and the version of shardkit."""
     files = job.plan.catalog.files
     plain = {file.path for file in files if file.decode is None}
     # Which records of a file have to be decoded is known to those processes alone that read them.
@@ -295,7 +295,7 @@ def hash_of(described: object) -> str:
 
 
 def hash_plan(job: Job) -> str:
-    """Return what stands for inputs, options and version: only a run with an equal one may be resumed."""
+    """Return the hash of inputs, options and version: only a run with an equal hash may be resumed."""
     return hash_of(ingredients(job, _stamp))
 
 
@@ -327,7 +327,7 @@ def shared_stamp(file: ReadFile) -> list[int | str] | None:
 
 
 def _shared_ingredients(job: Job) -> dict[str, object]:
-    """Return what a job is made of as all machines see it: each weight has factors of one, and there may be several kinds."""
+    """Return the ingredients without the kind of machine: parts may run on several kinds."""
     made_of = ingredients(job, shared_stamp)
     made_of.pop(_OF_ONE_MACHINE, None)
     return made_of
@@ -340,7 +340,7 @@ def _versions_of(job: Job) -> dict[str, str] | None:
 
 
 def _machine_of(job: Job) -> str:
-    """Return what stands for the kind of this machine, as far as factors depend on it."""
+    """Return a hash of the kind of this machine, as far as factors depend on it."""
     return hash_of(job.decided.get(_OF_ONE_MACHINE))[:16]
 
 
@@ -636,7 +636,7 @@ class Writer:
         }
 
     def hash_in_store(self, job: Job) -> str:
-        """Return what stands for inputs, options and version, on all machines alike.
+        """Return the hash of inputs, options and version that is equal on all machines.
 
         It is taken once: the names of a job's files may have it in them later.
         """
@@ -864,7 +864,7 @@ class Writer:
     def _divided(
         self, job: Job, describe: Describe, share: Share, factors: FactoredJob | None
     ) -> DividedOnDisk:
-        """Return what parts carry out."""
+        """Return the job that parts carry out."""
         given: dict[str, Any] = {
             "describe": describe,
             "before": self._before,
@@ -881,7 +881,7 @@ class Writer:
         )
 
     def _agreement(self, job: Job, share: Share, factors: FactoredJob | None = None) -> Agreement:
-        """Return what parts agree on: the plan, and what the descriptions say."""
+        """Return the parts' agreement: the plan, and the content of the descriptions."""
         command = self.writing.command
         assert command is not None
         made_of = {**_shared_ingredients(job), "settings": command.settings(), "notes": _NOTES}
@@ -967,7 +967,7 @@ class Writer:
         remember(self.path, plan_hash, self.writing.recorded, directory)
 
     def _journalled(self, job: Job, factors: FactoredJob | None) -> JournalledJob:
-        """Return what the journal says of a job."""
+        """Return the header of a job's journal."""
         return JournalledJob(
             verb=self._verb,
             files=[(image.name, image.size) for image in job.output],
@@ -1056,7 +1056,7 @@ def _summary(check: SourceCheck | None, plan: TransferPlan, options: ExecuteOpti
 def _finished(
     job: Job, plan_hash: str, staging: Staging, progress: Progress, check: SourceCheck | None
 ) -> dict[str, FileDigest]:
-    """Return what an interrupted run had finished, and remove everything else that lies there.
+    """Return the files that an interrupted run had finished, and remove everything else that lies there.
 
     Half-written files and descriptions are made again, but for files in which holes were filled: what was computed is
     kept, and compared with the journal. A run that was killed between exchanging the directories and removing the old

@@ -217,7 +217,7 @@ class RunFinder:
         return kind, (b"N",) if field["number"] is None else (_INT,)
 
     def _fetched(self, text: bytes) -> object:
-        """Return what BINGET or LONG_BINGET fetches."""
+        """Return the value that BINGET or LONG_BINGET fetches."""
         return self._memo.get(int.from_bytes(text[1:], "little"))
 
     def _read(self, pos: int, num_memoized: int) -> _Taken | None:

@@ -143,7 +143,7 @@ class Interpreter:
         self.stack = []
 
     def pop_mark(self) -> list[Any]:
-        """Return what lies above the latest MARK, and take both off the stack."""
+        """Pop the values above the latest MARK, and the MARK; return the values."""
         items, self.stack = self.stack, self.outer.pop()
         return items
 

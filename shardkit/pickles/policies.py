@@ -309,7 +309,7 @@ Strict.opcodes = table(
 
 
 def parse_in_columns(data: bytes, vocabulary: Callable[[int], Vocabulary], where: str) -> object:
-    """Return what `Strict` makes of a pickle; take records in columns, so that a large file is read sooner.
+    """Interpret a pickle as `Strict` does, but take records in columns, so that a large file is read sooner.
 
     Args:
         data: the whole pickle.

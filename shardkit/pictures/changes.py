@@ -207,7 +207,7 @@ def _sections(
 
 
 def _peak(result: DiffResult) -> float:
-    """Return what has the strongest colour."""
+    """Return the amount of change that has the strongest colour."""
     amounts = [amount for tensor in result.tensors if (amount := amount_of(tensor)) is not None]
     return max(amounts, default=0.0) or 1.0
 
@@ -235,7 +235,7 @@ def _row(tensor: TensorDiff, has_stats: bool) -> list[str | tuple[str, float]]:
 
 
 def _said(tensor: TensorDiff) -> tuple[str, float]:
-    """Return what is said of the values, and a number to sort by."""
+    """Return the text about the values, and a number to sort by."""
     if tensor.status in _ALONE:
         return _ALONE[tensor.status], 2.0
     if tensor.status == "rounded":
@@ -265,7 +265,7 @@ def _data(result: DiffResult, listed: Sequence[TensorDiff], heat: Heat, has_stat
 
 
 def _label(row: str) -> str:
-    """Return what a row is called: what stands behind the layer, as what stands before it is nearly always the same."""
+    """Return the label of a row: the name behind the layer, as the part before it is nearly always the same."""
     before, found, after = row.removesuffix(".weight").partition(".#.")
     return (
         after

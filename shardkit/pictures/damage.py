@@ -216,7 +216,7 @@ class _Drawn:
         }
 
     def data(self) -> dict[str, Any]:
-        """Return what the script draws."""
+        """Return the data that the script draws."""
         first = next((at for at, place in enumerate(self._place_of) if place is not None), 0)
         return {
             "kind": "damage",

@@ -152,7 +152,7 @@ def picture(name: str, label: str) -> str:
 
 
 def legend(*items: tuple[str, str]) -> str:
-    """Return what colours mean: (class in page.css, text) of each. Who cannot see them has the tables."""
+    """Return the legend: (class in page.css, text) of each colour. The tables are for people who cannot see colours."""
     entries = "".join(f'<li><i class="{html(kind)}"></i>{html(text)}</li>' for kind, text in items)
     return f'<ul class="legend" aria-hidden="true">{entries}</ul>'
 

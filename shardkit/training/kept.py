@@ -140,7 +140,7 @@ class Kept:
 
 
 def _beside(files: HubFiles, problems: list[str]) -> dict[str, _Read]:
-    """Return what is beside the weights of the Hub model that a model began with."""
+    """Return the files beside the weights of the Hub model that a model began with."""
     found, absent = dict[str, _Read](), list[str]()
     token = FOLLOWS_LINKS.set(files.follows_links)
     try:

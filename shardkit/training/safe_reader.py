@@ -373,7 +373,7 @@ def _is_known(name: str) -> bool:
 
 
 def _trusted_names() -> frozenset[str]:
-    """Return what the program declared safe, without torch's own: DTensor, for one, is not plain data."""
+    """Return the classes that the program declared safe, without torch's own: DTensor, for one, is not plain data."""
     items: list[Any] = torch.serialization.get_safe_globals()
     names = (i[1] if isinstance(i, tuple) else f"{i.__module__}.{i.__qualname__}" for i in items)
     return frozenset(name for name in names if not name.startswith("torch."))

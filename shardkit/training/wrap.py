@@ -282,7 +282,7 @@ def _check_factors(model: nn.Module, mesh: DeviceMesh, experts: DeviceMesh | Non
 
 
 def _meshes(model: nn.Module, mesh: DeviceMesh, experts: DeviceMesh | None) -> Meshes:
-    """Return what each part of a model is sharded over."""
+    """Return the meshes over which the parts of a model are sharded."""
     names = mesh.mesh_dim_names or ()
     tensor = next((name for name in names if name in _TENSOR_AXES), None)
     if experts is not None:

@@ -61,7 +61,7 @@ class Evidence(NamedTuple):
 
     @classmethod
     def of_all(cls, parts: Iterable[Evidence]) -> Evidence:
-        """Return what several readers found."""
+        """Combine the evidence of several readers."""
         found = cls(array("q"), [])
         for part in parts:
             found.right.extend(part.right)
@@ -294,7 +294,7 @@ def _are_apart(table: ChunkTable, numbers: Sequence[int]) -> bool:
 
 
 def judge(held: Mapping[Span, int], entry: Entry) -> Verdict:
-    """Return what runs tell of an entry.
+    """Return the verdict of runs about an entry.
 
     Args:
         held: CRC-32 of each run.

@@ -425,7 +425,7 @@ class SourceCheck:
     # What an interrupted run read
 
     def dump(self, evidence: Evidence) -> dict[str, Any]:
-        """Return what was read as plain data.
+        """Return the evidence as plain data.
 
         Returns:
             tables: a number for the entries that the others are about.
@@ -593,7 +593,7 @@ class Runs:
         self._table = self._entry = -1
 
     def collect(self) -> list[Run]:
-        """Return what was read since the last call, and hand nothing over."""
+        """Return the runs that were read since the last call, and hand nothing over."""
         self._end()
         runs, self._ended = self._ended, []
         return runs

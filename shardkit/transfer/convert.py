@@ -21,7 +21,7 @@ def needs_torch(source: DType, target: DType) -> bool:
 
 
 def make_converter(source: DType, target: DType) -> Converter:
-    """Return what converts elements of one floating dtype to another; it imports torch where `needs_torch`."""
+    """Return a converter of elements of one floating dtype to another; it imports torch where `needs_torch`."""
     if not needs_torch(source, target):
         return _widen
     import torch

@@ -129,7 +129,7 @@ class Existing:
         return {}
 
     def differences(self, finished: Mapping[str, FileDigest], check: SourceCheck | None) -> list[str]:
-        """Return what is not as the job would write it: nothing if the output is of this plan.
+        """Return the differences from what the job would write: none if the output is of this plan.
 
         Args:
             finished: files that are known to be of this plan.
@@ -270,7 +270,7 @@ def _parsed(directory: str) -> manifest.Manifest | None:
 
 
 def _without_digests(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a manifest says before anything was written: no digests, no files, and nothing measured."""
+    """Return a manifest as it is before anything was written: no digests, no files, and no measurements."""
     said = _without_versions(said)
     plain = {key: value for key, value in said.items() if key not in ("files", "others", "metadata")}
     if isinstance(plain.get("osft"), dict):

@@ -155,7 +155,7 @@ def _read_header(path: str) -> _Header:
 
 
 def read_journal(path: str) -> Journalled:
-    """Return what a journal says of its run, whoever's it is. What it lists may have changed since."""
+    """Return the content of a journal, whoever wrote it. The files that it lists may have changed since."""
     header, lines = _read_header(path), _lines(path)
     first = lines[0] if header.plan is not None else {}
     files = [
@@ -233,7 +233,7 @@ def is_journal_of(path: str, plan_hash: str, directory: str) -> bool:
 
 
 def read_targets(path: str, directory: str) -> dict[str, dict[str, object]]:
-    """Return what a journal tells of weights whose factors were computed, by the weight's path."""
+    """Return the lines of a journal about weights whose factors were computed, by the weight's path."""
     if _read_header(path).directory != storage.stat(directory).st_ino:
         return {}
     lines = ((line.get("target"), line) for line in _lines(path))

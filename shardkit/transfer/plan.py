@@ -276,7 +276,7 @@ class Reading(NamedTuple):
 
 
 def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_order: bool) -> Reading:
-    """Return what the tasks of a plan read, and in which order they read it best.
+    """Return the ranges that the tasks of a plan read, and the best order of the tasks.
 
     Args:
         plan: what goes where.

@@ -222,7 +222,7 @@ class SourceFiles:
                     self._open[each] = self._open_checked(each, is_soon=True)
 
     def compute(self, file: int) -> Computation | None:
-        """Return what computes the bytes of a file piece by piece, if anything does."""
+        """Return the computation that gives the bytes of a file piece by piece, if there is one."""
         return self._files[file].compute
 
     def decoded(self, file: int, fqn: str) -> tuple[memoryview, list[Run]]:

@@ -123,7 +123,7 @@ def _refusal(answer: Any) -> _Refused:
 
 
 def head(path: str) -> WrittenObject | None:
-    """Return what the store says of an object; None if there is none."""
+    """Return the size and ETag of an object; None if there is no such object."""
     bucket, key = _find(path)
     try:
         found = attempt(bucket, path, lambda: bucket.head(key))
@@ -203,7 +203,7 @@ def delete(path: str) -> None:
 
 
 def begin(path: str) -> str:
-    """Return what stands for an upload. Nothing is sent before its first part."""
+    """Return the id of an upload, the same for all. Nothing is sent before its first part."""
     return _BLOCKS
 
 

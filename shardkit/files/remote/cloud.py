@@ -51,7 +51,7 @@ def credentials_for(path: str) -> str:
 
 
 def reach(path: str) -> str:
-    """Return what to check where the store of a path does not answer."""
+    """Return the hint for a store that does not answer."""
     elsewhere = ", and AWS_ENDPOINT_URL if the store is not Amazon's" if path.startswith("s3://") else ""
     return f"check the network{elsewhere}"
 
@@ -83,7 +83,7 @@ class Bucket:
             return self._client
 
     def list(self, key: str) -> Listing:
-        """Return what lies in a directory."""
+        """Return the listing of a directory."""
         client = self.client()
         import obstore
 

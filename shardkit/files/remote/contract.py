@@ -52,7 +52,7 @@ class Store(Protocol):
     """
 
     def list(self, key: str) -> Listing:
-        """Return what lies in a directory; nothing if there is none. The empty key is the whole store."""
+        """Return the listing of a directory, empty if there is none. The empty key is the whole store."""
 
     def head(self, key: str) -> ObjectStat:
         """Return an object.
@@ -114,7 +114,7 @@ class StoreWriter(Protocol):
     """
 
     def head(self, path: str) -> WrittenObject | None:
-        """Return what the store says of an object; None if there is none."""
+        """Return the size, ETag and checksum of an object; None if there is no such object."""
 
     def get(self, path: str) -> tuple[bytes, str] | None:
         """Return the bytes and the ETag of a small object; None if there is none."""
@@ -160,7 +160,7 @@ class StoreWriter(Protocol):
 
 
 def attempt(store: Store, path: str, call: Callable[[], _R]) -> _R:
-    """Return what a call of a store gives. Failures that may pass are tried again, with longer and longer waits.
+    """Call a store and return its answer. Failures that may pass are tried again, with longer and longer waits.
 
     Raises:
         ShardkitError, OSError: what the last failure means.
@@ -179,7 +179,7 @@ def attempt(store: Store, path: str, call: Callable[[], _R]) -> _R:
 
 
 def gone(path: str) -> FileNotFoundError:
-    """Return what the system raises for a file that does not exist."""
+    """Return the error that the system raises for a file that does not exist."""
     return FileNotFoundError(errno.ENOENT, "no such object", path)
 
 

@@ -137,7 +137,7 @@ class HubStore:
         return str(HfApi().model_info(self._id, revision=revision).sha)
 
     def list(self, key: str) -> Listing:
-        """Return what lies in a directory."""
+        """Return the listing of a directory."""
         from huggingface_hub import HfApi, errors
         from huggingface_hub.hf_api import RepoFolder
 
@@ -245,7 +245,7 @@ def _fetch(url: str, start: int, nbytes: int, size: int) -> memoryview:
 
 
 def _headers(url: str) -> dict[str, str]:
-    """Return what goes with a request. The token goes to the Hub alone."""
+    """Return the headers of a request. The token goes to the Hub alone."""
     from huggingface_hub import constants
     from huggingface_hub import utils as installed
 
@@ -272,7 +272,7 @@ def _stream(url: str, headers: dict[str, str]) -> Iterator[tuple[Response, Itera
 
 
 def explain(error: Exception, repo_id: str, revision: str | None) -> ShardkitError | None:
-    """Return what an error of huggingface_hub means for a person; None for one of the network or a server."""
+    """Translate an error of huggingface_hub for people; return None for an error of the network or a server."""
     from huggingface_hub import errors
 
     name, chain = escape(repo_id), list(causes(error))

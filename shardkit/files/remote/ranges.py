@@ -347,7 +347,7 @@ class Ranges:
         return wanted if wanted >= _LARGE_NBYTES else min(_FIRST_NBYTES, self._nbytes)
 
     def _next_after(self, span: _Span, stop: int) -> list[_Span]:
-        """Return what to fetch while a span is used: what else a large read wants, and what comes next."""
+        """Return the spans to fetch while one is in use: the rest of a large read, then the spans that come next."""
         if span.is_planned:
             return self._planned_from(self._index(span.start) + 1)
         goes_on, found, at = self._streak >= _STREAK, list[_Span](), span.stop

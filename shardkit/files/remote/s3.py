@@ -124,7 +124,7 @@ def _ask(path: str, operation: str, **given: Any) -> Any:
 
 
 def _retried(path: str, call: Callable[[], _R]) -> _R:
-    """Return what a request gives; failures that may pass are tried again."""
+    """Send a request and return its answer; failures that may pass are tried again."""
     for turn in range(NUM_TRIES):
         try:
             return call()
@@ -239,7 +239,7 @@ def _head(path: str) -> Any:
 
 
 def head(path: str) -> WrittenObject | None:
-    """Return what the store says of an object; None if there is none.
+    """Return the size, ETag and checksum of an object; None if there is no such object.
 
     Raises:
         ResourceError: the store does not answer.

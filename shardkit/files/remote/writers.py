@@ -10,7 +10,7 @@ WRITABLE = tuple(f"{scheme}://" for scheme in _WRITERS)
 
 
 def writer_of(path: str) -> StoreWriter:
-    """Return what writes into the store of a path.
+    """Return the writer of the store of a path.
 
     Args:
         path: begins with one of `WRITABLE`.

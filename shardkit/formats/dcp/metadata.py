@@ -101,7 +101,7 @@ def parse_metadata(data: bytes, *, where: str = ".metadata") -> DcpMetadata:
 
 
 def join_fields(fields: Mapping[str, object], where: str) -> DcpMetadata:
-    """Return what the fields of a parsed `Metadata` say, put together.
+    """Combine the fields of a parsed `Metadata`.
 
     Args:
         fields: by name; `state_dict_metadata` and `storage_data` at least.

@@ -131,7 +131,7 @@ def select_raw(
 def foresee_raw(
     catalog: Catalog, transforms: Transforms, names: Collection[str], *, opens_all: bool = False
 ) -> Catalog:
-    """Return what `select_raw` does for one of several processes, of which each reads other tensors.
+    """Do what `select_raw` does for one of several processes, each of which reads other tensors.
 
     One record of each kind is opened: of a dtype, a shape and a length in bytes. The others are taken to be like it, until the
     result's `records` are told what this process is going to read. All are opened if one of these is not contiguous or

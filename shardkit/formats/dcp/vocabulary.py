@@ -303,7 +303,7 @@ def count_chunks(chunks: list[object]) -> int:
 
 
 def metadata_vocabulary(nbytes: int) -> Vocabulary:
-    """Return what a `.metadata` of `nbytes` bytes may say; for one parse."""
+    """Return the vocabulary for one parse of a `.metadata` of `nbytes` bytes."""
     return Vocabulary(names=metadata_names(nbytes), max_bytes=MAX_BYTES, set_records=store_places, runs=RUNS)
 
 

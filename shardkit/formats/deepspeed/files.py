@@ -257,7 +257,7 @@ def open_states(tag: Tag, names: Sequence[str], read: Callable[[TorchFile], T]) 
 
 
 def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> ModelStates:
-    """Return what a model file says.
+    """Return the content of a model file.
 
     Args:
         first: rank 0's file, if this is another rank's: what both say is kept once, and the module is left out.
@@ -335,7 +335,7 @@ def _is_in_order(layer: object) -> bool:
 
 
 def read_expert_states(file: TorchFile) -> ExpertStates:
-    """Return what an expert's file says.
+    """Return the content of an expert's file.
 
     Raises:
         SourceError: it is not such a file.
@@ -347,7 +347,7 @@ def read_expert_states(file: TorchFile) -> ExpertStates:
 
 
 def read_optimizer_states(file: TorchFile) -> OptimizerStates:
-    """Return what an optimizer file says.
+    """Return the content of an optimizer file.
 
     Raises:
         SourceError: it is not such a file of ZeRO, its partitions are not flat tensors, or it has more settings

@@ -79,7 +79,7 @@ def find_settings(directories: Iterable[str]) -> Settings | None:
 
 
 def read_settings(path: str) -> Mapping[str, Any]:
-    """Return what a file of settings holds; errors as above."""
+    """Return the content of a file of settings; errors as above."""
     name = os.path.basename(path)
     return parse_object(read_small(path, name, _MAX_CONFIG_BYTES), name)
 

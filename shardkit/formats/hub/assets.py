@@ -155,7 +155,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 @cache
 def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """Return what matches names that one of the patterns does: a directory may hold thousands."""
+    """Return a function that matches the names which one of the patterns matches: a directory may hold thousands."""
     return re.compile("|".join(map(translate, patterns)))
 
 
@@ -189,7 +189,7 @@ def module_folders(directory: str) -> list[str]:
 
 
 def _json(directory: str, name: str, kind: type) -> Any:
-    """Return what a small JSON file holds; an empty `kind` if it cannot be read or holds something else."""
+    """Return the content of a small JSON file; an empty `kind` if it cannot be read or holds something else."""
     if not storage.lexists(os.path.join(directory, name)):
         return kind()
     try:

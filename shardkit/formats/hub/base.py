@@ -231,7 +231,7 @@ def recorded_names(checkpoint: Checkpoint) -> RecordedNames:
 
 
 def recorded_root(checkpoint: Checkpoint) -> str:
-    """Return what stands before the model's own names in a checkpoint that has a trainer's form, as preshard wrote it.
+    """Return the prefix of the model's own names in a checkpoint that preshard wrote in a trainer's form.
 
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.

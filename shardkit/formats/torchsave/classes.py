@@ -188,7 +188,7 @@ def quantised_parameter(data: object, attributes: Mapping[str, object]) -> tuple
 
 
 def padding(record: TensorRecord, shape: Shape) -> UnreadableClass | None:
-    """Return what is wrong with a part of a tensor whose class says that the weight has another shape.
+    """Return the problem of a part of a tensor whose class gives the weight another shape.
 
     Args:
         record: of the part.

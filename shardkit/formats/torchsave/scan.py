@@ -118,7 +118,7 @@ def _is_known(name: str) -> bool:
 
 
 def _plain_record(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEntry]) -> TensorRecord:
-    """Return what a `data.pkl` describes that is one plain tensor."""
+    """Return the tensor of a `data.pkl` that describes one plain tensor."""
     others = [name for name in entries if _is_storage(name) and name != _DATA]
     if others:
         reader.refuse(f"entry {escape(f'{reader.prefix}/{others[0]}')!r} is unknown or given twice")

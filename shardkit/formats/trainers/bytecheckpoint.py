@@ -268,7 +268,7 @@ class ByteMetadata(Record):
 
 
 def bytecheckpoint_vocabulary(nbytes: int) -> Vocabulary:
-    """Return what a ByteCheckpoint's `.metadata` of `nbytes` bytes may say; for one parse."""
+    """Return the vocabulary for one parse of a ByteCheckpoint's `.metadata` of `nbytes` bytes."""
     return Vocabulary(
         names={
             **metadata_names(nbytes),

@@ -67,7 +67,7 @@ def open_megatron(path: str) -> Checkpoint:
 
 
 def _padding(path: str) -> Padding | None:
-    """Return what the arguments in `common.pt` say of the vocabulary; None if there are none.
+    """Return the padding of the vocabulary by the arguments in `common.pt`; None if there are none.
 
     Source: Megatron-LM, megatron/training/tokenizer, `_vocab_size_with_padding`.
     """

@@ -247,7 +247,7 @@ def _has_weights(path: str, name: str) -> bool:
 
 
 def lacks_last(path: str) -> str | None:
-    """Return what makes a checkpoint doubtful that may be taken all the same; None if nothing does."""
+    """Return the doubt about a checkpoint that may be taken all the same; None if there is none."""
     found = find_structure(path)
     structure = found.structure if found is not None else _VEOMNI if _holds_modules(path) else None
     if structure is None or not structure.is_taken_without_last:

@@ -139,7 +139,7 @@ def _check_axes(mesh: Mesh, styles: set[str]) -> None:
 
 
 def _style(names: Iterable[str], rules: Sequence[ParallelRule]) -> str | None:
-    """Return what the rules say of a parameter by its names; None if they say nothing."""
+    """Return the style that the rules give a parameter, by its names; None if no rule is about it."""
     found = dict[str, str]()
     for name in names:
         for rule in rules:

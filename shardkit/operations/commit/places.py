@@ -29,10 +29,10 @@ class Place(Protocol):
     """Absolute."""
 
     def stagings(self) -> Sequence[PartsStaging]:
-        """Return what parts share there, whatever their plans."""
+        """Return the directories that parts share there, whatever their plans."""
 
     def identity(self) -> object:
-        """Return what tells the output that is there from another one; None if there is none."""
+        """Return the identity of the output that is there; None if there is none."""
 
     def has_commits(self) -> bool:
         """True if parts are known to have made what is there."""
@@ -41,10 +41,10 @@ class Place(Protocol):
         """Remove what commits have left."""
 
     def uncommitted(self) -> StoredStatus | None:
-        """Return what lies beside the output and is no part of it; None where that is not looked for."""
+        """Describe the files beside the output that are no part of it; None where they are not looked for."""
 
     def runs(self) -> tuple[Leftover, ...]:
-        """Return what runs of one process have left, or are writing."""
+        """Return the directories that runs of one process have left, or are writing."""
 
     def give_up(self) -> None:
         """Remove what nobody has committed, once the parts share nothing any more."""

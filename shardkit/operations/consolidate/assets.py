@@ -88,7 +88,7 @@ def main_dtype(tensors: Sequence[OutputTensor], base: Base | None) -> DType | No
 def model_assets(
     base: Base | None, dtype: DType | None, *, untie: bool, is_plain: bool
 ) -> tuple[list[Asset], list[str]]:
-    """Return what to write beside a model's weights, and what to tell about it.
+    """Return the files to write beside a model's weights, and the notes about them.
 
     Args:
         base: the model that the checkpoint was trained from, if it is known.
@@ -151,14 +151,14 @@ def earlier_assets(base: Base) -> dict[str, list[Callable[[], bytes]]]:
 
 
 def adapter_assets(base: Base | None, config: bytes | None) -> list[Asset]:
-    """Return what to write beside an adapter's weights: its config, and the tokenizer."""
+    """Return the files to write beside an adapter's weights: its config, and the tokenizer."""
     beside = base.assets.items() if base else ()
     assets = [Asset(name, path, b"") for name, path in beside if has_any((name,), *_ADAPTERS)]
     return [*assets, Asset(ADAPTER_CONFIG, None, config)] if config is not None else assets
 
 
 def with_tokenizer(assets: Iterable[Asset], tokenizer: Tokenizer) -> list[Asset]:
-    """Return what to write beside weights, with another tokenizer in place of the base's."""
+    """Return the files to write beside weights, with another tokenizer in place of the base's."""
     others = [asset for asset in assets if not is_tokenizer_file(asset.name)]
     return [*others, *(Asset(name, path, b"") for name, path in tokenizer.files.items())]
 

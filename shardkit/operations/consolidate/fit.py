@@ -257,7 +257,7 @@ def _hint(
     fill: Sequence[str],
     about_rows: str,
 ) -> str:
-    """Return what to do about a checkpoint that does not fit: a part of a larger model can be filled up."""
+    """Return the hint for a checkpoint that does not fit: a part of a larger model can be filled up."""
     if filling.refused:
         return "only whole parts are taken from the base, no layer of a stack and no tensor of a module"
     if holds_fused_experts(found.unexpected):

@@ -34,7 +34,7 @@ class Written(NamedTuple):
 def take_factors(
     tensors: Sequence[OutputTensor], catalog: Catalog, folded: Folded | None, *, keep: bool
 ) -> Written:
-    """Return what is written: dense weights, or the factors in the place of each folded one.
+    """Return the tensors to write: dense weights, or the factors in the place of each folded one.
 
     Args:
         tensors: with dense weights, in the order of the output.

@@ -35,7 +35,7 @@ class Sieve:
     """What the model's class says, if it was asked."""
 
     def sift(self, chosen: Chosen, selection: Selection) -> Chosen:
-        """Return what is written of some tensors that have the output's names now.
+        """Return the tensors to write, of some that have the output's names already.
 
         Raises:
             UsageError: nothing is.
@@ -54,7 +54,7 @@ class Sieve:
         return replace(chosen, names=kept, notes=(*chosen.notes, *idle))
 
     def tell(self, selection: Selection, chosen: Chosen) -> Selection:
-        """Return what is said of a selection, once `sift` left some of it out."""
+        """Return the notes about a selection, once `sift` has left some of it out."""
         if not self.undecided:
             return selection
         stored = {each for source in chosen.names for each in chosen.origins.get(source, (source,))}

@@ -479,7 +479,7 @@ def _choose(
 
 
 def _padding(checkpoint: Checkpoint, options: ConsolidateOptions) -> Padding:
-    """Return what is known of a padded vocabulary."""
+    """Return the facts about a padded vocabulary."""
     tokens = options.tokenizer.tokens if options.tokenizer is not None else None
     return replace(checkpoint.padding or Padding(), tokens=tokens)
 
@@ -544,7 +544,7 @@ def _live_shapes(selection: Selection, chosen: Chosen) -> dict[str, Shape]:
 def _bound(
     selection: Selection, chosen: Chosen, rules: RuleSet, binding: Binding
 ) -> tuple[Selection, Chosen]:
-    """Return what is written under key rules."""
+    """Return the tensors to write under key rules."""
     sources = {selection.live.get(source, name): source for source, name in chosen.names.items()}
     notes = [f"names turned into the Hub's by the key rules of {escape(rules.title)}"]
     if binding.dropped:
@@ -555,7 +555,7 @@ def _bound(
 
 
 def _made(chosen: Chosen, made: Mapping[str, Expression], sources: Mapping[str, str]) -> Chosen:
-    """Return what is written if it is made of the chosen tensors.
+    """Return the tensors to write, if they are made of the chosen ones.
 
     Args:
         made: name in the output -> an expression of names in memory.
@@ -781,7 +781,7 @@ def _omitted_notes(omitted: Iterable[str], names: Collection[str]) -> Iterator[s
 def _fit_class(
     chosen: Chosen, selection: Selection, base: Base, options: ConsolidateOptions, asked: ModelNames
 ) -> tuple[Chosen, tuple[KeyRule, ...]]:
-    """Return what is written as the base's class has it in its files, and the rules by which it renamed tensors."""
+    """Return the tensors to write in the form of the base's class, and the rules by which that class renamed them."""
     assert base.tensors is not None
     rules = tuple[KeyRule, ...]()
     if not options.naming.changes_names:
@@ -1019,7 +1019,7 @@ def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
 def _gap_warnings(
     tensors: Sequence[OutputTensor], base: Base | None, options: ConsolidateOptions
 ) -> list[str]:
-    """Return what the output seems to lack, if no weights are there to compare it with and nobody asked for a part."""
+    """Return the weights that the output seems to lack, if there is no base to compare and no part was asked for."""
     config = base.config if base is not None and base.tensors is None else None
     if options.naming.chooses_part:
         return []

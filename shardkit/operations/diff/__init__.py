@@ -362,7 +362,7 @@ class Comparison:
         return self._result(found, comparing)
 
     def _unread(self, pair: Pair, ties: Mapping[str, str]) -> TensorDiff:
-        """Return what is said of a tensor that one side alone has, or that has two shapes."""
+        """Return the text about a tensor that one side alone has, or that has two shapes."""
         if pair.in_a and pair.in_b:
             return _describe(self._a, self._b, pair, "shape")
         kept = ties.get(pair.name)

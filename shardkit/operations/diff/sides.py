@@ -296,7 +296,7 @@ def _forms(side: Side, other: Side) -> Iterator[tuple[Mapping[str, str], Mapping
 
 
 def _ask_class(side: Side) -> ModelNames | None:
-    """Return what the class of a Hub model says of its names; None if it cannot be asked, or need not."""
+    """Return the answer of a Hub model's class about its names; None if the class cannot be asked, or need not be."""
     hub = side.checkpoint.hub
     if hub is not None and may_differ_in_memory(hub.config or {}):
         shapes = {name: entry.shape for name, entry in hub.catalog.tensors.items()}

@@ -211,7 +211,7 @@ def _is_link(path: str, name: str) -> bool:
 
 
 def _look(path: str, name: str) -> Unused | None:
-    """Return what lies under a name; None for an empty folder of a store, which is nothing."""
+    """Return the folder or file of a name; None for an empty folder of a store, which does not exist."""
     here = os.path.join(path, name)
     files = [storage.lstat(file) for file in _files(here)]
     if not files and stores.is_remote(path):

@@ -22,7 +22,7 @@ class CacheResult(Result):
 
 
 def show_cache(*, clear: bool = False) -> CacheResult:
-    """Return what the cache holds.
+    """List the cache.
 
     Args:
         clear: remove it; the result then tells what was removed.

@@ -71,7 +71,7 @@ class Command:
         return any(self.options.get(name) for name in _AFTER)
 
     def settings(self) -> dict[str, Any]:
-        """Return what the parts have to agree on and a plan alone does not tell."""
+        """Return the options that the parts have to agree on and that a plan does not contain."""
         return {name: self.options.get(name) for name in _SETTINGS}
 
 
@@ -203,7 +203,7 @@ class Agreement:
 
     @classmethod
     def read(cls, path: str) -> Agreement:
-        """Return what the parts in a directory agreed on.
+        """Return the agreement of the parts in a directory.
 
         Args:
             path: of `plan.json`.
@@ -217,7 +217,7 @@ class Agreement:
 
     @classmethod
     def of(cls, staging: PartsStaging) -> Agreement:
-        """Return what the parts agreed on that share a place; errors as `read`."""
+        """Return the agreement of the parts that share a place; errors as `read`."""
         data = staging.read_record()
         try:
             return cls.parse(data, _name_of(staging.record))
@@ -230,7 +230,7 @@ class Agreement:
 
     @classmethod
     def parse(cls, data: bytes, name: str) -> Agreement:
-        """Return what a `plan.json` says.
+        """Return the agreement that a `plan.json` records.
 
         Args:
             data: its content.
@@ -292,7 +292,7 @@ class Agreement:
             yield f"what is made of it: {', '.join(changed)}"
 
     def command_of(self, part: Part, output: str) -> str:
-        """Return what to type to carry out a part; in Python also where it goes."""
+        """Return the command that carries out a part; in Python with its output."""
         if self.typed:
             return f"{self.typed} --part {part}"
         options = {**self.command.options, "output": output, "part": str(part)}
@@ -355,7 +355,7 @@ def as_share(part: str | Share | None) -> Share | None:
 
 
 def read_all(stagings: Sequence[_S]) -> list[tuple[_S, Agreement]]:
-    """Return what is agreed on in each place; one that is going away meanwhile is left out."""
+    """Return the agreement in each place; a place that goes away meanwhile is left out."""
     found = []
     for staging in stagings:
         try:

@@ -150,7 +150,7 @@ class Divided(ABC):
 
     @abstractmethod
     def _is_open(self) -> bool:
-        """True while that is there which this process has begun, or joined."""
+        """True while the directory exists that this process has begun or joined."""
 
     @abstractmethod
     def _has_another_committed(self) -> bool:
@@ -218,11 +218,11 @@ class Divided(ABC):
         return self.result(part, resumed_files=resumed)
 
     def all_done(self, part: Part) -> PartResult:
-        """Return what became of a part whose output was there before it began."""
+        """Return the outcome of a part whose output was there before it began."""
         return self.result(part, is_committed=True, resumed_files=len(self.files_of(part)))
 
     def result(self, part: Part, *, resumed_files: int = 0, is_committed: bool = False) -> PartResult:
-        """Return what became of a part, as far as it can be seen now."""
+        """Return the outcome of a part, as far as it can be seen now."""
         mine = self.files_of(part)
         missing = [] if is_committed else self._missing()
         return PartResult(
@@ -406,7 +406,7 @@ class Divided(ABC):
         return scattered
 
     def warnings(self) -> tuple[str, ...]:
-        """Return what a person should know of what all parts did."""
+        """Return the notes about the work of all parts."""
         return ()
 
     def _finished(self) -> tuple[dict[str, FileDigest], dict[str, int | None]]:

@@ -80,7 +80,7 @@ class _Task:
 
 
 def _told(error: Any) -> BaseException:
-    """Return what a worker has raised, without the traceback that Ray puts around it."""
+    """Return the error that a worker raised, without the traceback that Ray puts around it."""
     cause = error.cause
     if isinstance(cause, ShardkitError):
         return cause

@@ -146,7 +146,7 @@ class SharedFactors:
         self._weights = job.factoring.weights
         self._numbers = {weight.target.path: number for number, weight in enumerate(self._weights)}
         self._records = plan_records(plan.catalog, self._weights)
-        # Names come with `take`. Before it, what is read of a store, and what memory that takes, is told by the folder.
+        # `take` gives the names. Until then the whole folder stands for the files that are read, and for their memory.
         self._records.lie_at([os.path.join(place.path, image.name) for image in self._records.images])
         self._notes = dict[int, FactorNote]()
         self.plan = build_plan(plan.images, self._records.catalog)
@@ -420,7 +420,7 @@ class WithFactors(Divided):
         return self._factors.bytes_left(self.weights_of(part))
 
     def result(self, part: Part, *, resumed_files: int = 0, is_committed: bool = False) -> PartResult:
-        """Return what became of a part, as far as it can be seen now."""
+        """Return the outcome of a part, as far as it can be seen now."""
         result = super().result(part, resumed_files=resumed_files, is_committed=is_committed)
         missing = [] if is_committed else self._factors.missing()
         if missing:
@@ -435,7 +435,7 @@ class WithFactors(Divided):
         )
 
     def warnings(self) -> tuple[str, ...]:
-        """Return what a person should know of what all parts did, and of all factors."""
+        """Return the notes about the work of all parts, and about all factors."""
         return (*super().warnings(), *self._factors.warnings())
 
     @property

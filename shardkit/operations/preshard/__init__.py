@@ -318,7 +318,7 @@ def _of_a_training(source: str, mesh: Mesh, error: SourceError) -> SourceError:
 def _describe(
     job: PreshardJob, run: OsftRun | None, directory: str, *, sha256: bool, shards: str | None = None
 ) -> FolderDescriptions | FileDescriptions:
-    """Return what writes the files beside the shards into a directory."""
+    """Return the writer of the files beside the shards in a directory."""
     write_beside = partial(
         write_companions,
         job.profile,
@@ -347,7 +347,7 @@ class _Room(NamedTuple):
 
 
 def _room(job: PreshardJob, path: str) -> _Room:
-    """Return what a job takes on the disk of its output; errors as `_needed_bytes`."""
+    """Return the bytes that a job needs on the disk of its output; errors as `_needed_bytes`."""
     shared = _shareable_bytes(job)
     if shared and not can_share_extents(job.model.catalog, os.path.dirname(path)):
         shared = 0

@@ -215,7 +215,7 @@ class OsftRun:
         return []
 
     def result(self, part: Part | None, *, record_bytes: int) -> OsftResult:
-        """Return what it costs, and how good it is if it has run.
+        """Return the cost of the decomposition, and its quality if it has run.
 
         Args:
             part: whose weights are meant; None for all.
@@ -268,7 +268,7 @@ def kinds_of(targets: Iterable[Target]) -> list[OsftKind]:
 
 
 def describe_osft(plan: OsftPlan, layout: Layout, dtypes: Mapping[str, DType], root: str) -> manifest.Osft:
-    """Return what a manifest says of factors before they are computed.
+    """Return the entry of a manifest for factors that are not yet computed.
 
     Args:
         plan: what was asked for.
@@ -297,7 +297,7 @@ def describe_osft(plan: OsftPlan, layout: Layout, dtypes: Mapping[str, DType], r
 
 
 def computed_by() -> dict[str, object]:
-    """Return what the bits of a decomposition depend upon: torch, the type of the CPU, and what picks code for it."""
+    """Return what decides the bits of a decomposition: torch, the type of the CPU, and the settings that pick its code."""
     lines: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:

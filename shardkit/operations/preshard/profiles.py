@@ -58,7 +58,7 @@ class Profile:
     """Lines that start it; `{output}` is the directory, `{loader}` the class of transformers that loads the model."""
 
     def head(self, attribute: str | None) -> str:
-        """Return what stands before the model's own names.
+        """Return the prefix of the model's own names.
 
         Args:
             attribute: where the trainer's module holds the model, as a person says; "" if the module is the model.

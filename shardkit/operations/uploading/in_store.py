@@ -250,7 +250,7 @@ class DividedInStore(Divided):
             raise self._given_up()
 
     def _agreed(self) -> Agreement:
-        """Return what the parts agreed on, unless all is over."""
+        """Return the parts' agreement, unless all is over."""
         try:
             return Agreement.of(self.staging)
         except SourceError as error:

@@ -40,7 +40,7 @@ class UploadTarget:
         return self.marker != METADATA
 
     def mark(self, plan_hash: str) -> str:
-        """Return what the names of the data of a plan have in them, and the marker names."""
+        """Return the word that marks a plan's data files, and that the marker names."""
         return plan_hash[:8] if self.is_flat else f"data-{plan_hash[:16]}"
 
     def data(self, plan_hash: str) -> str:

@@ -315,7 +315,7 @@ class _UploadRun:
         return len(finished)
 
     def _finished(self) -> dict[str, FileDigest]:
-        """Return what an earlier run finished and the store still has."""
+        """Return the files that an earlier run finished and the store still has."""
         plan, found, versions = self._upload.plan, dict[str, FileDigest](), list[Mapping[str, str]]()
         numbers = {image.name: number for number, image in enumerate(plan.images)}
         noted = [each for name, each in self._notes.files.items() if name in numbers]
@@ -360,7 +360,7 @@ class _UploadRun:
 
 
 def interrupted(interrupt: KeyboardInterrupt, target: UploadTarget, kept: str) -> Interrupted:
-    """Return what a signal is reported as.
+    """Return the error that reports a signal.
 
     Args:
         interrupt: by a signal.

@@ -83,7 +83,7 @@ def _stale(directory: str, folder: str, opened: DcpFolder) -> Iterator[str]:
 
 
 def _files_by_lists(folder: str, described: Described | None, report: Report) -> list[FileBytes]:
-    """Return what chunk lists and the manifest say of the files. This is for a `.metadata` that cannot be read."""
+    """Return the files by chunk lists and the manifest. This is for a `.metadata` that cannot be read."""
     if described is None:
         return []
     names: set[str] = set()

@@ -167,7 +167,7 @@ def _check_list(described: Described, file: manifest.ShardFile, report: Report) 
 
 
 def _recorded(described: Described, file: manifest.SavedFile, report: Report) -> Recorded | None:
-    """Return what is recorded of a file; None unless the file is there and has the right size."""
+    """Return the record of a file; None unless the file is there and has the right size."""
     described.names.add(file.name)
     crc, sha256 = (file.crc32, file.sha256) if isinstance(file, manifest.File) else (None, None)
     extents = file.extents if isinstance(file, manifest.ListedFile) else None

@@ -384,7 +384,7 @@ class _Sender:
             return self._error or self._compared(files)
 
     def _compared(self, files: SourceFiles) -> BaseException | None:
-        """Return what is wrong with the source, now that all of it has been read."""
+        """Return the error that the source's checksums show now that all of it has been read; None if they agree."""
         try:
             files.finish(hint=DAMAGED)
             if self._check is not None:

@@ -76,7 +76,7 @@ def fill_direct(
 
 
 def regions_of(mine: Sequence[Wanted]) -> dict[str, list[Region]]:
-    """Return what is read of each stored tensor."""
+    """Return the regions that are read of each stored tensor."""
     regions: dict[str, list[Region]] = {}
     for item in mine:
         if item.region.num_elements:

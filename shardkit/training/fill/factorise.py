@@ -142,7 +142,7 @@ def _dtypes(supply: Supply) -> dict[str, str]:
 def _reader(
     supply: Supply, sources: Sequence[int], rounds: Sequence[Round], *, check_source: bool
 ) -> _Reader | None:
-    """Return what reads the weights for those ranks that this one serves; None if it serves none."""
+    """Return the reader of the weights for the ranks that this one serves; None if it serves none."""
     rank, _ = world()
     if rank not in sources:
         return None
@@ -353,7 +353,7 @@ Slices = Mapping[str, Sequence[tuple[str, Region]]]
 
 
 def _gather_regions(held: Held, targets: Sequence[Target]) -> list[Slices]:
-    """Return what every rank holds of each target; many targets are held alike, and are told once."""
+    """Return the regions of each target that every rank holds; targets that are held alike are listed once."""
     kinds, numbers = dict[str, int](), list[int]()
     listed = list[object]()
     for target in targets:

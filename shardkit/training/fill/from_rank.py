@@ -43,7 +43,7 @@ class RankSource:
         return SourceError(f"rank {self.rank} alone holds the state dict")
 
     def describe(self) -> list[Any]:
-        """Return what this rank gave, for comparison with the others."""
+        """Describe this rank's state dict as plain data, for comparison with the other ranks."""
         return [
             "from_rank",
             self.rank if type(self.rank) is int else repr(self.rank),

@@ -445,7 +445,7 @@ def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _N
 
 
 def _ranges(reads: Iterable[Read]) -> Ranges:
-    """Return what reads fetch of each file; of short runs also what lies between them."""
+    """Return the byte ranges that reads fetch from each file; short runs are fetched with the bytes between them."""
     found = Ranges()
     for read in reads:
         itemsize, ranges = read.dtype.itemsize, found.setdefault(read.file, [])

@@ -296,7 +296,7 @@ def find_weights(
 
 
 def _why_scaled(source: Source, unused: Collection[str]) -> str | None:
-    """Return what shows that values have scales for which the model has no place; one of its own may have them."""
+    """Return the evidence of scales for which the model has no tensors; a quantised model has such tensors."""
     if source.checkpoint is None or not any("scale" in name for name in unused):
         return None
     return why_scaled(source.checkpoint)
@@ -309,7 +309,7 @@ def _by_rules(
     wanted: Collection[str],
     config: Mapping[str, object] | None,
 ) -> dict[str, Expression]:
-    """Return what key rules make of a source's tensors: name on the other side -> expression of stored names."""
+    """Apply key rules to a source's tensors; return name on the other side -> expression of stored names."""
     shapes = {below: tensors[name].shape for name, below in stored.items()}
     names = {below: name for name, below in stored.items()}
     # The names at hand are of the side that the rules know; if they know both, that of which the model has the other.
@@ -386,7 +386,7 @@ def _match_notes(found: NameMatch) -> Iterator[str]:
 
 
 def _hub_made(source: Source, stored: _Stored, converted: Mapping[str, Expression]) -> dict[str, Expression]:
-    """Return what tensors of the model are made of in the Hub's files, where that is another form."""
+    """Return, for each tensor that has another form in the Hub's files, the expression that makes it of them."""
     if stored.hub_names is not None and not stored.may_have_own_names:
         return {fqn: under_names(made, stored.hub_names) for fqn, made in converted.items()}
     return dict(stored.derived)
@@ -576,7 +576,7 @@ def remember(model: nn.Module, weights: Weights | None) -> None:
 
 
 def recall(model: nn.Module, names: Collection[str] = ()) -> HubNaming | None:
-    """Return what was kept with a model, whatever it has been wrapped in since; None if nothing was.
+    """Return the naming that was kept with a model, whatever it has been wrapped in since; None if none was kept.
 
     Args:
         model: all of what is saved. The model may lie below it, as in a LightningModule, if it is all that is saved.
@@ -591,7 +591,7 @@ def recall(model: nn.Module, names: Collection[str] = ()) -> HubNaming | None:
 
 
 def _below(form: HubNaming, prefix: str, names: Collection[str]) -> HubNaming | None:
-    """Return what was kept with a model for one that has it below a prefix; None if that is not all of it."""
+    """Return a kept naming for a model that has the other one below a prefix; None if it has more than that."""
     if not names or form.key_rules is None:
         return None
     if any(not name.startswith(prefix) or base_name(name) != name for name in names):

@@ -65,7 +65,7 @@ def to_bytes(value: Any, device: torch.device | None = None) -> torch.Tensor:
 
 
 def from_bytes(content: torch.Tensor) -> Any:
-    """Return what `to_bytes` was given; tuples have become lists, and keys strings."""
+    """Return the value that `to_bytes` encoded; tuples have become lists, and keys strings."""
     return json.loads(content.cpu().numpy().tobytes())
 
 
@@ -127,7 +127,7 @@ def plain_mask(names: Collection[str], order: Sequence[str]) -> list[Any]:
 
 
 def read_mask(plain: Sequence[Any], order: Sequence[str]) -> Mask:
-    """Return what a rank sent as `plain_mask`."""
+    """Return the mask that a rank encoded with `plain_mask`."""
     other, bits = plain
     return Mask(other, f"{int(bits, 16):0{len(order)}b}")
 

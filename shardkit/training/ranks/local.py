@@ -171,7 +171,7 @@ class LocalShard:
         return sum(part.region.num_elements for part in self.parts)
 
     def cut(self, part: HeldRegion, box: Region) -> tuple[Region, torch.Tensor] | None:
-        """Return what a part and a box of the whole tensor have in common, and its memory; None for nothing."""
+        """Return the overlap of a part and a box of the whole tensor, and its memory; None if they do not overlap."""
         region = intersect(part.region, box)
         if region is None:
             return None
@@ -296,7 +296,7 @@ def refuse_fsdp1(model: nn.Module) -> None:
 
 
 def parts_of(whole: torch.Tensor) -> tuple[list[HeldRegion], Replicas]:
-    """Return what this rank holds of a tensor, and who else holds it; compare it with memory.
+    """Return the parts of a tensor that this rank holds, and their replicas; compare them with memory.
 
     Raises:
         LayoutError: its placements are not understood, or are not what its memory holds.

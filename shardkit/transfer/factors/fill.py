@@ -62,7 +62,7 @@ class Measured:
 
 
 def measured_of(weight: FactoredWeight, told: Mapping[str, Any], *, is_resumed: bool) -> Measured:
-    """Return what was measured of a target's factors, from what the process says that computed them (`child`)."""
+    """Return the measurements of a target's factors, from the answer of the process that computed them (`child`)."""
     shorts = {short: name for name, short in weight.factors.items()}
     return Measured(
         algorithm=told["algorithm"],
