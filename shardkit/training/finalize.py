@@ -225,7 +225,7 @@ def load_into(
     _fill_computed(own, made, unlike, filled)
     _prove(model, shards, filled, None, own)
     remember(model, supply.weights)
-    remember_files(model, supply.weights.assets if supply.weights is not None else ())
+    remember_files(model, (), supply.weights)
     return model
 
 

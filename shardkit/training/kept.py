@@ -12,16 +12,21 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from shardkit.core.dtypes import BY_NAME, DType, most_bytes
 from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError
 from shardkit.files import manifest, storage
 from shardkit.files.stores import is_remote
 from shardkit.files.strict_json import FOLLOWS_LINKS, read_small
+from shardkit.formats.hub.adapter import ADAPTER_CONFIG
 from shardkit.formats.hub.assets import (
     CARD,
     CONFIG,
@@ -37,11 +42,15 @@ from shardkit.formats.hub.assets import (
 from shardkit.formats.hub.base import SAVED_ASSETS
 from shardkit.formats.hub.directory import repo_id_of
 from shardkit.layout.classes import is_transformers
-from shardkit.operations.consolidate.assets import dump_config
+from shardkit.operations.consolidate.assets import dtype_of, dump_config, set_dtype
 from shardkit.training.diagnostics.diagnose import plain_class
+from shardkit.training.fill.reading import Weights
 from shardkit.training.save_target import write_small
 
 _ATTRIBUTE = "_shardkit_hub_files"
+_ADAPTERS = (
+    "peft_config"  # of a PeftModel: the settings of each adapter, by its name; peft 0.21, peft/peft_model.py
+)
 _MAX_BYTES = 256 << 20
 _OF_TRANSFORMERS = ("transformers", "transformers_modules")  # the second: models with code of their own
 
@@ -57,16 +66,36 @@ class HubFiles(NamedTuple):
     """Links that leave them are read too."""
     tokenizer: object = None
     """The live one, where it was given."""
+    dtypes: Mapping[str, str] = MappingProxyType({})
+    """Of the Hub model's tensors, by the model's FQNs."""
     last: str | None = None
     """Where the last save has put them, for when the directories are gone."""
 
 
-def remember_files(model: nn.Module, directories: Iterable[str | None], tokenizer: object = None) -> None:
-    """Keep with a model where its config and tokenizer are, for `save`; change nothing if that is not known."""
-    found = tuple(dict.fromkeys(each for each in directories if each is not None))
+def remember_files(
+    model: nn.Module, directories: Iterable[str | None], weights: Weights | None, tokenizer: object = None
+) -> None:
+    """Keep with a model where its config and tokenizer are, for `save`; change nothing if that is not known.
+
+    Args:
+        model: prepared or filled.
+        directories: that have them; those of `weights` come after them.
+        weights: what the model is filled with, if they were found.
+        tokenizer: the live one, where it was given.
+    """
+    more = weights.assets if weights is not None else ()
+    found = tuple(dict.fromkeys(each for each in (*directories, *more) if each is not None))
     live = tokenizer if hasattr(tokenizer, "save_pretrained") else None
     if found or live is not None:
-        setattr(model, _ATTRIBUTE, HubFiles(found, FOLLOWS_LINKS.get(), live))
+        setattr(model, _ATTRIBUTE, HubFiles(found, FOLLOWS_LINKS.get(), live, _dtypes(weights)))
+
+
+def _dtypes(weights: Weights | None) -> dict[str, str]:
+    """Return the dtype of each tensor, also of one that is made of several, all of which have it."""
+    if weights is None:
+        return {}
+    tensors = weights.catalog.tensors
+    return {fqn: tensors[name].dtype.name for fqn, name in weights.names.items() if name in tensors}
 
 
 class Kept:
@@ -75,19 +104,23 @@ class Kept:
     Args:
         model: all of what is saved.
         paths: of all modules, as state dicts have them, outermost first.
-        names: of the tensors that are saved.
+        tensors: all that is saved, by name.
     """
 
     def __init__(
-        self, model: nn.Module, paths: Iterable[tuple[str, nn.Module]], names: Collection[str]
+        self, model: nn.Module, paths: Iterable[tuple[str, nn.Module]], tensors: Mapping[str, Any]
     ) -> None:
         pairs = list(paths)
         self._root = next((pair for pair in pairs if is_transformers(pair[1])), None)
         self._holder = next((pair for pair in pairs if _ATTRIBUTE in vars(pair[1])), None)
         buffers = {f"{path}.{name}".lstrip(".") for path, module in pairs for name in module._buffers}
+        self._adapted = next((each for _, each in pairs if isinstance(vars(each).get(_ADAPTERS), dict)), None)
         path = (self._root or self._holder or ("", model))[0]
         # A config that is about a part of the model would say of the whole what is not true.
-        self._is_whole = not path or all(name.startswith(f"{path}.") for name in names if name not in buffers)
+        self._dtypes = _saved_dtypes(tensors)
+        self._is_whole = not path or all(
+            name.startswith(f"{path}.") for name in tensors if name not in buffers
+        )
 
     def write(self, place: str) -> tuple[manifest.File, ...]:
         """Write the files below a directory; warn of those that cannot be read. No files without a config.
@@ -130,13 +163,60 @@ class Kept:
     def _files(self, problems: list[str]) -> dict[str, _Read]:
         holder = None if self._holder is None else getattr(self._holder[1], _ATTRIBUTE)
         found = dict[str, _Read]() if holder is None else _beside(holder, problems)
+        given = found.get(CONFIG)
         if self._root is not None:
             found |= _live_configs(self._root[1], problems)
+        if CONFIG in found:
+            found[CONFIG] = partial(self._config, found[CONFIG], given)
+        if self._adapted is not None:
+            found |= _adapter_config(self._adapted, problems)
         if holder is not None and holder.tokenizer is not None and CONFIG in found:
             live = _live_tokenizer(holder.tokenizer, problems)
             if live:
                 found = {name: read for name, read in found.items() if not is_tokenizer_file(name)} | live
         return found
+
+    def _config(self, read: _Read, given: _Read | None) -> bytes:
+        """Return config.json with the dtype of what is saved: the Hub model's own where all tensors have theirs.
+
+        A small model's embedding may be most of it, and have another dtype than its layers.
+        """
+        data = read()
+        config = _parsed(data)
+        prefix, holder = ("", None) if self._holder is None else self._holder
+        theirs: Mapping[str, str] = getattr(holder, _ATTRIBUTE).dtypes if holder is not None else {}
+        start = f"{prefix}." if prefix else ""
+        both = [(dtype.name, theirs.get(name.removeprefix(start))) for name, dtype, _ in self._dtypes]
+        is_same = any(other for _, other in both) and all(other in (None, own) for own, other in both)
+        said = dtype_of(_parsed(given())) if is_same and given is not None else None
+        most = most_bytes((dtype, nbytes) for _, dtype, nbytes in self._dtypes)
+        name = said or (most.name if most is not None else None)
+        if config is None or name is None or dtype_of(config) == name:
+            return data
+        set_dtype(config, name)
+        return dump_config(config)
+
+
+def _saved_dtypes(tensors: Mapping[str, Any]) -> list[tuple[str, DType, int]]:
+    """Return (name, dtype, bytes) of the tensors of ordinary floating dtypes."""
+    known = (
+        (name, BY_NAME.get(str(tensor.dtype).removeprefix("torch.")), tensor)
+        for name, tensor in tensors.items()
+        if hasattr(tensor, "dtype")
+    )
+    return [
+        (name, dtype, prod(tensor.size()) * dtype.itemsize)
+        for name, dtype, tensor in known
+        if dtype is not None and dtype.is_convertible
+    ]
+
+
+def _parsed(data: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):  # whoever reads the copy says so
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _beside(files: HubFiles, problems: list[str]) -> dict[str, _Read]:
@@ -212,9 +292,46 @@ def _live_configs(model: Any, problems: list[str]) -> dict[str, _Read]:
             content = json.loads(generation.to_json_string())
             content.pop("compile_config", None)
             found[GENERATION_CONFIG] = _constant(dump_config(content))
+        found |= _own_code(model)
     except Exception as error:  # code of the model's own
         problems.append(f"the config of {escape(type(model).__name__)}: {escape(str(error))}")
     return found
+
+
+def _own_code(model: Any) -> dict[str, _Read]:
+    """Return the files with the code of a model that transformers does not have, as `save_pretrained` copies them.
+
+    Source: transformers 5.24, dynamic_module_utils.py, custom_object_save; `_auto_class` says that there is some.
+    """
+    own = [each for each in (model, model.config) if getattr(each, "_auto_class", None) is not None]
+    if not own:
+        return {}
+    from transformers.dynamic_module_utils import custom_object_save
+
+    with tempfile.TemporaryDirectory() as scratch:
+        for each in own:
+            custom_object_save(each, scratch)
+        names = [name for name in storage.listdir(scratch) if name.endswith(".py")]
+        return {name: _constant(read_small(os.path.join(scratch, name), name, _MAX_BYTES)) for name in names}
+
+
+def _adapter_config(model: Any, problems: list[str]) -> dict[str, _Read]:
+    """Return the settings of the one adapter that a PeftModel has, as its `save_pretrained` would write them."""
+    settings = getattr(model, _ADAPTERS)
+    if len(settings) != 1:
+        return {}
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            (found,) = settings.values()
+            found.save_pretrained(scratch)
+            config = json.loads(read_small(os.path.join(scratch, ADAPTER_CONFIG), ADAPTER_CONFIG, _MAX_BYTES))
+        except Exception as error:  # code of PEFT's own
+            problems.append(f"{ADAPTER_CONFIG}: {escape(str(error))}")
+            return {}
+    base = config.get("base_model_name_or_path")
+    if base is None or os.path.isabs(str(base)):  # a path of this machine
+        config["base_model_name_or_path"] = None
+    return {ADAPTER_CONFIG: _constant(dump_config({**config, "inference_mode": True}))}
 
 
 def _class_name(model: nn.Module) -> str:

@@ -268,9 +268,7 @@ def prepare(
     )
     note_prepared(ctx, find_hidden(plain.model, plain.moved))
     own = of_model if is_remote(of_model) else home
-    remember_files(
-        plain.model, (own, *(found.weights.assets if found.weights is not None else ())), tokenizer
-    )
+    remember_files(plain.model, (own,), found.weights, tokenizer)
     return ctx
 
 

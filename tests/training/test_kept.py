@@ -280,3 +280,113 @@ def test_modules_with_weights_are_left_to_the_base(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="modules.json and what it names"):
         shardkit.save(loaded_plain(tmp_path), tmp_path / "saved")
     assert files(tmp_path / "saved/huggingface").keys() == KEPT
+
+
+def wide_hub(directory: Path) -> Path:
+    """A bf16 model whose embedding has fp32, and most of the bytes."""
+    hub(directory, tie_word_embeddings=False)
+    from safetensors.torch import save_file
+
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.float() if "embed_tokens" in name or "lm_head" in name else tensor.bfloat16()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    return directory
+
+
+@pytest.mark.parametrize(("cast", "said"), [(None, "bfloat16"), (torch.float32, "float32")])
+def test_the_config_keeps_the_dtype_where_tensors_have_the_bases(
+    tmp_path: Path, cast: torch.dtype | None, said: str
+) -> None:
+    """`voxtral`: fp32 is most of the bytes, and the layers are bf16 all the same."""
+    source = wide_hub(tmp_path / "hub")
+    stored = load_file(source / "model.safetensors")
+    model = models.reference("llama-tied", seed=7, tie_word_embeddings=False)
+    for name, tensor in stored.items():
+        module, _, last = name.rpartition(".")
+        owner = model.get_submodule(module)
+        setattr(owner, last, nn.Parameter(getattr(owner, last).detach().to(cast or tensor.dtype)))
+    shardkit.load_into(model, source)
+    shardkit.save(model, tmp_path / "saved")
+    shardkit.consolidate(tmp_path / "saved", tmp_path / "out")
+    assert json.loads((tmp_path / "saved/huggingface/config.json").read_text())["dtype"] == said
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == said
+    shardkit.consolidate(tmp_path / "saved", tmp_path / "by-base", base=source)
+    assert files(tmp_path / "out") == files(tmp_path / "by-base")
+    shardkit.consolidate(tmp_path / "saved", tmp_path / "bf16", dtype="bf16")
+    assert json.loads((tmp_path / "bf16/config.json").read_text())["dtype"] == "bfloat16"
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def own_code_hub(directory: Path) -> Path:
+    hub(directory)
+    (directory / "modeling_own.py").write_text(OWN_CODE)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnModel"]}
+    config["auto_map"] = {
+        "AutoConfig": "modeling_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnModel",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("how", ["prepared", "by transformers"])
+def test_the_code_of_a_model_is_kept_with_it(tmp_path: Path, how: str) -> None:
+    source = own_code_hub(tmp_path / "own-hub")
+    if how == "prepared":
+        context = shardkit.prepare(source, source, trust_remote_code=True)
+        model = shardkit.finalize(context.model, context)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+    shardkit.save(model, tmp_path / "saved")
+    shardkit.consolidate(tmp_path / "saved", tmp_path / "out", ask_class=False)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(found).__name__ == "OwnModel"
+    assert (tmp_path / "out/modeling_own.py").read_text() == OWN_CODE
+
+
+def test_the_files_of_a_repo_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = "0" * 40
+    hub(tmp_path / "models--some--model/snapshots" / commit)
+    (tmp_path / "models--some--model/refs").mkdir()
+    (tmp_path / "models--some--model/refs/main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    context = shardkit.prepare("some/model", "some/model")
+    shardkit.save(shardkit.finalize(context.model, context), tmp_path / "saved")
+    kept = files(tmp_path / "saved/huggingface")
+    assert kept.keys() == {*KEPT, "README.md"}
+    assert b"base_model: some/model " in kept["README.md"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+def test_the_settings_of_an_adapter_are_kept(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        loaded_plain(hub(tmp_path / "hub").parent), peft.LoraConfig(r=2, target_modules=["q_proj"])
+    )
+    shardkit.save(model, tmp_path / "saved")
+    shardkit.consolidate(tmp_path / "saved", tmp_path / "adapter")
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (settings["r"], settings["target_modules"]) == (2, ["q_proj"])
+    assert str(tmp_path) not in json.dumps(settings)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
+    found = dict(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").named_parameters())
+    assert all(torch.equal(found[name], value) for name, value in model.named_parameters())
+    shardkit.consolidate(tmp_path / "saved", tmp_path / "merged", merge_lora=True)
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    expected = model.merge_and_unload().state_dict()
+    assert all(torch.allclose(expected[name], tensor) for name, tensor in merged.items())

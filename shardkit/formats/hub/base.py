@@ -74,6 +74,8 @@ class Base:
     """Its name on the Hub, if that is known for certain."""
     is_trainers: bool = False
     """A trainer wrote it, and may have changed the config for the run."""
+    says_dtype: bool = False
+    """shardkit put the config there, with the dtype that is right for the weights as they are."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
 
@@ -152,7 +154,10 @@ def find_base(checkpoint: Checkpoint) -> Base | None:
     parent, name = os.path.split(os.path.abspath(directory))
     base = _open(os.path.basename(parent) if is_data_folder(name) else name, directory, is_given=False)
     is_trainers = checkpoint.hub is None or _TRAINER_STATE in storage.listdir(directory)
-    return replace(base, is_trainers=is_trainers)
+    found = _manifest_of(checkpoint)
+    kept = found.others or () if isinstance(found, (manifest.Presharded, manifest.SavedState)) else ()
+    says_dtype = any(file.name == f"{SAVED_ASSETS}/{CONFIG}" for file in kept)
+    return replace(base, is_trainers=is_trainers, says_dtype=says_dtype)
 
 
 def find_config(checkpoint: Checkpoint) -> str | None:

@@ -82,6 +82,12 @@ def main_dtype(tensors: Sequence[OutputTensor], base: Base | None) -> DType | No
     both = [tensor for tensor in tensors if tensor.fqn in theirs]
     if both and all(tensor.dtype == theirs[tensor.fqn].dtype for tensor in both):
         return None
+    if (
+        base is not None
+        and base.says_dtype
+        and dtype_of(base.config) in {tensor.dtype.name for tensor in tensors}
+    ):
+        return None
     return most_bytes((tensor.dtype, tensor.nbytes) for tensor in tensors)
 
 
@@ -168,7 +174,7 @@ def _model_config(base: Base, dtype: DType | None, *, untie: bool) -> tuple[byte
     assert base.config is not None
     config, notes = dict(base.config), list[str]()
     if dtype is not None:
-        _set_dtype(config, dtype.name)
+        set_dtype(config, dtype.name)
     if untie:
         _untie(config)
     if base.is_trainers:
@@ -180,7 +186,13 @@ def _model_config(base: Base, dtype: DType | None, *, untie: bool) -> tuple[byte
     return dump_config(config), notes
 
 
-def _set_dtype(config: dict[str, object], name: str) -> None:
+def dtype_of(config: Mapping[str, object] | None) -> str | None:
+    """Return the dtype that a config.json names; None if it names none."""
+    said = next((value for key in (_DTYPE, _OLD_DTYPE) if (value := (config or {}).get(key))), None)
+    return said if isinstance(said, str) else None
+
+
+def set_dtype(config: dict[str, object], name: str) -> None:
     """Set the dtype wherever the config, or the config of a part, has one."""
     keys = [key for key in (_DTYPE, _OLD_DTYPE) if key in config]
     for key in keys or [_DTYPE if _is_new(config) else _OLD_DTYPE]:
