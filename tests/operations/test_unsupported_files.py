@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import shardkit
-from shardkit.errors import ShardkitError
-from shardkit.formats.torchsave.classes import UnreadableClass, Unsupported
+from shardkit.errors import ShardkitError, SourceError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WEIGHT = torch.arange(64.0).reshape(8, 8)
@@ -53,7 +52,7 @@ def refusals(path: Path, tmp_path: Path) -> list[ShardkitError]:
         lambda: shardkit.inspect(path),
         lambda: shardkit.consolidate(path, tmp_path / "out"),
     ):
-        with pytest.raises(Unsupported) as caught:
+        with pytest.raises(SourceError) as caught:
             attempt()
         assert caught.value.exit_code == 3
         assert "damaged" not in str(caught.value)
@@ -121,7 +120,7 @@ def test_tensors_without_plain_values_are_refused_by_name(
     found = shardkit.verify(path, full=True)
     assert found.ok
     assert what in found.warnings[0]
-    with pytest.raises(UnreadableClass, match=f"w: .*{what}"):
+    with pytest.raises(SourceError, match=f"w: .*{what}"):
         shardkit.consolidate(path, tmp_path / "out")
 
 
@@ -145,7 +144,7 @@ def test_a_dcp_directory_of_such_tensors_is_whole(tmp_path: Path, made: Any, wha
     assert found.ok
     assert what in found.warnings[0]
     assert len(shardkit.inspect(source).tensors) == 2
-    with pytest.raises(UnreadableClass, match=what):
+    with pytest.raises(SourceError, match=what):
         shardkit.consolidate(source, tmp_path / "out")
     record = next(source.glob("*.distcp"))
     data = bytearray(record.read_bytes())
@@ -166,7 +165,7 @@ def test_parts_of_other_trainers_classes_are_refused(tmp_path: Path, monkeypatch
     sharded.data = WEIGHT
     path = saved(tmp_path / "run", {"model": {"v": WEIGHT, "w": sharded}}, "step.pt")
     assert "mapping.ShardedTensor" in shardkit.verify(path).warnings[0]
-    with pytest.raises(UnreadableClass, match=r"model\.w: .*mapping\.ShardedTensor"):
+    with pytest.raises(SourceError, match=r"model\.w: .*mapping\.ShardedTensor"):
         shardkit.consolidate(path, tmp_path / "out")
 
 
