@@ -1,4 +1,7 @@
-"""Checkpoints whose tensors are objects of torchao's classes: float8 weights, and the state of AdamW8bit."""
+"""Checkpoints whose tensors are objects of torchao's classes: float8 weights, and the state of AdamW8bit.
+
+Nothing is imported but the verbs and errors that every version has: it says what versions without the table do.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ import shardkit
 from shardkit.cli import main
 from shardkit.errors import LayoutError
 from shardkit.layout import traced
-from shardkit.layout.traced import ClassQuestion
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.verify import verify
 from tests.operations.consolidate.checkpoints import save
@@ -364,9 +363,9 @@ def test_another_thread_has_a_process_asked_and_closing_ends_it(
     found, ended = list[traced.ClassAnswer](), list[int | None]()
 
     def ask() -> None:
-        with ClassQuestion(*question(models, final_norm)) as asked:
+        with traced.ClassQuestion(*question(models, final_norm)) as asked:
             found.append(asked.answer())
-        with ClassQuestion(*question(models, head)) as asked:
+        with traced.ClassQuestion(*question(models, head)) as asked:
             child = asked._child
         assert child is not None
         ended.append(child.returncode)
@@ -383,7 +382,7 @@ def test_a_child_that_is_killed_was_not_asked(
 ) -> None:
     monkeypatch.setattr(traced, "_answers", {})
     monkeypatch.setattr(traced, "_may_ask_here", lambda: False)
-    with ClassQuestion(*question(models, head)) as asked:
+    with traced.ClassQuestion(*question(models, head)) as asked:
         assert asked._child is not None
         asked._child.send_signal(signal.SIGKILL)
         assert asked.answer().failure == "the process that asks it ended by signal 9"
@@ -394,7 +393,7 @@ def test_without_room_for_scratch_files_the_class_is_not_asked(
 ) -> None:
     monkeypatch.setattr(traced, "_answers", {})
     monkeypatch.setattr(traced.tempfile, "tempdir", str(tmp_path / "nowhere"))
-    with ClassQuestion(*question(models, head)) as asked:
+    with traced.ClassQuestion(*question(models, head)) as asked:
         assert "nothing can be written" in str(asked.answer().failure)
 
 
