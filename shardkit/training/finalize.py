@@ -52,7 +52,7 @@ from shardkit.training.model.buffers import (
     retie,
     unlike_computed,
 )
-from shardkit.training.model.factored_weights import ModelFactors, own_targets, to_json
+from shardkit.training.model.factored_weights import Factoring, own_targets, to_json
 from shardkit.training.model.fit import ModelInitializationContext, check_fit, check_ties, check_untied
 from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.model.overlap import apart, put_together, refuse_expanded
@@ -249,7 +249,7 @@ def _open(
     expected, ties = describe(model)
     weights: Weights | None = None
     error: BaseException | None = None
-    factoring, own = ModelFactors(), own_targets(model)
+    factoring, own = Factoring(), own_targets(model)
     check_sources(source)
 
     @cache
@@ -264,7 +264,7 @@ def _open(
         opened = open_given()
         rules = None if keys is None else load_rules(keys)
         if own and not has_factors(opened):
-            factoring = ModelFactors(targets=own, svd="exact")
+            factoring = Factoring(targets=own, svd="exact")
         wanted = {**factoring.read(expected), **extra_states(model)}
         weights = find_weights(opened, wanted, ties, model=model, rules=rules)
     except BaseException as caught:  # the others must not wait
@@ -300,7 +300,7 @@ def _open(
     )
 
 
-def _same_factoring(mine: ModelFactors, own: tuple[Target, ...]) -> ModelFactors:
+def _same_factoring(mine: Factoring, own: tuple[Target, ...]) -> Factoring:
     """Return which weights of a live model become factors, told by ranks that see the source; every rank calls it.
 
     Raises:
@@ -313,10 +313,10 @@ def _same_factoring(mine: ModelFactors, own: tuple[Target, ...]) -> ModelFactors
             "the ranks' models have other OSFT targets than each other, and the source has dense weights",
             hint="OSFT has no stages of a pipeline (pp): give what `shardkit preshard --osft` wrote, or a checkpoint with factors",
         )
-    return ModelFactors() if svd is None else ModelFactors(targets=own, svd=svd)
+    return Factoring() if svd is None else Factoring(targets=own, svd=svd)
 
 
-def _with_factors(supply: Supply, factoring: ModelFactors) -> Supply:
+def _with_factors(supply: Supply, factoring: Factoring) -> Supply:
     """Return a supply that has factors computed where they are not read."""
     if factoring.svd is None:
         return supply

@@ -42,7 +42,7 @@ from shardkit.training.model.between import note_prepared
 from shardkit.training.model.buffers import InitBuffers
 from shardkit.training.model.build import MULTIPLE, BuildModel, align_vocab, build_model, find_config
 from shardkit.training.model.factored_weights import (
-    ModelFactors,
+    Factoring,
     dense_names,
     factor_model,
     from_json,
@@ -102,7 +102,7 @@ class _Plain:
     """Every parameter that a module got while the model was built; None if it was given."""
     retied: tuple[BrokenTie, ...]
     """Parameters that were several in the given model and are now one, as its class says."""
-    factoring: ModelFactors = field(default_factory=ModelFactors)
+    factoring: Factoring = field(default_factory=Factoring)
     """Which of its weights are OSFT factors."""
 
     @property

@@ -39,7 +39,7 @@ from shardkit.osft.plan import FACTORS
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, FileDigest
 from shardkit.transfer.factors.catalog import FactoredWeight, plan_records
-from shardkit.transfer.factors.fill import Factoring, FactorRun, Filling, Measured, measured_of
+from shardkit.transfer.factors.fill import FactorRun, Filling, JobFactoring, Measured, measured_of
 from shardkit.transfer.fill import image_crc
 from shardkit.transfer.images import Hole
 from shardkit.transfer.plan import TransferPlan, build_plan
@@ -52,7 +52,7 @@ class FactoredJob(Protocol):
     """What of a job has to be computed."""
 
     @property
-    def factoring(self) -> Factoring:
+    def factoring(self) -> JobFactoring:
         """All weights that become factors."""
 
     @property

@@ -25,7 +25,7 @@ from shardkit.operations.parts.shared_factors import weights_of
 from shardkit.operations.preshard.profiles import Profile
 from shardkit.osft.plan import OsftPlan, Target, parse_ranks
 from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactoredWeight
-from shardkit.transfer.factors.fill import Factoring, FactorRun, Filling, Measured, choose_num_workers
+from shardkit.transfer.factors.fill import FactorRun, Filling, JobFactoring, Measured, choose_num_workers
 from shardkit.transfer.factors.recorded import other_weights, recorded
 
 OPERATIONS_PER_S = 20e9
@@ -143,7 +143,7 @@ def choose_memory(max_memory: str | int | None) -> int | None:
 class OsftRun:
     """Computes the factors of a job, and keeps what was measured."""
 
-    factoring: Factoring
+    factoring: JobFactoring
     measured: dict[str, Measured] = field(default_factory=dict)
     """By the target's path; empty before."""
 
@@ -173,7 +173,7 @@ class OsftRun:
             return None
         targets = [weight.target for weight in weights]
         workers = choose_num_workers(targets, jobs, choose_memory(max_memory), sending_bytes)
-        return cls(factoring=Factoring(weights=weights, svd=plan.svd, num_workers=workers))
+        return cls(factoring=JobFactoring(weights=weights, svd=plan.svd, num_workers=workers))
 
     def fill(self, filling: Filling) -> dict[str, int]:
         """Fill the holes of all factors; return the CRC-32 of each, by its name in the catalog."""

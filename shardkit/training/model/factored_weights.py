@@ -27,7 +27,7 @@ from shardkit.training.ranks.local import ExpectedTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFactors:
+class Factoring:
     """The weights of a model that are factors."""
 
     targets: tuple[Target, ...] = ()
@@ -70,7 +70,7 @@ def factor_model(
     *,
     grown: Collection[str] = (),
     has_source: bool = True,
-) -> ModelFactors:
+) -> Factoring:
     """Put factors on meta in the place of a model's targets, and return them.
 
     Args:
@@ -96,7 +96,7 @@ def factor_model(
         if each
     ]
     if not said:
-        return ModelFactors()
+        return Factoring()
     for what, targets in said[1:]:
         _compare(said[0][0], said[0][1], what, targets)
     targets = tuple(said[0][1])
@@ -112,7 +112,7 @@ def factor_model(
         if factor_of(name) is not None:  # whatever dtype the rest was made
             parameter.data = parameter.data.float()
     svd = None if stored else plan.svd if plan is not None else "exact"
-    return ModelFactors(targets=targets, svd=svd, notes=notes)
+    return Factoring(targets=targets, svd=svd, notes=notes)
 
 
 def own_targets(model: nn.Module) -> tuple[Target, ...]:
@@ -131,7 +131,7 @@ def own_targets(model: nn.Module) -> tuple[Target, ...]:
 
 def dense_names(model: nn.Module, expected: Mapping[str, ExpectedTensor]) -> dict[str, ExpectedTensor]:
     """Return a model's parameters and buffers as if it had no factors."""
-    return ModelFactors(targets=own_targets(model), svd="exact").read(expected)
+    return Factoring(targets=own_targets(model), svd="exact").read(expected)
 
 
 def _dense_candidates(model: nn.Module, own: Iterable[Target]) -> dict[str, Candidate]:

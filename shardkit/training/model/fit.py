@@ -17,7 +17,7 @@ from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.quantised import refuse_quantised
 from shardkit.layout.classes import BrokenTie
 from shardkit.training.fill.reading import Weights, converts
-from shardkit.training.model.factored_weights import ModelFactors
+from shardkit.training.model.factored_weights import Factoring
 from shardkit.training.ranks.local import ExpectedTensor
 from shardkit.transfer.checks import CheckedSource
 from shardkit.transfer.sources import same_bytes
@@ -63,7 +63,7 @@ class ModelInitializationContext:
     """FQNs that are initialised and not read: `missing`, new heads, or everything without a source."""
     grown: dict[str, int] = field(default_factory=dict)
     """FQN -> rows in the source, for tensors that `align_vocab` made longer; new rows are initialised."""
-    factoring: ModelFactors = field(default_factory=ModelFactors)
+    factoring: Factoring = field(default_factory=Factoring)
     """Which weights are OSFT factors, and whether they are computed or read."""
     seed: int = 0
     """Of everything that is initialised; the same on every rank."""

@@ -75,7 +75,7 @@ def measured_of(weight: FactoredWeight, told: Mapping[str, Any], *, is_resumed: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Factoring:
+class JobFactoring:
     """All weights of a job that become factors."""
 
     weights: tuple[FactoredWeight, ...]
@@ -287,7 +287,7 @@ class FactorRun:
         filling: into what.
     """
 
-    def __init__(self, factoring: Factoring, filling: Filling) -> None:
+    def __init__(self, factoring: JobFactoring, filling: Filling) -> None:
         self._factoring, self._filling = factoring, filling
         self._plan: FilledPlan = filling.plan
         self._check = filling.check
