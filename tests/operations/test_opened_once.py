@@ -141,6 +141,33 @@ def test_a_manifest_is_opened_twice(
     assert seen.count(run / "step-2" / manifest.NAME) == 2
 
 
+@pytest.mark.parametrize(
+    ("verb", "times"),
+    [
+        (lambda source, out: shardkit.verify(source), 1),  # for the records
+        (lambda source, out: shardkit.verify(source, full=True), 2),  # and for the bytes
+        (lambda source, out: shardkit.verify(source, against=source.parent.parent / "hub"), 3),
+        (lambda source, out: shardkit.write_manifest(source, output=out), 3),
+    ],
+)
+def test_how_often_a_shard_is_opened(
+    verb: Callable[[Path, Path], object],
+    times: int,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen, open_fd = Counter[str](), storage.open_fd
+
+    def spy(path: str, *given: Any, **named: Any) -> int:
+        seen[Path(path).name] += 1
+        return open_fd(path, *given, **named)
+
+    monkeypatch.setattr(storage, "open_fd", spy)
+    verb(run / "step-2", tmp_path / "out")
+    assert (seen["__0_0.distcp"], seen["__1_0.distcp"]) == (times, times)
+
+
 def test_a_manifest_that_has_changed_is_read_again(run: Path) -> None:
     checkpoint, path = formats.open(str(run / "step-2")), run / "step-2" / manifest.NAME
     first = checkpoint.manifest

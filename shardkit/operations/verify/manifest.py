@@ -157,12 +157,14 @@ def _check_list(described: Described, file: manifest.ShardFile, report: Report) 
     if _recorded(described, file.chunks, report) is None:
         return
     is_whole = _read_described(described, file.chunks, report)
+    if file.name not in described.files:  # the reason was reported
+        return
     try:
-        described.lists[file.name] = chunk_list.read(described.directory, file.name)
+        described.lists[file.name], _ = chunk_list.read_beside(described.directory, file.name, file.size)
     except ResourceError as error:
         report.unreadable(error, file=name)
     except ShardkitError as error:
-        if is_whole and file.name in described.files:  # else the reason was reported
+        if is_whole:  # else the reason was reported
             report.error(error, file=name)
 
 
