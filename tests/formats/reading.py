@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from shardkit.core.catalog import Catalog, ignore_read
 from shardkit.core.regions import relative_to, runs
 from shardkit.formats.contract import Checkpoint
+from shardkit.formats.dcp import chunk_list
+from shardkit.formats.dcp.chunk_list import ChunkList
 from tests.bits import raw
 
 Contents = dict[str, tuple[str, tuple[int, ...], bytes]]
+
+
+def chunk_list_of(directory: str, file: str) -> ChunkList:
+    """Return the chunk list of a shard file."""
+    return chunk_list.read_beside(directory, file, os.path.getsize(os.path.join(directory, file)))[0]
 
 
 def contents(checkpoint: Checkpoint) -> Contents:

@@ -25,6 +25,7 @@ from shardkit.operations.inspect import inspect
 from shardkit.operations.preshard import preshard
 from shardkit.operations.verify import verify
 from shardkit.training.fill.presharded import open_presharded
+from tests.formats.reading import chunk_list_of
 from tests.fuzz.mutate import change_json, pick
 from tests.fuzz.target import Directory, MemoryFile, Target, attempt, load_json
 
@@ -175,7 +176,7 @@ _SHARD = "__0_0.distcp"
 def check_list(data: bytes) -> bool:
     """A chunk list that is accepted describes boxes of tensors; whoever reads it gives a result or an error."""
     _lists.put(chunk_list.name_for(_SHARD), data)
-    listed = attempt(lambda: chunk_list.read(_lists.path(), _SHARD))
+    listed = attempt(lambda: chunk_list_of(_lists.path(), _SHARD))
     if listed is None:
         return False
     for chunk in listed.chunks:

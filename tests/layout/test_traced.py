@@ -17,12 +17,12 @@ from shardkit.core.dtypes import BY_NAME, CASTS
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.errors import LayoutError, PolicyError, ResourceError
 from shardkit.files import manifest
-from shardkit.formats.dcp import chunk_list
 from shardkit.keys.names import natural
 from shardkit.layout import traced
 from shardkit.layout.choice.choose import fit, make_layout
 from shardkit.layout.layout import CannotBuildError, Layout
 from shardkit.layout.traced import Trace, trace_model
+from tests.formats.reading import chunk_list_of
 
 MESH = parse_mesh(None, 4)
 ModelDir = Callable[..., str]
@@ -119,7 +119,7 @@ def test_traced_and_declared_layouts_are_the_same_files(
     assert {".metadata", "__3_0.distcp", "__3_0.chunks.json"} < written[0][1].keys()
     for _, files in written[1:]:
         assert files == written[0][1]
-    names = [chunk.fqn for chunk in chunk_list.read(str(tmp_path / "out-0"), "__1_0.distcp").chunks]
+    names = [chunk.fqn for chunk in chunk_list_of(str(tmp_path / "out-0"), "__1_0.distcp").chunks]
     assert names == sorted(names, key=natural)
     assert names.index(f"{container}.2.mlp.up_proj.weight") < names.index(
         f"{container}.10.mlp.up_proj.weight"

@@ -16,7 +16,7 @@ from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.files.digest import crc32
 from shardkit.files.links import locate
-from shardkit.files.strict_json import open_regular, read_small
+from shardkit.files.strict_json import read_small
 
 FORMAT = 1
 _MAX_BYTES = 1 << 28
@@ -104,24 +104,6 @@ def dump(file: str, size: int, aliases: Mapping[str, Sequence[str]], lines: Sequ
     return f'{head[:-1]}, "chunks": [\n{rows}\n]}}\n'.encode()
 
 
-def read(directory: str, file: str) -> ChunkList:
-    """Return the chunk list of a shard file.
-
-    Args:
-        directory: where both lie.
-        file: name of the shard file.
-
-    Raises:
-        SourceError: the list is missing or malformed; either file is not a regular one, or is a link that
-            leaves the directory.
-        IntegrityError: the list disagrees with the name or size of its file.
-        ResourceError: one of the two may not be read.
-    """
-    with open_regular(locate(directory, file), file) as (_, size):
-        pass
-    return read_beside(directory, file, size)[0]
-
-
 def read_beside(directory: str, file: str, size: int) -> tuple[ChunkList, int]:
     """Return the chunk list of a shard file that is not opened for it, and the CRC-32 of the list's bytes.
 
@@ -131,7 +113,9 @@ def read_beside(directory: str, file: str, size: int) -> tuple[ChunkList, int]:
         size: of the shard file, in bytes.
 
     Raises:
-        SourceError, IntegrityError, ResourceError: as `read`, of the list.
+        SourceError: the list is missing or malformed, not a regular file, or a link that leaves the directory.
+        IntegrityError: it disagrees with the name or size of its file.
+        ResourceError: it may not be read.
     """
     name = name_for(file)
     data = read_small(locate(directory, name), name, _MAX_BYTES)

@@ -18,11 +18,11 @@ from shardkit.core.catalog import FileStamp
 from shardkit.errors import Interrupted, ResourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
-from shardkit.formats.dcp import chunk_list
 from shardkit.operations import describe_dcp
 from shardkit.operations.companions import BesideFile, copy_file
 from shardkit.operations.consolidate import run
 from shardkit.operations.verify import verify
+from tests.formats.reading import chunk_list_of
 from tests.operations.consolidate.checkpoints import hub, save, training_state, weights
 from tests.operations.reshard.test_reshard import trainer_directory
 from tests.operations.verify.test_verify import flip, flipped
@@ -147,7 +147,7 @@ def test_records_pass_the_checks_of_other_zip_readers(checkpoint: Path, tmp_path
     num_records = 0
     for number in range(2):
         data = (tmp_path / "out" / f"__{number}_0.distcp").read_bytes()
-        for chunk in chunk_list.read(str(tmp_path / "out"), f"__{number}_0.distcp").chunks:
+        for chunk in chunk_list_of(str(tmp_path / "out"), f"__{number}_0.distcp").chunks:
             record = tmp_path / "record"
             record.write_bytes(data[chunk.record_start : chunk.record_start + chunk.record_nbytes])
             with zipfile.ZipFile(record) as archive:
@@ -162,7 +162,7 @@ def test_sha256_without_crc32(plain: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shardkit.preshard(plain, out, world_size=2, wrap="none", digest="none", sha256=True)
     assert verify(out, full=True).num_unrecorded_chunks == 0
-    flip(out / "__1_0.distcp", chunk_list.read(str(out), "__1_0.distcp").chunks[0].data_start)
+    flip(out / "__1_0.distcp", chunk_list_of(str(out), "__1_0.distcp").chunks[0].data_start)
     (problem,) = verify(out, full=True).problems
     assert (problem.file, problem.message) == ("__1_0.distcp", "sha256 of the file")
 

@@ -28,13 +28,13 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.files import manifest, storage
-from shardkit.formats.dcp import chunk_list
 from shardkit.operations.preshard.decompose import computed_by
 from shardkit.osft.plan import FACTORS, OsftPlan, Target
 from shardkit.osft.svd import Factors, factorise
 from shardkit.transfer.factors import fill
 from shardkit.transfer.factors.workers import FactorWorker
 from shardkit.transfer.journal import Journal
+from tests.formats.reading import chunk_list_of
 from tests.worlds.factors import WorkerHere
 
 MakeHub = Callable[..., Path]
@@ -145,7 +145,7 @@ def test_the_journal_tells_of_factors_only_once_they_are_on_the_disk(
     for target, seen in noted:
         for file in said.files:
             name = file.name
-            for chunk in chunk_list.read(str(tmp_path / "out"), name).chunks:
+            for chunk in chunk_list_of(str(tmp_path / "out"), name).chunks:
                 if chunk.fqn.startswith(f"{target['path']}.osft_"):
                     part = slice(chunk.data_start, chunk.data_start + chunk.data_nbytes)
                     assert seen[name][part] == written[name][part]

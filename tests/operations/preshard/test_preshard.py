@@ -25,11 +25,11 @@ from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
-from shardkit.formats.dcp import chunk_list
 from shardkit.operations.destination import check_space
 from shardkit.operations.preshard import _needed_bytes
 from shardkit.operations.preshard.job import _choose_dtypes
 from tests.bits import raw
+from tests.formats.reading import chunk_list_of
 
 MakeHub = Callable[..., Path]
 CAUSAL = {"architectures": ["TinyForCausalLM"]}  # no model_type: declared, without a child process
@@ -110,7 +110,7 @@ def test_digests_are_those_of_the_bytes(make_hub: MakeHub, tmp_path: Path) -> No
         data = (out / file["name"]).read_bytes()
         assert (len(data), crc32(data)) == (file["size"], file["crc32"]), file["name"]
     for file in content["files"]:
-        listed = chunk_list.read(str(out), file["name"])
+        listed = chunk_list_of(str(out), file["name"])
         data = (out / file["name"]).read_bytes()
         for chunk in listed.chunks:
             assert crc32(data[chunk.data_start : chunk.data_start + chunk.data_nbytes]) == chunk.crc32
@@ -135,7 +135,7 @@ def test_without_digests_records_say_not_recorded(make_hub: MakeHub, tmp_path: P
     tensors, out = every_kind(), tmp_path / "out"
     shardkit.preshard(str(make_hub(tensors)), str(out), world_size=2, wrap="none", digest="none")
     assert_bit_equal(loaded(out, tensors), tensors)
-    listed = chunk_list.read(str(out), "__0_0.distcp")
+    listed = chunk_list_of(str(out), "__0_0.distcp")
     data = (out / "__0_0.distcp").read_bytes()
     chunk = listed.chunks[0]
     (tmp_path / "record").write_bytes(data[chunk.record_start : chunk.record_start + chunk.record_nbytes])
@@ -193,7 +193,7 @@ class TestTies:
         assert result.ties == ((self.EMBED, self.HEAD),)
         both = {self.EMBED: embed, self.HEAD: embed}
         assert_bit_equal(loaded(tmp_path / "out", both), both)
-        assert len(chunk_list.read(str(tmp_path / "out"), "__0_0.distcp").chunks) == 1
+        assert len(chunk_list_of(str(tmp_path / "out"), "__0_0.distcp").chunks) == 1
 
     def test_equal_copies_are_stored_once(self, make_hub: MakeHub, tmp_path: Path) -> None:
         embed = torch.randn(11, 4)

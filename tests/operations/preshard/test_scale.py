@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardkit.formats.dcp import chunk_list
+from tests.formats.reading import chunk_list_of
 
 # Plans 1,024 ranks x 600 tensors and writes their `.metadata`; memory is this image's own high-water mark
 # (`ru_maxrss` would also count the process that was forked, which may be larger).
@@ -70,10 +70,8 @@ def test_1024_files_are_written_with_64_open_ones(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(FEW_FILES, sparse_model(tmp_path / "model", 5, (1030, 4)), out) == 1024
     assert len(list(out.glob("*.distcp"))) == 1024
-    listed = chunk_list.read(str(out), "__514_0.distcp")  # ceil(1030 / 1024) = 2 rows for each of 515 ranks
+    listed = chunk_list_of(str(out), "__514_0.distcp")  # ceil(1030 / 1024) = 2 rows for each of 515 ranks
     assert [chunk.region.offsets for chunk in listed.chunks] == [(1028, 0)] * 5
-    assert [chunk.region.sizes for chunk in chunk_list.read(str(out), "__515_0.distcp").chunks] == [
-        (0, 4)
-    ] * 5
-    assert chunk_list.read(str(out), "__1023_0.distcp").chunks == ()
+    assert [chunk.region.sizes for chunk in chunk_list_of(str(out), "__515_0.distcp").chunks] == [(0, 4)] * 5
+    assert chunk_list_of(str(out), "__1023_0.distcp").chunks == ()
     assert os.stat(out / "__1023_0.distcp").st_size == 0

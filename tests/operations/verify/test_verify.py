@@ -28,6 +28,7 @@ from shardkit.operations.verify import verify
 from shardkit.operations.verify.bytes import FirstDifference
 from shardkit.operations.verify.result import VerifyResult
 from tests.formats.dcp.samples import open_catalog
+from tests.formats.reading import chunk_list_of
 
 # torch's own: a save without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
@@ -257,7 +258,7 @@ def test_padding_between_records_is_covered_by_the_checksum_of_the_file(
     directory = copied("presharded")
     records = sorted(
         (chunk.record_start, chunk.record_start + chunk.record_nbytes)
-        for chunk in chunk_list.read(str(directory), SHARD).chunks
+        for chunk in chunk_list_of(str(directory), SHARD).chunks
     )
     ends = [0, *(stop for _, stop in records)]
     gaps = [(end, start) for end, (start, _) in zip(ends, records, strict=False) if start > end]
