@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import threading
 from array import array
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby, pairwise
-from operator import itemgetter, lt
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardkit.core.catalog import MIN_TOTAL, UNSEEN, Catalog, Checksums, ChunkTable
+from shardkit.core.catalog import UNSEEN, Catalog, Checksums
 from shardkit.core.text import escape
 from shardkit.files.digest import crc32, crc32_combine
 
@@ -95,8 +95,7 @@ class Verdict(NamedTuple):
 class Entries:
     """All entries of a catalog's files, numbered.
 
-    Files at the same path share one table of entries. An entry has marks: places where no run goes on,
-    because others begin or end their reading there.
+    Files at the same path share one table of entries.
 
     Args:
         catalog: a catalog of raw extents.
@@ -119,12 +118,13 @@ class Entries:
         """The number of each table's first entry, and one past the last entry."""
         for table in self.tables:
             self.firsts.append(self.firsts[-1] + len(table))
-        self.marks = self._find_marks()
-        """Marks by entry, in order."""
         self._plain_files: dict[int, int] = {}
         for index, at in enumerate(self.table_of):
             if not catalog.files[index].decode:
                 self._plain_files.setdefault(at, index)
+        decoded = ((self._numbers.get(file.path, -1), file.decoded_from) for file in catalog.files)
+        self.decoded = {self.holding(number, *span) for number, span in decoded if span is not None}
+        """Entries of which parts are decoded."""
         self._digest: int | None = None
 
     def __len__(self) -> int:
@@ -175,14 +175,7 @@ class Entries:
         row = bisect_right(table.starts, start) - 1
         if row < 0 or stop > table.stops[row]:
             return None
-        entry, limit = self.firsts[number] + row, table.stops[row]
-        marks = self.marks.get(entry)
-        if marks is not None:
-            place = bisect_right(marks, start)
-            limit = min(limit, marks[place]) if place < len(marks) else limit
-            if stop > limit:
-                return None
-        return entry, limit, table.crcs[row] != 0
+        return self.firsts[number] + row, table.stops[row], table.crcs[row] != 0
 
     def find_all(self, number: int, start: int, stop: int) -> Iterator[Span]:
         """Yield each part of a range of a file that one run can hold."""
@@ -191,13 +184,11 @@ class Entries:
             first = max(bisect_right(table.starts, start) - 1, 0)
             for row in range(first, bisect_left(table.starts, stop)):
                 begin, end = max(start, table.starts[row]), min(stop, table.stops[row])
-                marks = self.marks.get(self.firsts[number] + row, ())
-                cuts = marks[bisect_right(marks, begin) : bisect_left(marks, end)]
                 if begin < end:
-                    yield from pairwise((begin, *cuts, end))
+                    yield begin, end
 
     def holding(self, number: int, start: int, stop: int) -> int | None:
-        """Return the entry that holds a whole range of a file, whatever its marks; None if none does."""
+        """Return the entry that holds a whole range of a file; None if none does."""
         if number < 0:
             return None
         table = self.tables[number]
@@ -209,18 +200,6 @@ class Entries:
         table = self._catalog.chunks
         start = table.start[row]
         return self.holding(self.table_of[table.file[row]], start, start + table.nbytes[row])
-
-    def mark(self, file: int, places: Iterable[int]) -> None:
-        """Set marks at some bytes of a file. May be called from any thread."""
-        number = self.table_of[file]
-        for place in places:
-            found = self.find(number, place, place)
-            if found is not None:
-                with self._lock:
-                    marks = self.marks.setdefault(found[0], [])
-                    at = bisect_left(marks, place)
-                    if marks[at : at + 1] != [place]:
-                        marks.insert(at, place)
 
     def file_of(self, entry: int) -> int | None:
         """Return the file that an entry lies in as it is; None if all files of that path are decoded."""
@@ -248,49 +227,6 @@ class Entries:
                     digest = crc32(column, digest)
             self._digest = int(digest)
         return self._digest
-
-    def _find_marks(self) -> dict[int, list[int]]:
-        """Mark where overlapping chunks begin and end: each is then read in parts that all share."""
-        table, files, spans = self._catalog.chunks, self._catalog.files, dict[int, list[Span]]()
-        ends = list[tuple[int, int, int]]()
-        numbers = [-1 if file.decode else number for file, number in zip(files, self.table_of, strict=True)]
-        has_many = len(table) >= MIN_TOTAL and not any(file.decoded_from for file in files)
-        if has_many and _are_apart(table, numbers):
-            return {}
-        for index, start, nbytes in zip(table.file, table.start, table.nbytes, strict=True):
-            if nbytes and numbers[index] >= 0:
-                spans.setdefault(numbers[index], []).append((start, start + nbytes))
-        for file in files:
-            if file.decoded_from is not None and file.path in self._numbers:
-                spans.setdefault(self._numbers[file.path], []).append(file.decoded_from)
-                ends.append((self._numbers[file.path], *file.decoded_from))
-        found = dict[int, list[int]]()
-        for number, each in spans.items():
-            for (start, stop), marks in overlaps(each).items():
-                entry = self.holding(number, start, stop)
-                if entry is not None:
-                    found.setdefault(entry, []).extend(marks)
-        for number, start, stop in ends:  # what was decoded once may serve several files by itself
-            entry = self.holding(number, start, stop)
-            if entry is not None:
-                found[entry] = sorted({*found.get(entry, ()), start, stop})
-        return found
-
-
-def _are_apart(table: ChunkTable, numbers: Sequence[int]) -> bool:
-    """True if no two chunks overlap that are not the same bytes, given the number of each file's table; for very many."""
-    import numpy as np
-
-    number = np.array(numbers, dtype=np.int64)[np.frombuffer(table.file, dtype=np.int32)]
-    start, nbytes = (np.frombuffer(column, dtype=np.int64) for column in (table.start, table.nbytes))
-    kept = (nbytes > 0) & (number >= 0)
-    number, start, stop = number[kept], start[kept], (start + nbytes)[kept]
-    order = np.lexsort((stop, start, number))
-    number, start, stop = number[order], start[order], stop[order]
-    is_same = (number[1:] == number[:-1]) & (start[1:] == start[:-1]) & (stop[1:] == stop[:-1])
-    kept = np.concatenate([[True], ~is_same])[: len(number)]
-    number, start, stop = number[kept], start[kept], stop[kept]
-    return not ((number[1:] == number[:-1]) & (start[1:] < stop[:-1])).any()
 
 
 def judge(held: Mapping[Span, int], entry: Entry) -> Verdict:
@@ -320,28 +256,18 @@ def judge(held: Mapping[Span, int], entry: Entry) -> Verdict:
 
 
 def gaps(held: Iterable[Span], start: int, stop: int) -> list[Span]:
-    """Return the parts of an entry that have to be read so that each of some runs is on a chain."""
-    ordered, found = sorted(held), set[Span]()
-    reached = [start]
-    for first, end in ordered:
-        before = reached[bisect_right(reached, first) - 1]
-        if before < first:
-            found.add((before, first))
-        for place in (first, end):
-            if reached[bisect_right(reached, place) - 1] != place:
-                insort(reached, place)
-    lead_on = [-stop]  # in descending order, so that the next one is appended
-    for first, end in sorted({*ordered, *found}, reverse=True):
-        after = -lead_on[bisect_right(lead_on, -end) - 1]
-        if after > end:
-            found.add((end, after))
-            insort(lead_on, -end)
-        if lead_on[-1] != -first:
-            insort(lead_on, -first)
-    return sorted(found)
+    """Return the parts of an entry that have to be read so that each of some runs is on a chain.
+
+    Where runs overlap, that is all of it, in parts that begin and end wherever one of the runs does.
+    """
+    ordered = sorted(held)
+    if any(before[1] > after[0] for before, after in pairwise(ordered)):
+        return list(pairwise(sorted({start, stop, *(place for span in ordered for place in span)})))
+    edges = [start, *(place for span in ordered for place in span), stop]
+    return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
 
 
-def joined(runs: Iterable[Run], marks: Mapping[int, Collection[int]]) -> list[Run]:
+def joined(runs: Iterable[Run], decoded: Collection[int | None]) -> list[Run]:
     """Return runs in the order of entries and bytes, each joined with its neighbours.
 
     Where runs of an entry overlap, they all stay as they are, because each has to be proved. Equal ones come
@@ -349,7 +275,7 @@ def joined(runs: Iterable[Run], marks: Mapping[int, Collection[int]]) -> list[Ru
 
     Args:
         runs: in any order.
-        marks: by entry, places where runs are not joined.
+        decoded: entries in which runs for other tensors stay apart: what is decoded once may serve several files.
     """
     found = list[Run]()
     for entry, group in groupby(sorted(runs), key=_ENTRY_OF):
@@ -361,9 +287,9 @@ def joined(runs: Iterable[Run], marks: Mapping[int, Collection[int]]) -> list[Ru
         if any(run.stop > after.start for run, after in pairwise(each)):
             found += each
             continue
-        kept, last = marks.get(entry, ()), each[0]
+        last = each[0]
         for run in each[1:]:
-            if last.stop == run.start and run.start not in kept:
+            if last.stop == run.start and (last.fqn == run.fqn or entry not in decoded):
                 crc = crc32_combine(last.crc, run.crc, run.stop - run.start)
                 last = Run(entry, last.start, run.stop, crc, last.fqn)
             else:
@@ -380,30 +306,3 @@ def covered(spans: Iterable[Span]) -> int:
         nbytes += max(stop - max(start, at), 0)
         at = max(at, stop)
     return nbytes
-
-
-def overlaps(spans: Iterable[Span]) -> dict[Span, list[int]]:
-    """Return where spans begin and end, for each group of spans that overlap and are not all equal.
-
-    Returns:
-        (first byte of the group, its end) -> every place where one of its spans begins or ends, in order.
-    """
-    ordered, found = sorted(spans), dict[Span, list[int]]()
-    if ordered:
-        starts, stops = zip(*ordered, strict=True)
-        if not any(map(lt, starts[1:], stops)):  # none of a million overlaps, in nearly every checkpoint
-            return found
-    begin, end, marks = 0, 0, set[int]()
-
-    def close() -> None:
-        if len(marks) > 2:
-            found[begin, end] = sorted(marks)
-
-    for start, stop in ordered:
-        if start >= end:
-            close()
-            begin, end, marks = start, stop, set()
-        end = max(end, stop)
-        marks |= {start, stop}
-    close()
-    return found

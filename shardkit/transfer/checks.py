@@ -283,14 +283,22 @@ class SourceCheck:
 
     def leave_chunks(self, rows: Iterable[int]) -> None:
         """Let others count the entries that are whole chunks, which they read too."""
+        self._left.update(self._whole_chunks(rows))
+
+    def share_chunks(self, rows: Iterable[int]) -> None:
+        """Tell others of the entries that are whole chunks too: those of them that read one count it once."""
+        for entry in self._whole_chunks(rows):
+            start, stop, crc = self.entries[entry]
+            self._held.setdefault(entry, {})[start, stop] = crc
+
+    def _whole_chunks(self, rows: Iterable[int]) -> Iterator[int]:
+        """Yield the entries that are chunks and were read in one run."""
         table = self._catalog.chunks
         for row in rows:
-            entry, span = (
-                self.entries.holding_chunk(row),
-                (table.start[row], table.start[row] + table.nbytes[row]),
-            )
-            if entry is not None and self.entries[entry][:2] == span and self._states[entry]:
-                self._left.add(entry)
+            entry, start = self.entries.holding_chunk(row), table.start[row]
+            if entry is not None and self.entries[entry][:2] == (start, start + table.nbytes[row]):
+                if self._states[entry] in (_EQUAL, _UNRECORDED):
+                    yield entry
 
     def is_first_reader(self, entry: int) -> bool:
         """True if no reader before this one read something of an entry."""
@@ -435,7 +443,7 @@ class SourceCheck:
                 right: entry, recorded CRC-32.
         """
         whole, parts, recorded_of = set(evidence.right), list[int](), dict[int, int]()
-        for run, begin, end, recorded in self.entries.of_runs(self.joined(evidence.runs)):
+        for run, begin, end, recorded in self.entries.of_runs(joined(evidence.runs, self.entries.decoded)):
             entry, start, stop, crc, _ = run
             if (begin, end) == (start, stop) and (crc == recorded or not recorded):
                 whole.add(entry)
@@ -492,10 +500,6 @@ class SourceCheck:
             entry += step
             entries.append(entry)
         return not self._different.keys().isdisjoint((*entries, *told["parts"][::4]))
-
-    def joined(self, runs: Iterable[Run]) -> list[Run]:
-        """Return runs in the order of entries and bytes, joined with their neighbours up to the next mark."""
-        return joined(runs, self.entries.marks)
 
 
 class _Counts:
@@ -601,7 +605,7 @@ class Runs:
     def take(self) -> Evidence:
         """Hand over what was read since the last call, and return it."""
         ended = self.collect()
-        return self._check.add(self._check.joined(ended)) if ended else Evidence(array("q"), [])
+        return self._check.add(joined(ended, self._entries.decoded)) if ended else Evidence(array("q"), [])
 
 
 def _length(extent: Sequence[int]) -> int:

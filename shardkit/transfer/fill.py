@@ -347,10 +347,6 @@ class Scatter:
                     here = Region(corner, block.sizes)
                     spans = _everything(here) if reads_all else _needed(here, holes, least)
                     start = table.start[chunk] + flat_offset(block.offsets, region.sizes) * itemsize
-                    if spans != _everything(here):  # runs end where another part's begin
-                        reader.mark(
-                            table.file[chunk], (start + at * itemsize for span in spans for at in span)
-                        )
                     band = self._read(reader, table.file[chunk], start, fqn, here, spans, target)
                     self._deal_out(band, here, holes)
                     if are_runs:

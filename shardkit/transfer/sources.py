@@ -341,11 +341,6 @@ class Reader:
             self._sources.on_read(self._sources.path(file), start, memoryview(data))
         return None if self._runs is None else self._runs.add(file, start, data, fqn)
 
-    def mark(self, file: int, places: Iterable[int]) -> None:
-        """Mark bytes of a file where others begin or end their reading: no run goes on there."""
-        if self._sources.check is not None:
-            self._sources.check.entries.mark(file, places)
-
     def release(self) -> None:
         """Let others have the descriptors."""
         for file in self._borrowed:

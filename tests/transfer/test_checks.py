@@ -18,8 +18,8 @@ from shardkit.core.catalog import Catalog, Checksums, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError
-from shardkit.transfer import chains, checks, sources
-from shardkit.transfer.chains import Entries, Evidence
+from shardkit.transfer import checks, sources
+from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import (
     IN_PART,
     NOT_READ,
@@ -183,15 +183,6 @@ def test_small_rests_come_before_large_ones(tmp_path: Path) -> None:
     assert finish(check, catalog) == (1060, {IN_PART: (1, 10)})
 
 
-def test_views_that_overlap(tmp_path: Path) -> None:
-    catalog, content = source(tmp_path, [1000])
-    ((start, stop),) = places(catalog)
-    check = SourceCheck(catalog)
-    read(check, content, [(start, start + 990)])
-    read(check, content, [(start + 10, stop)])
-    assert finish(check, catalog) == (1000, {})
-
-
 def test_what_has_no_crc_is_counted(tmp_path: Path) -> None:
     catalog, content = source(tmp_path, [100, 200, 300], unrecorded=1)
     check = SourceCheck(catalog)
@@ -251,22 +242,44 @@ def test_a_second_reading_proves_nothing_about_the_first(tmp_path: Path) -> None
                     finish(check, catalog)
 
 
-def test_views_that_overlap_are_read_in_parts_that_both_share(tmp_path: Path) -> None:
+def test_overlapping_views_are_read_once_more_if_that_is_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of their storage, in parts that begin and end where they do: each of them is compared."""
     catalog, content = source(tmp_path, [1000])
     ((start, stop),) = places(catalog)
-    for name, first, end in (("a", start, start + 600), ("b", start + 400, stop)):
-        box = Region((0,), (end - first,))
-        catalog.add_tensor(name, UINT8, box.sizes, iter([(0, first, end - first, box)]))
+    views = [(start, start + 600), (start + 400, stop)]
     check = SourceCheck(catalog)
-    read(check, content, [(start, start + 600), (start + 400, stop)])
+    read(check, content, views)
+    assert finish(check, catalog) == (0, {OVERLAPPING: (1, 1000)})
+    monkeypatch.setattr(checks, "_FREE_NBYTES", 1000)
+    check = SourceCheck(catalog)
+    read(check, content, views)
     assert finish(check, catalog) == (1000, {})
     check = SourceCheck(catalog)
     damaged = bytearray(content)
     damaged[start + 500] ^= 1
-    read(check, content, [(start, start + 600)])
-    read(check, bytes(damaged), [(start + 400, stop)])
-    with pytest.raises(IntegrityError, match="in another reading"):
+    read(check, content, views[:1])
+    read(check, bytes(damaged), views[1:])
+    with pytest.raises(IntegrityError, match="recorded is"):
         finish(check, catalog)
+
+
+def test_what_is_decoded_once_serves_several_files(tmp_path: Path) -> None:
+    """The runs of its reading stay as they are beside those of a neighbour that differs from file to file."""
+    catalog, content = source(tmp_path, [1000])
+    ((start, stop),) = places(catalog)
+    catalog.files.append(replace(catalog.files[0], decoded_from=(start + 400, stop)))
+    check = SourceCheck(catalog)
+    for first, end in ((start, start + 100), (start + 100, start + 400)):
+        decoding = check.runs()
+        decoding.add(0, start + 400, content[start + 400 : stop], "turned")
+        runs = check.runs()
+        runs.add(0, first, content[first:end], "plain")
+        runs.take_over(decoding.collect())
+        runs.take()
+    assert not check.missing()
+    assert finish(check, catalog) == (1000, {})
 
 
 def test_very_many_short_runs(tmp_path: Path) -> None:
@@ -351,28 +364,3 @@ def test_what_was_compared_with_something_else_is_not_taken(tmp_path: Path) -> N
     fewer = Checksums(held.starts[1:], held.stops[1:], held.crcs[1:])
     catalog.files[0] = replace(catalog.files[0], checksums=fewer)
     assert not SourceCheck(catalog).load(journal)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    chunks=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(0, 5)), max_size=6),
-    has_two_names=st.booleans(),
-)
-def test_marks_of_many_chunks_are_those_of_few(
-    chunks: list[tuple[int, int, int]], has_two_names: bool
-) -> None:
-    """Where nothing overlaps, which is seen in columns, there is nothing to mark."""
-    catalog = Catalog(format="", directory="")
-    for file in range(3):
-        path = "one" if has_two_names and file else f"path {file}"
-        checksums = Checksums.of([(0, 8, 1), (8, 20, 2)]) if file < 2 else None
-        catalog.files.append(SourceFile(name=path, path=path, size=40, checksums=checksums))
-    for number, (file, start, nbytes) in enumerate(chunks):
-        region = Region((0,), (nbytes,))
-        catalog.add_tensor(f"t{number}", UINT8, (nbytes,), iter([(file, start, nbytes, region)]))
-    with pytest.MonkeyPatch.context() as patch:
-        found = []
-        for least in (1, 1 << 30):
-            patch.setattr(chains, "MIN_TOTAL", least)
-            found.append(Entries(catalog).marks)
-    assert found[0] == found[1]

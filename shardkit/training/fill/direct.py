@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Region, intersect
 from shardkit.core.text import MIB
 from shardkit.files.digest import crc32
@@ -64,12 +65,8 @@ def fill_direct(
             if check is None:
                 sources.check_unchanged()
         if check is not None:
-            check.leave_chunks(
-                row
-                for item in repeated
-                for row in catalog.tensors[item.entry.fqn].chunk_ids
-                if _lies_in(catalog.chunks.region(row), item.region)
-            )
+            check.leave_chunks(_chunks(repeated, catalog, whole=True))
+            check.share_chunks(_chunks(mine, catalog, whole=False))
             filled.checked = compare_together(check, sources, {item.entry.fqn for item in wanted})
     copy_to_replicas(shared, filled)
     return filled
@@ -84,8 +81,16 @@ def regions_of(mine: Sequence[Wanted]) -> dict[str, list[Region]]:
     return regions
 
 
-def _lies_in(inner: Region, outer: Region) -> bool:
-    return intersect(inner, outer) == inner
+def _chunks(items: Iterable[Wanted], catalog: Catalog, *, whole: bool) -> Iterator[int]:
+    """Yield the chunks that lie whole in what is wanted, or those of which columns are wanted, as their rows are read."""
+    for item in items:
+        if not whole and item.region.sizes[1:] == item.entry.shape[1:]:
+            continue
+        rows = catalog.tensors[item.entry.fqn].chunk_ids
+        for row, chunk in zip(rows, catalog.chunks.regions(rows), strict=True):
+            part = intersect(chunk, item.region)
+            if part is not None and (part == chunk) is whole:
+                yield row
 
 
 class Shared(NamedTuple):

@@ -386,18 +386,16 @@ def _boxes(part: Region, sizes: Shape, limit: int) -> Iterator[Region]:
             yield Region((*index, start, *tail_offsets), (*(1,) * cut, size, *tail_sizes))
 
 
-def _ends(part: Region, sizes: Shape) -> Iterator[int]:
-    """Yield the ends of a box in the first and the last row that it touches, at every level, in elements.
+def _rows(part: Region, sizes: Shape) -> tuple[int, int]:
+    """Return the first element and the end of the whole rows that a box lies in.
 
-    Ranks that hold other columns of these rows read nearly the same bytes. Each rank cuts what it reports at
-    these places, so that the pieces of all ranks begin and end together.
+    They are rows of the first dim in which the box has several. Ranks that hold other columns of them read the very
+    same bytes, so that what one has read is compared with what all have.
     """
-    strides, stops = _strides(sizes), part.stops
-    last = tuple(stop - 1 for stop in stops)
-    for corner in (part.offsets, last):
-        for dim, stride in enumerate(strides):
-            row = flat_offset(corner[:dim], sizes[:dim]) * sizes[dim] * stride
-            yield from (row, row + part.offsets[dim] * stride, row + stops[dim] * stride)
+    dims = next((dim for dim, size in enumerate(part.sizes) if size > 1), len(sizes)) + 1
+    stride = prod(sizes[dims:])
+    start = flat_offset(part.offsets[:dims], sizes[:dims]) * stride
+    return start, start + prod(part.sizes[:dims]) * stride
 
 
 def _strides(sizes: Shape) -> Shape:
@@ -457,11 +455,8 @@ def _ranges(reads: Iterable[Read]) -> Ranges:
                 for run in each
             )
         else:
-            last = tuple(
-                offset + size - 1 for offset, size in zip(read.part.offsets, read.part.sizes, strict=True)
-            )
-            stop = read.place + (flat_offset(last, read.sizes) + 1) * itemsize
-            ranges.append((read.first[1], stop))
+            start, stop = _rows(read.part, read.sizes)
+            ranges.append((read.place + start * itemsize, read.place + stop * itemsize))
     return found
 
 
@@ -508,15 +503,11 @@ class ReadWorker:
             self._read_runs(read, memory_of(buffer))
         else:  # the runs are short: what lies between them is read too
             strides = _strides(read.sizes)
-            last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-            nbytes = (last + 1) * itemsize
-            buffer = self._room(read, nbytes)
-            place = read.place + first.source * itemsize
-            self._reader.mark(
-                read.file, (read.place + each * itemsize for each in _ends(read.part, read.sizes))
-            )
-            self._reader.read_into(read.file, memory_of(buffer), place, read.fqn)
-            self.filled.read_bytes += nbytes
+            start, stop = _rows(read.part, read.sizes)
+            buffer = self._room(read, (stop - start) * itemsize)
+            self._reader.read_into(read.file, memory_of(buffer), read.place + start * itemsize, read.fqn)
+            self.filled.read_bytes += len(buffer)
+            buffer = buffer[(first.source - start) * itemsize :]
         if self._device is not None and read.target.device.type != "cpu":
             self._device.send(buffer, torch_dtype(read.dtype), strides, read.target)
         else:

@@ -125,6 +125,20 @@ def test_rows_cost_their_bytes_and_short_runs_no_more_than_the_rows_they_lie_in(
         assert abs(by_system - filled.read_bytes) < 10_000  # what reading /proc costs
 
 
+def test_columns_are_read_with_the_whole_rows_they_lie_in(tmp_path: Path) -> None:
+    """Ranks that hold others of them read the same bytes: what all have read is compared together."""
+    whole = random((6, 40, 30), torch.float32)
+    catalog = chunked(tmp_path / "f", whole, (1, 1, 1))
+    for region in (
+        Region((2, 0, 0), (3, 40, 7)),
+        Region((2, 0, 7), (3, 40, 23)),
+        Region((2, 5, 3), (3, 9, 4)),
+    ):
+        target = torch.empty(region.sizes)
+        assert fill(catalog, region, target).read_bytes == 3 * 40 * 30 * 4
+        assert same(target, whole[window(region)])
+
+
 def read_bytes() -> int:
     with open("/proc/self/io") as file:
         return int(file.readline().split()[1])

@@ -213,10 +213,20 @@ def cut_along_both_dims(model: nn.Module) -> None:
     shard(model, mesh=mesh["a"])
 
 
+def cut_in_four(model: nn.Module) -> None:
+    """Columns of the second weight, of which the ranks in the middle have neighbours on both sides."""
+    mesh = init_device_mesh("cpu", (4,))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+
 @four.test_each(
     {
         f"{way} {name}": (wrap, case)
-        for way, wrap in (("hsdp", with_replicas), ("fsdp x tp", cut_along_both_dims))
+        for way, wrap in (
+            ("hsdp", with_replicas),
+            ("fsdp x tp", cut_along_both_dims),
+            ("tp", cut_in_four),
+        )
         for name, case in cases(("one", "three", "listed", "hub")).items()
     }
 )
