@@ -29,7 +29,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from shardkit.core.text import escape
@@ -87,6 +87,9 @@ class SharedStaging:
         self._work = os.path.join(path, "work")
         self._replaced = os.path.join(path, "replaced")
         self._committed = os.path.join(path, "committed.json")
+        self._is_looked_through = False
+        self.look: Callable[[str], object] = lambda path: None
+        """As `Staging.look`."""
 
     @classmethod
     def of_plan(cls, destination: str, plan_hash: str, kept: Kept) -> SharedStaging:
@@ -283,7 +286,7 @@ class SharedStaging:
             overwrite: what is there may be replaced.
 
         Raises:
-            UsageError: the destination exists.
+            UsageError: the destination exists, or `look` refuses.
             FileNotFoundError: another commit has taken the data, and has not ended.
             ResourceError: the system cannot rename, or bring it to the disk.
         """
@@ -307,6 +310,7 @@ class SharedStaging:
             if error.errno in IS_THERE:
                 raise self._appeared() from error
             raise ResourceError(f"cannot rename to {escape(self.destination)}: {error.strerror}") from error
+        self._is_looked_through = True
         try:
             storage.sync_directory(os.path.dirname(self.destination))
         except OSError as error:
@@ -345,8 +349,12 @@ class SharedStaging:
             storage.remove_tree(path)
 
     def _empty(self) -> None:
+        """Remove all but what says that there was a commit, and what a person put into an output that nobody looked through."""
+        foreign = [] if self._is_looked_through else self._kept(self.path)
         for path in (self.done, self.factors.path, self.parts, self._replaced, *self._taken()):
-            storage.remove_tree(path)
+            inside = os.path.relpath(path, self.path) + os.sep
+            kept = [name.removeprefix(inside) for name in foreign if name.startswith(inside)]
+            remove_but(path, kept) if kept else storage.remove_tree(path)
 
     def keep_mark(self) -> None:
         """After the commit, leave only what says that there was one.
@@ -355,6 +363,9 @@ class SharedStaging:
             ResourceError: the system refuses.
         """
         self._empty()
+        if not self._is_looked_through and self._kept(self.path):
+            self.remove()  # all but these, and no mark with somebody's files in it
+            return
         storage.remove_tree(self._work)
         mark = self.path + _DONE
         try:
@@ -382,10 +393,20 @@ class SharedStaging:
                 FileNotFoundError
             ):  # nothing is at the destination any more, or another process has taken it
                 place_directory(own, self.destination)
+            else:
+                self._look_exchanged(own)
         except FileNotFoundError:
             raise
         except BaseException:
             self.reopen()
+            raise
+
+    def _look_exchanged(self, old: str) -> None:
+        """Look through the old output, and exchange the two once more if it may not be replaced."""
+        try:
+            self.look(old)
+        except ShardkitError:
+            storage.renameat2(old, self.destination, storage.RENAME_EXCHANGE)
             raise
 
     def _taken(self) -> list[str]:
@@ -435,6 +456,12 @@ class SharedStaging:
             if error.errno not in IS_THERE:
                 raise
         storage.sync_directory(self.path)
+        if self._has_replaced():
+            try:
+                self.look(self._replaced)
+            except ShardkitError:
+                place_directory(self._replaced, self.destination)
+                raise
 
     def _has_replaced(self) -> bool:
         """True if an old output lies aside."""

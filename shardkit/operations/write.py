@@ -40,7 +40,7 @@ from shardkit.operations.environment import mixed_versions
 from shardkit.operations.leftovers import name_unknown
 from shardkit.operations.parts.agreement import Agreement, Command, Committing, NotThere, Share
 from shardkit.operations.parts.divided import Describer, Divided, PartResult
-from shardkit.operations.parts.foreign import foreign_in, name_foreign, set_foreign_apart
+from shardkit.operations.parts.foreign import foreign_in, kept, name_foreign, set_foreign_apart
 from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
 from shardkit.operations.parts.part import Part
 from shardkit.operations.parts.shared_factors import DividedWithFactors, FactoredJob, weights_of
@@ -56,7 +56,7 @@ from shardkit.operations.uploading.run import Describe, StoredFiles, Upload, che
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
-from shardkit.transfer.existing import Existing, remember
+from shardkit.transfer.existing import Existing, Unproven, remember
 from shardkit.transfer.factors.fill import Filling
 from shardkit.transfer.images import ImageSet
 from shardkit.transfer.journal import (
@@ -535,7 +535,21 @@ class Writer:
             self._find_there(job, describe, self._exists, factors)
             return
         self.options = replace(self.options, share_extents=share_extents)
-        free, part = free_bytes(self.path), None
+        try:
+            self._write_here(job, describe, needed_bytes, factors)
+        except UsageError as error:  # asked afterwards: another process may make the output at any moment
+            if writing.overwrite or not self._may_be_there(self.path):
+                raise
+            try:
+                self._find_there(job, describe, error, factors)
+            except UsageError as other:
+                problems = error.problems or other.problems
+                raise UsageError(error.message, problems=problems, hint=error.hint) from other
+
+    def _write_here(
+        self, job: Job, describe: Describe, needed_bytes: int, factors: FactoredJob | None
+    ) -> None:
+        writing, free, part = self.writing, free_bytes(self.path), None
         if writing.share is not None:
             part, source = self._share(job, describe, writing.share, needed_bytes, factors)
             finished = 0 if part is None else part.resumed_files
@@ -591,21 +605,23 @@ class Writer:
             progress=self._progress,
             factors=factors,
         )
-        check, problems = None, list[str]()
+        check, problems, said = None, list[str](), "and is not what this command writes"
         is_known = not self.describes_elsewhere and (
             existing.is_recorded(plan_hash) or existing.is_of_commit()
         )
-        if not self.can_read and not is_known:
-            problems = [*existing.otherwise(), "its source is not on this machine, so nothing was compared"]
-        elif not is_known:
-            check = SourceCheck(job.plan.catalog) if self.options.check_source else None
-            try:
+        try:
+            if not self.can_read and not is_known:
+                raise Unproven("its source is not on this machine, so nothing was compared")
+            if not is_known:
+                check = SourceCheck(job.plan.catalog) if self.options.check_source else None
                 problems = existing.differences(existing.journalled(plan_hash, check), check)
-            finally:
-                self._progress.finish()
-        UsageError.raise_for(
-            problems, f"{exists.message}, and is not what this command writes", hint=exists.hint
-        )
+        except Unproven as reason:
+            problems = [*existing.otherwise(), str(reason)]
+            if len(problems) == 1:
+                said = "and nothing proves that it is what this command writes"
+        finally:
+            self._progress.finish()
+        UsageError.raise_for(problems, f"{exists.message}, {said}", hint=exists.hint)
         self._say(name_foreign(self.path))
         remove_abandoned(self.path, foreign_in)
         return _summary(check, job.plan, self.options)
@@ -840,12 +856,7 @@ class Writer:
             yield
         except UsageError as error:
             staging.is_kept = True
-            raise UsageError(
-                error.message,
-                problems=error.problems,
-                hint="move that somewhere else and run the same command again: what was written is kept in "
-                f"{escape(staging.path)}",
-            ) from error
+            raise kept(error, staging.path) from error
 
     def _look(self, path: str) -> None:
         """Refuse to replace what lies at a path, under the destination's name or after it has lost it."""
@@ -870,6 +881,7 @@ class Writer:
             "before": self._before,
             "overwrite": self.writing.overwrite,
             "check_replaceable": self._check_replaceable,
+            "look": self._look,
             "remember": lambda directory: self._remember(hash_plan(job), directory),
         }
         moving = (job.plan, job.output.data_nbytes, self.options, self._progress)

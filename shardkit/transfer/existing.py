@@ -46,6 +46,10 @@ class Describes(Protocol):
         """Write the rest."""
 
 
+class Unproven(Exception):
+    """Nothing says whether an output is of a plan; has the reason."""
+
+
 class Factored(Protocol):
     """Weights that become factors, as `operations.parts.factors.FactoredJob` has it."""
 
@@ -56,7 +60,7 @@ class Factored(Protocol):
     def take_over(
         self, found: Mapping[str, object], catalog: Catalog, jobs: int, /, *, is_known: bool
     ) -> list[str]:
-        """Take what manifests say of factors; return why they are not of these weights."""
+        """Take what manifests say of factors; return why they are not of these weights. Raises `Unproven`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +138,9 @@ class Existing:
         Args:
             finished: files that are known to be of this plan.
             check: compares what is read with what the source records.
+
+        Raises:
+            Unproven: no record says what its factors were computed of.
         """
         try:
             problems = self._other_factors(is_known=bool(finished))

@@ -189,7 +189,11 @@ def test_factors_of_other_weights(found: Scenarios, server: Server, place: Path)
     assert scenario.run(server, there.out, extra=["--digest", "none"]).code == 0
     answer = again(there, server, "--digest", "none")
     assert answer.code == 2
+    assert "exists, and nothing proves that it is what this command writes\n" in answer.err
     assert "no record says what its factors were computed of" in answer.err
+    assert "replace it with --overwrite" in answer.err
+    answer = again(there, server, "--digest", "none", "--dtype", "bf16")
+    assert "exists, and is not what this command writes\n" in answer.err
     there.remove()
 
 
@@ -252,32 +256,47 @@ def test_killed_before_what_comes_after(by: str, found: Scenarios, server: Serve
     shutil.rmtree(place)
 
 
-@pytest.mark.parametrize("osft", [None, shardkit.OsftPlan(ratio=0.3, targets=["layers.*"])])
+@pytest.mark.parametrize(
+    ("osft", "digest"),
+    [
+        (None, "crc32"),
+        *((shardkit.OsftPlan(ratio=0.3, targets=["layers.*"]), each) for each in ("crc32", "none")),
+    ],
+)
 def test_a_record_of_the_run_spares_the_reading(
-    osft: shardkit.OsftPlan | None, found: Scenarios, place: Path, monkeypatch: pytest.MonkeyPatch
+    osft: shardkit.OsftPlan | None,
+    digest: str,
+    found: Scenarios,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SHARDKIT_CACHE", str(place / "cache"))
     source, out = place / "source", place / "out"
     shutil.copytree(found["preshard"].source, source)
 
     def run(**more: Any) -> shardkit.PreshardResult:
-        return shardkit.preshard(source, out, world_size=2, wrap="none", layout="declared", osft=osft, **more)
+        more = {"world_size": 2, "wrap": "none", "layout": "declared", "osft": osft, "digest": digest, **more}
+        return shardkit.preshard(source, out, **more)
 
     assert run().was_there is False
     before = stamps(out)
     with monkeypatch.context() as patch:
         patch.setattr(ComparingExecution, "run", None)
         assert run().was_there is True
-    with pytest.raises(UsageError, match="is not what this command writes"):
+    with pytest.raises(UsageError, match=r"is not what this command writes|nothing proves"):
         run(sha256=True)
     assert stamps(out) == before
     # Another state of a source is no proof, and neither is one of the output.
     os.utime(source / "model.safetensors")
-    assert run().was_there is True
+    if osft is not None and digest == "none":
+        with pytest.raises(UsageError, match="nothing proves that it is what this command writes"):
+            run()
+    else:
+        assert run().was_there is True
     run(overwrite=True)
     os.utime(out / "__0_0.distcp")
     (out / "__0_0.distcp").write_bytes(bytes((out / "__0_0.distcp").stat().st_size))
-    with pytest.raises(UsageError, match="is not what this command writes"):
+    with pytest.raises(UsageError, match=r"is not what this command writes|nothing proves"):
         run()
     assert run(overwrite=True).was_there is False
     assert run().was_there is True

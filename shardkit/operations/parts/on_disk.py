@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TypeVar
 
 from shardkit.core.text import escape, in_shell
@@ -19,7 +20,7 @@ from shardkit.files.shared import SharedStaging, note_name, remove_marks, shared
 from shardkit.files.staging import identity_of
 from shardkit.operations.parts.agreement import Agreement, read_all
 from shardkit.operations.parts.divided import Describer, Divided, PartResult
-from shardkit.operations.parts.foreign import foreign_in
+from shardkit.operations.parts.foreign import foreign_in, kept
 from shardkit.operations.parts.notes import Note, read_note, remove_notes
 from shardkit.operations.parts.part import Part
 from shardkit.transfer.execute import ExecuteOptions
@@ -39,6 +40,7 @@ class DividedOnDisk(Divided):
         before: identity of what was at the destination when this process began.
         overwrite: what is at the destination may be replaced.
         check_replaceable: refuses if it may not.
+        look: refuses likewise, given what was there once it has lost its name.
         remember: takes note of what is in a directory, before that becomes the output.
     """
 
@@ -55,11 +57,14 @@ class DividedOnDisk(Divided):
         before: tuple[int, int] | None,
         overwrite: bool,
         check_replaceable: Callable[[], object],
+        look: Callable[[str], object],
         remember: Callable[[str], object],
     ) -> None:
         self.staging = SharedStaging.of_plan(destination, agreement.plan, foreign_in)
         super().__init__(destination, self.staging, agreement, plan, data_nbytes, options, progress)
-        self._describe, self._overwrite, self._check_replaceable = describe, overwrite, check_replaceable
+        self._describe, self._overwrite = describe, overwrite
+        self._check_replaceable = partial(self._ask, check_replaceable)
+        self.staging.look = partial(self._ask, look)
         self._before, self._is_lost, self._work, self._remember = before, False, "", remember
 
     def run(self, part: Part) -> PartResult:
@@ -82,6 +87,13 @@ class DividedOnDisk(Divided):
                 if not is_back and not (is_gone and self._has_another_committed()):
                     raise
         return work()
+
+    def _ask(self, look: Callable[..., object], *args: str) -> None:
+        """Let what refuses to replace an output say that all that was written is kept."""
+        try:
+            look(*args)
+        except UsageError as error:
+            raise kept(error, self.staging.path) from error
 
     def _look_before(self) -> None:
         """Remember what is at the destination while nobody has committed."""

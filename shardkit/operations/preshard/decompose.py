@@ -24,6 +24,7 @@ from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.parts.shared_factors import weights_of
 from shardkit.operations.preshard.profiles import Profile
 from shardkit.osft.plan import OsftPlan, Target, parse_ranks
+from shardkit.transfer.existing import Unproven
 from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactoredWeight
 from shardkit.transfer.factors.fill import FactorRun, Filling, JobFactoring, Measured, choose_num_workers
 from shardkit.transfer.factors.recorded import other_weights, recorded
@@ -197,6 +198,7 @@ class OsftRun:
             is_known: they are known to be of these weights.
 
         Raises:
+            Unproven: no record says what they were computed of.
             IntegrityError, ResourceError: as `other_weights`.
         """
         weights, known = self.factoring.weights, dict[str, Measured]()
@@ -207,7 +209,9 @@ class OsftRun:
             return ["its manifest has no such factors"]
         if not is_known:
             if any(each.weight_crc32 is None for each in known.values()):
-                return ["no record says what its factors were computed of"]
+                raise Unproven(
+                    "no record says what its factors were computed of (--digest none keeps none, nor did earlier versions)"
+                )
             other = other_weights(weights, known, catalog, jobs)
             if other:
                 return [f"{name}: its factors were computed of other values" for name in other]

@@ -17,11 +17,13 @@ import shardkit
 from shardkit.cli.preshard import render
 from shardkit.core.text import format_size
 from shardkit.errors import IncompleteError, SourceError, UsageError
-from shardkit.files import storage
+from shardkit.files import shared, storage
 from shardkit.files.shared import SharedStaging
 from shardkit.operations import commit as commit_verb
+from shardkit.operations import write
 from shardkit.operations.parts.agreement import Agreement
 from shardkit.operations.parts.divided import Divided
+from shardkit.transfer.execute import Execution
 from tests.operations.consolidate.checkpoints import save, weights
 
 
@@ -213,6 +215,111 @@ def test_what_a_person_put_into_the_old_output_is_named_by_parts_and_by_commit(
     (out / "notes.txt").unlink()
     assert not shardkit.commit(out).by_another
     assert shardkit.verify(out, full=True).ok
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+@pytest.mark.parametrize("when", ["before it begins", "before it commits"])
+@pytest.mark.parametrize("verb", ["preshard", "consolidate"])
+@pytest.mark.parametrize("part", ["2/2", None])
+def test_an_output_that_another_process_makes_meanwhile(
+    part: str | None,
+    verb: str,
+    when: str,
+    is_same: bool,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is there, if it is of this very plan. A part looks at all of it, whatever it has opened."""
+    out = tmp_path / "out"
+
+    def run(**more: Any) -> Any:
+        if verb == "preshard":
+            return preshard(tmp_path / "hub", out, **more)
+        return shardkit.consolidate(trained, out, max_shard_size=2000, ask_class=False, **more)
+
+    shardkit.consolidate(trained, tmp_path / "hub", ask_class=False)
+    if part is not None:
+        run(part="1/2")
+    others = {} if is_same else {"dtype": "fp16"}
+
+    def meddle(*args: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        run(**others)
+        return inner(*args, **options)
+
+    where, name = (write, "check_space") if when == "before it begins" else (Execution, "run")
+    inner = getattr(where, name)
+    monkeypatch.setattr(where, name, meddle)
+    if is_same:
+        made = run(part=part)
+        assert made.was_there
+        assert made.part is None or made.part.is_committed
+        assert [path.name for path in tmp_path.glob(".out*")] == []
+    else:
+        with pytest.raises(UsageError, match=r"exists|appeared"):
+            run(part=part)
+    there = files(out)
+    assert run(overwrite=True, **others).was_there is False
+    assert files(out) == there
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_what_appears_in_the_old_output_right_before_the_commit_stays(
+    can_exchange: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked through once more when it has lost its name, as by one process."""
+    out, commit = tmp_path / "out", SharedStaging.commit
+    preshard(model, out, digest="none")
+    preshard(model, out, "1/2", overwrite=True)
+
+    def meddle(staging: SharedStaging, *args: Any, **options: Any) -> bool:
+        (out / "notes.txt").write_text("mine")
+        return commit(staging, *args, **options)
+
+    before = files(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedStaging, "commit", meddle)
+        if not can_exchange:
+            patch.setattr(shared, "_can_exchange", lambda work: False)
+        for ask in (lambda: preshard(model, out, "2/2", overwrite=True), lambda: shardkit.commit(out)):
+            with pytest.raises(UsageError, match="holds what shardkit did not write") as caught:
+                ask()
+            assert caught.value.problems == ("notes.txt",)
+            assert "what was written is kept in" in (caught.value.hint or "")
+            assert files(out) == {**before, "notes.txt": b"mine"}
+            (out / "notes.txt").unlink()
+    told = preshard(model, out, "2/2", overwrite=True)
+    assert (told.was_there, told.part and told.part.resumed_files) == (False, 2)
+    assert shardkit.verify(out, full=True).ok
+    assert [path.suffix for path in tmp_path.glob(".out*")] == [".done"]
+
+
+def test_what_appears_there_and_was_not_looked_through_stays(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that has exchanged the two was killed. Whoever comes next keeps and names it."""
+    out = tmp_path / "out"
+    preshard(model, out, digest="none")
+    preshard(model, out, "1/2", overwrite=True)
+
+    class Killed(BaseException):
+        pass
+
+    def die(staging: SharedStaging, old: str) -> None:
+        (Path(old) / "notes.txt").write_text("mine")
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedStaging, "_look_exchanged", die)
+        with pytest.raises(Killed):
+            preshard(model, out, "2/2", overwrite=True)
+    told = preshard(model, out, "2/2", overwrite=True)
+    assert told.was_there
+    assert [each for each in told.warnings if "notes.txt" in each]
+    (kept,) = tmp_path.rglob("notes.txt")
+    assert (kept.read_text(), out in kept.parents) == ("mine", False)
+    assert len(list(kept.parent.iterdir())) == 1, "the old output itself is gone"
 
 
 def test_without_hard_links(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
