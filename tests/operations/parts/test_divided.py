@@ -20,6 +20,7 @@ from shardkit.errors import IncompleteError, SourceError, UsageError
 from shardkit.files import shared, storage
 from shardkit.files.shared import SharedStaging
 from shardkit.operations import commit as commit_verb
+from shardkit.operations import consolidate as consolidate_verb
 from shardkit.operations import write
 from shardkit.operations.parts.agreement import Agreement
 from shardkit.operations.parts.divided import Divided
@@ -365,6 +366,27 @@ def test_a_manifest_file_is_written_by_whoever_commits(trained: Path, tmp_path: 
     assert late.part.is_committed
     with pytest.raises(UsageError, match=r"parts\.json exists"):
         consolidate(trained, tmp_path / "new", "1/3", manifest_file=made)
+
+
+def test_what_comes_after_is_left_to_a_process_that_is_alive(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, out, late = tmp_path / "out.json", tmp_path / "out", list[shardkit.ConsolidateResult]()
+    inner = consolidate_verb.write_sidecar
+
+    def meddle(*args: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        late.append(consolidate(trained, out, "1/2", manifest_file=made))
+        assert shardkit.commit(out).by_another
+        assert not made.exists()
+        inner(*args, **options)
+
+    monkeypatch.setattr(consolidate_verb, "write_sidecar", meddle)
+    for part in ("1/2", "2/2"):
+        consolidate(trained, out, part, manifest_file=made)
+    assert [each.was_there for each in late] == [True]
+    assert made.exists()
+    assert [path.suffix for path in tmp_path.glob(".out*")] == [".done"]
 
 
 def test_parts_that_record_or_check_something_else_are_refused(trained: Path, tmp_path: Path) -> None:
