@@ -37,7 +37,7 @@ from shardkit.files.home import home_of
 from shardkit.files.manifest import Unit
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint, DcpFolder, EntryLocation, listing
-from shardkit.formats.contract.optimizer import OptimizerState
+from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.images import DcpImages, JoinedImages
 from shardkit.formats.dequantize import take_plain
@@ -441,30 +441,18 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         notes.append(f"{_LEFT_OUT}{f': {listed(states)}' if states else ''}")
         skipped = [pair for pair in skipped if not _is_optimizer(pair[0])]
     else:
-        states, reason = [name for name, _ in skipped if _is_optimizer(name)], ""
-        if opened is not None:
-            states, reason = list(opened.names), f": {opened.reason}"
-        if states:
-            warnings.append(
-                f"the optimizer's state is left out ({listed(states)}){reason}; only weights are written"
-            )
+        states, warnings = _left_behind(opened, [name for name, _ in skipped])
     if checkpoint.hub is None and storage.isdir(checkpoint.path):
-        files = (
-            *checkpoint.catalog.files,
-            *(opened.catalog.files if isinstance(opened, OptimizerState) else ()),
-        )
-        read = {storage.realpath(os.path.dirname(file.path)) for file in files}
+        taken = [checkpoint.catalog, *([opened.catalog] if isinstance(opened, OptimizerState) else [])]
+        read = {storage.realpath(os.path.dirname(file.path)) for each in taken for file in each.files}
         warnings += unread(checkpoint.path, read, {name.split("/")[0] for name in states}).warnings()
-    directory = find_config(checkpoint)
-    places, refused = ({}, ()) if directory is None else list_assets(directory)
-    if refused:
-        notes.append(f"links out of the checkpoint's directory are not copied: {listed(refused)}")
+    places, refused = _assets(checkpoint)
     part = CheckpointFolder(
         folder="",
         catalog=catalog,
         objects=objects,
         paths=catalog.paths if objects else None,
-        notes=tuple(notes),
+        notes=(*notes, *refused),
         tells_hub_names=checkpoint.hub is not None or holds_hub_names(checkpoint),
         unboxed=frozenset(unboxed),
     )
@@ -481,6 +469,25 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         warnings=tuple(warnings),
         is_training=checkpoint.hub is None,
     )
+
+
+def _left_behind(opened: Unmapped | None, skipped: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the names of an optimizer's state that cannot be carried over, and the warning if there are some."""
+    states, reason = list(filter(_is_optimizer, skipped)), ""
+    if opened is not None:
+        states, reason = list(opened.names), f": {opened.reason}"
+    warning = f"the optimizer's state is left out ({listed(states)}){reason}; only weights are written"
+    return states, [warning] if states else []
+
+
+def _assets(checkpoint: Checkpoint) -> tuple[Mapping[str, str], tuple[str, ...]]:
+    """Return where config, tokenizer and the like of a trainer's checkpoint lie, by name, and notes."""
+    directory = find_config(checkpoint)
+    if directory is None:
+        return {}, ()
+    places, refused = list_assets(directory)
+    notes = (f"links out of the checkpoint's directory are not copied: {listed(refused)}",)
+    return places, notes if refused else ()
 
 
 def _is_optimizer(name: str) -> bool:
