@@ -130,10 +130,10 @@ def known() -> dict[str, Any]:
             "pins": dict(_pins),
             "directories": {
                 path: {
-                    "objects": {name: list(each) for name, each in found.objects.items()},
-                    "folders": [*found.folders],
+                    "objects": {name: list(each) for name, each in listing.objects.items()},
+                    "folders": [*listing.folders],
                 }
-                for path, found in _listings.items()
+                for path, listing in _listings.items()
             },
         }
 
@@ -202,13 +202,13 @@ def _listing(path: str) -> Listing:
     """Return the listing of a directory; an empty one if there is no such directory."""
     path = plain(path)
     with _lock:
-        found = _listings.get(path)
-    if found is None:
+        listing = _listings.get(path)
+    if listing is None:
         store, key = store_of(path)
-        found = attempt(store, path, lambda: store.list(key))
+        listing = attempt(store, path, lambda: store.list(key))
         with _lock:
-            _listings[path] = found
-    return found
+            _listings[path] = listing
+    return listing
 
 
 def _find(path: str) -> ObjectStat | bool | None:
@@ -230,12 +230,12 @@ def _find(path: str) -> ObjectStat | bool | None:
             return _single[path]
     store, _ = store_of(root)
     try:
-        found = attempt(store, path, lambda: store.head(key))
+        entry = attempt(store, path, lambda: store.head(key))
     except FileNotFoundError:
-        found = None
+        entry = None
     with _lock:
-        _single[path] = found
-    return found
+        _single[path] = entry
+    return entry
 
 
 def exists(path: str) -> bool:
@@ -259,10 +259,10 @@ def status(path: str) -> os.stat_result:
     Raises:
         FileNotFoundError: there is none.
     """
-    found = _find(path)
-    if found is None:
+    entry = _find(path)
+    if entry is None:
         raise gone(path)
-    return _status(found if isinstance(found, ObjectStat) else None, plain(path))
+    return _status(entry if isinstance(entry, ObjectStat) else None, plain(path))
 
 
 def _status(said: ObjectStat | None, path: str) -> os.stat_result:
@@ -281,10 +281,10 @@ def names(path: str) -> list[str]:
     Raises:
         FileNotFoundError, NotADirectoryError: it is none.
     """
-    found = _find(path)
-    if found is None:
+    entry = _find(path)
+    if entry is None:
         raise FileNotFoundError(errno.ENOENT, "no such directory", path)
-    if found is not True:
+    if entry is not True:
         raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
     listing = _listing(path)
     return sorted({*listing.objects, *listing.folders})
@@ -342,13 +342,13 @@ def open_number(path: str, flags: int) -> int:
     """
     if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
         raise OSError(errno.EROFS, "object stores are read only so far", path)
-    found = _find(path)
-    if found is None:
+    entry = _find(path)
+    if entry is None:
         raise gone(path)
-    if not isinstance(found, ObjectStat):
+    if not isinstance(entry, ObjectStat):
         raise IsADirectoryError(errno.EISDIR, "a directory", path)
     place = plain(path)
-    opened = _OpenObject(place, found, Ranges(found.size, _fetch(place, found)))
+    opened = _OpenObject(place, entry, Ranges(entry.size, _fetch(place, entry)))
     with _lock:
         number = next(_numbers)
         _open[number] = opened
@@ -378,13 +378,13 @@ def _fetch(path: str, said: ObjectStat) -> Callable[[int, int], memoryview]:
 
 
 def _opened(number: int) -> _OpenObject:
-    found = _open.get(number)
-    if found is None:
+    opened = _open.get(number)
+    if opened is None:
         raise ResourceError(
             "an object of a store was opened by another process",
             hint="let processes that are forked open what they read by themselves",
         )
-    return found
+    return opened
 
 
 def close_number(number: int) -> None:

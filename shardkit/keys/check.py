@@ -56,18 +56,18 @@ def own_names_warnings(
     """
     if model_type in _LIKE_TORCHTITANS:
         return ()
-    for what, found in _matches(_OWN_NAMES, names, base):
-        if what != "Megatron's" or any(map(_MEGATRON_ONLY.search, found)):
-            return (f"the names are {what} own, not the Hub's ({_example(found)})",)
+    for what, matched in _matches(_OWN_NAMES, names, base):
+        if what != "Megatron's" or any(map(_MEGATRON_ONLY.search, matched)):
+            return (f"the names are {what} own, not the Hub's ({_example(matched)})",)
     return ()
 
 
 def in_memory_warnings(names: Iterable[str], base: Collection[str] | None) -> tuple[str, ...]:
     """Return a warning for each kind of name that transformers uses in memory only; arguments as above."""
     return tuple(
-        f"{len(found)} names are transformers' own in memory and may not be the Hub's: {what} "
-        f"({_example(found)}); they are written as they are"
-        for what, found in _matches(_IN_MEMORY, names, base)
+        f"{len(matched)} names are transformers' own in memory and may not be the Hub's: {what} "
+        f"({_example(matched)}); they are written as they are"
+        for what, matched in _matches(_IN_MEMORY, names, base)
     )
 
 
@@ -77,9 +77,9 @@ def _matches(
     """Yield each kind of names of which there are any, with those names; the base's names are left out."""
     left = [name for name in names if base is None or name not in base]
     for what, pattern in patterns.items():
-        found = [name for name in left if re.search(pattern, name)]
-        if found:
-            yield what, found
+        matched = [name for name in left if re.search(pattern, name)]
+        if matched:
+            yield what, matched
 
 
 def holds_fused_experts(names: Iterable[str]) -> bool:
@@ -91,15 +91,15 @@ def other_numbers_of_experts(ours: Mapping[str, Shape], base: Mapping[str, Shape
     """Return how many experts a base has one by one, by the names of tensors that hold another number of them as one."""
     numbers = dict[str, set[str]]()
     for name in base:
-        if found := _EXPERT.match(name):
-            numbers.setdefault(found[1], set()).add(found[2])
+        if match := _EXPERT.match(name):
+            numbers.setdefault(match[1], set()).add(match[2])
     return {
-        name: len(numbers[found[1]])
+        name: len(numbers[match[1]])
         for name, shape in ours.items()
         if name not in base
-        and (found := _STACKED.match(name))
-        and found[1] in numbers
-        and shape[:1] != (len(numbers[found[1]]),)
+        and (match := _STACKED.match(name))
+        and match[1] in numbers
+        and shape[:1] != (len(numbers[match[1]]),)
     }
 
 
@@ -115,11 +115,11 @@ def refuse_factors(names: Iterable[str], wanted: Iterable[str] = (), hint: str |
     Raises:
         SourceError: there are such factors.
     """
-    found = [name for name in names if _FACTORS.search(name)]
-    if not found or any(map(_FACTORS.search, wanted)):
+    factors = [name for name in names if _FACTORS.search(name)]
+    if not factors or any(map(_FACTORS.search, wanted)):
         return
-    modules = {_FACTORS.sub("", name): name for name in reversed(found)}
-    has_high = any("_high" in name for name in found)
+    modules = {_FACTORS.sub("", name): name for name in reversed(factors)}
+    has_high = any("_high" in name for name in factors)
     lost = "" if has_high else "; only their trained part is here, so the weights cannot be made from it"
     raise SourceError(
         f"{count(len(modules), 'matrix is', 'matrices are')} stored as factors of orthogonal subspace fine-tuning "
@@ -192,8 +192,8 @@ def find_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> 
         return []
     lists = dict[str, dict[int, set[str]]]()
     for name in shapes:
-        if found := _BLOCK.match(name):
-            path, index, rest = found.groups()
+        if match := _BLOCK.match(name):
+            path, index, rest = match.groups()
             lists.setdefault(path, {}).setdefault(int(index), set()).add(rest)
     text = config.get("text_config")
     text = text if isinstance(text, Mapping) else config
@@ -301,9 +301,9 @@ def _experts(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator
         return
     wanted, experts, stacked = counts.pop(), dict[str, set[int]](), dict[str, Shape]()
     for name, shape in shapes.items():
-        if found := _EXPERT.match(name):
-            experts.setdefault(found[1], set()).add(int(found[2]))
-        elif (found := _STACKED.match(name)) and shape and shape[0] != wanted:
+        if match := _EXPERT.match(name):
+            experts.setdefault(match[1], set()).add(int(match[2]))
+        elif (match := _STACKED.match(name)) and shape and shape[0] != wanted:
             stacked[name] = shape
     lost = [
         f"{path}.{at}"

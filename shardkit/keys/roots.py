@@ -227,9 +227,9 @@ def locate_averaged(source: SortedNames, base: Collection[str] | None) -> Locate
     known = {join(path) for path in model.names.values()}
     prefix = match_prefix([path[len(node.path) :] for path, _ in tensors], known)
     if prefix is not None:
-        found = node.find(prefix)
-        assert found is not None
-        return _below(source, found, aside=located.aside)
+        averaged = node.find(prefix)
+        assert averaged is not None
+        return _below(source, averaged, aside=located.aside)
     return _find(source, node)
 
 
@@ -387,16 +387,16 @@ def _averaged_node(source: SortedNames, model: Located) -> Node:
 def _take_dotless(located: Located, node: Node, model: Located) -> bool:
     """Take averaged weights stored as buffers: their names are the model's without the dots."""
     by_dotless = {join(path).replace(".", ""): path for path in model.names.values()}
-    found = {
+    dotless = {
         child.entries[0].fqn: by_dotless[segment]
         for segment, child in node.children.items()
         if child.entries and segment in by_dotless
     }
-    if 2 * len(found) <= len(node.children) or any(len(path) == 1 for path in found.values()):
+    if 2 * len(dotless) <= len(node.children) or any(len(path) == 1 for path in dotless.values()):
         return False
-    located.names.update(found)
+    located.names.update(dotless)
     located.notes.append(
-        f"{len(found)} averaged weights are stored without dots; their names are the model's"
+        f"{len(dotless)} averaged weights are stored without dots; their names are the model's"
     )
     return True
 
@@ -407,29 +407,29 @@ def _find(source: SortedNames, start: Node) -> Located:
     Raises:
         SourceError: there are several models, and nothing tells which is meant.
     """
-    found, floor, node = Located(root=start.path), start.path, start
+    located, floor, node = Located(root=start.path), start.path, start
     in_lightning, knows_dicts = source.is_lightning, source.paths is not None
     parts = list[Node]()
     for _ in range(_MAX_CHAIN):
-        found.root, parts = node.path, _beside(source, node, found, may_be_dict=True)
+        located.root, parts = node.path, _beside(source, node, located, may_be_dict=True)
         at_attribute = in_lightning and not any(child.is_dict for child in parts)
-        step = _choose(node, parts, found, is_attribute=at_attribute)
+        step = _choose(node, parts, located, is_attribute=at_attribute)
         if step is None:
             break
         if not (step.is_dict or at_attribute or _is_way(step, knows_dicts)):
             if not _knows(step):
-                found.notes.append(
+                located.notes.append(
                     f"every name begins with {_shown(step)}, which may or may not be the model's own: it was kept; "
                     f"--root {_shown(step)} or --base MODEL decides it"
                 )
             break
         if step.is_dict or at_attribute:
             floor, in_lightning = step.path, in_lightning and not at_attribute
-        found.aside |= {other.path: "other weights" for other in parts if other is not step}
+        located.aside |= {other.path: "other weights" for other in parts if other is not step}
         node = step
-    _give_back_prefix(source.tree, found, floor)
-    _take(found, parts)
-    return found
+    _give_back_prefix(source.tree, located, floor)
+    _take(located, parts)
+    return located
 
 
 def _choose(node: Node, parts: list[Node], found: Located, *, is_attribute: bool) -> Node | None:

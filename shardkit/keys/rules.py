@@ -210,8 +210,8 @@ def _load(data: bytes, name: str) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        found: dict[str, Any] = tomllib.loads(data.decode())
-        return found
+        content: dict[str, Any] = tomllib.loads(data.decode())
+        return content
     except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise UsageError(f"{escape(name)} is not TOML: {escape(str(error))}") from None
 
@@ -274,15 +274,17 @@ def _rule(table: Any, number: int, *, is_optional: bool) -> Rule:
 
 def _patterns(table: Mapping[str, Any], key: str, problems: list[str]) -> tuple[str, ...]:
     value = table.get(key, ())
-    found = (value,) if isinstance(value, str) else value
-    if not isinstance(found, (list, tuple)) or not all(isinstance(each, str) and each for each in found):
+    patterns = (value,) if isinstance(value, str) else value
+    if not isinstance(patterns, (list, tuple)) or not all(
+        isinstance(each, str) and each for each in patterns
+    ):
         problems.append(f"{key}: expected a name, or a list of names")
         return ()
-    return tuple(found)
+    return tuple(patterns)
 
 
 def _steps(value: Any, problems: list[str]) -> tuple[Step, ...]:
-    found = list[Step]()
+    steps = list[Step]()
     for table in value if isinstance(value, list) else [value]:
         kinds = [key for key in table if key in _STEPS] if isinstance(table, dict) else []
         if len(kinds) != 1 or set(table) - {kinds[0], *_STEPS[kinds[0]]}:
@@ -297,8 +299,8 @@ def _steps(value: Any, problems: list[str]) -> tuple[Step, ...]:
         if kinds[0] == "pad" and "of" not in options:
             problems.append("steps: pad needs of = ROWS ON THE HUB")
             continue
-        found.append(Step(kind=kinds[0], value=table[kinds[0]], options=options))
-    return tuple(found)
+        steps.append(Step(kind=kinds[0], value=table[kinds[0]], options=options))
+    return tuple(steps)
 
 
 def _are_places(value: Any, length: int) -> bool:
@@ -353,12 +355,12 @@ def _variables(patterns: Iterable[str]) -> set[str]:
 def regex_of(pattern: str) -> re.Pattern[str]:
     """Return the regular expression of a pattern; a variable that comes twice has one value."""
     text, at, seen = "", 0, set[str]()
-    for found in _VARIABLE.finditer(pattern):
-        text += re.escape(pattern[at : found.start()])
-        name = found[1]
-        text += f"(?P={name})" if name in seen else f"(?P<{name}>{'.+' if found[2] else '[0-9]+'})"
+    for variable in _VARIABLE.finditer(pattern):
+        text += re.escape(pattern[at : variable.start()])
+        name = variable[1]
+        text += f"(?P={name})" if name in seen else f"(?P<{name}>{'.+' if variable[2] else '[0-9]+'})"
         seen.add(name)
-        at = found.end()
+        at = variable.end()
     return re.compile(text + re.escape(pattern[at:]))
 
 
@@ -450,9 +452,9 @@ def _parsed(said: str) -> ast.expr:
 
 def _sizes(said: Sequence[Any], total: int, env: ConfigNumbers) -> list[int]:
     """Return sizes whose product is `total`; one of them may be -1."""
-    found = [-1 if each == -1 else env.value(each) for each in said]
-    known = prod(size for size in found if size != -1)
-    return [total // max(known, 1) if size == -1 else size for size in found]
+    sizes = [-1 if each == -1 else env.value(each) for each in said]
+    known = prod(size for size in sizes if size != -1)
+    return [total // max(known, 1) if size == -1 else size for size in sizes]
 
 
 def _dim(value: Any, shape: Shape) -> int:
@@ -501,11 +503,11 @@ def _stacked(
     groups: dict[tuple[int, ...], dict[int, Expression]] = {}
     for key, each in part.items():
         groups.setdefault((*key[:at], *key[at + 1 :]), {})[key[at]] = each
-    for found in groups.values():
-        if sorted(found) != list(range(len(found))):
-            gap = next(n for n in range(len(found)) if n not in found)
-            raise ValueError(f"{{{variable}}} is not 0 to {max(found)} without a gap: {gap} is missing")
-    return {key: stack([found[n] for n in range(len(found))], dim) for key, found in groups.items()}
+    for members in groups.values():
+        if sorted(members) != list(range(len(members))):
+            gap = next(n for n in range(len(members)) if n not in members)
+            raise ValueError(f"{{{variable}}} is not 0 to {max(members)} without a gap: {gap} is missing")
+    return {key: stack([members[n] for n in range(len(members))], dim) for key, members in groups.items()}
 
 
 def _one(step: Step, of: Expression, env: ConfigNumbers) -> Expression:

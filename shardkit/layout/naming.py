@@ -92,14 +92,16 @@ def match_names(
     cleaned = {name: cleaned[name] for name in sorted(cleaned, key=lambda name: natural(cleaned[name]))}
     root = transformers_root(model)
     prefixes = _prefixes(cleaned.values(), targets, root)
-    found = _match(cleaned, targets, prefixes, _Renamed)
+    matched = _match(cleaned, targets, prefixes, _Renamed)
     conversions = Conversions.of(root[1]) if root is not None else None
-    if root is not None and conversions is not None and (found.unused or conversions.keep_names):
+    if root is not None and conversions is not None and (matched.unused or conversions.keep_names):
         other = _match(cleaned, targets, prefixes, lambda name: _Renamed(*conversions.rename(name)))
-        if len(other.unused) < len(found.unused) or (not found.unused and not other.unused and other.fused):
-            found = _converted(other, cleaned, targets, root, conversions, shapes)
+        if len(other.unused) < len(matched.unused) or (
+            not matched.unused and not other.unused and other.fused
+        ):
+            matched = _converted(other, cleaned, targets, root, conversions, shapes)
     if root is None:
-        return _without_ignored(found, lambda name: cleaned[name] in computed_names)
+        return _without_ignored(matched, lambda name: cleaned[name] in computed_names)
     buffers = _Targets(computed_names)
     ignored = _ignored_names(root[1])
 
@@ -110,8 +112,8 @@ def match_names(
             or is_computed(cleaned[name], shapes.get(name, ()) if shapes else ())
         )
 
-    made = _made_names(root[1], root[0], [fqn for fqn in targets.own if fqn not in found.names])
-    return replace(_without_ignored(found, is_left_out), made=made, is_transformers=True)
+    made = _made_names(root[1], root[0], [fqn for fqn in targets.own if fqn not in matched.names])
+    return replace(_without_ignored(matched, is_left_out), made=made, is_transformers=True)
 
 
 class _Targets:
@@ -259,11 +261,11 @@ def find_lacking(model: nn.Module, shapes: Mapping[str, Shape]) -> Lacking:
     """
     state = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)}
     computed = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in state]
-    found = match_names(
+    matched = match_names(
         dict(zip(shapes, shapes, strict=True)), state, shapes=shapes, computed=computed, model=model
     )
-    have: dict[str, Shape | str] = {fqn: tuple(shapes[name]) for fqn, name in found.names.items()}
-    have |= {fqn: made.shape for fqn, made in found.converted.items()} | dict(found.failed)
+    have: dict[str, Shape | str] = {fqn: tuple(shapes[name]) for fqn, name in matched.names.items()}
+    have |= {fqn: made.shape for fqn, made in matched.converted.items()} | dict(matched.failed)
     held = {id(state[name]) for name in have if name in state}  # one name of a tie is enough
     missing = (name for name, tensor in state.items() if name not in have and id(tensor) not in held)
     misfits = [
@@ -271,7 +273,7 @@ def find_lacking(model: nn.Module, shapes: Mapping[str, Shape]) -> Lacking:
         for name, given in have.items()
         if name in state and given != tuple(state[name].shape)
     ]
-    return Lacking(tuple(name for name in missing if name not in found.made), tuple(misfits))
+    return Lacking(tuple(name for name in missing if name not in matched.made), tuple(misfits))
 
 
 def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, Any]:
@@ -341,9 +343,9 @@ def _tied(model: nn.Module) -> list[list[str]]:
 def _not_again(model: nn.Module, own: Mapping[str, Shape], made: Mapping[str, Expression]) -> list[str]:
     """Return the names in the model of which loading would make something else than was there before."""
     shapes = {name: each.shape for name, each in made.items()}
-    found = match_names(dict(zip(shapes, shapes, strict=True)), own, shapes=shapes, model=model)
-    again = {fqn: made[stored] for fqn, stored in found.names.items()}
-    again |= {fqn: substitute(each, made) for fqn, each in found.converted.items()}
+    matched = match_names(dict(zip(shapes, shapes, strict=True)), own, shapes=shapes, model=model)
+    again = {fqn: made[stored] for fqn, stored in matched.names.items()}
+    again |= {fqn: substitute(each, made) for fqn, each in matched.converted.items()}
     return [fqn for fqn, each in again.items() if each != Stored(fqn, tuple(own[fqn]))]
 
 

@@ -310,28 +310,30 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
     inner_first = sorted(paths, key=lambda path: -path.count("."))  # stable: module order within a depth
     for path in (*inner_first, ""):
         held_here = members.get(path, [])
-        cut = [each for each in held_here if each.parameter.ndim]
-        outside |= {each.names[0]: each.parameter for each in held_here if not each.parameter.ndim}
+        cut = [member for member in held_here if member.parameter.ndim]
+        outside |= {member.names[0]: member.parameter for member in held_here if not member.parameter.ndim}
         kinds = _by_kind(cut, has_wide=wide is not None)
         main = _main(kinds, is_root=not path)
         units.append(PlannedUnit(path=path, around=path, is_wide=main is not None and main.is_wide))
         of_weights[path] = _dtype_of(
-            [each for each in kinds.get(main, ()) if not each.is_factor] if main else ()
+            [member for member in kinds.get(main, ()) if not member.is_factor] if main else ()
         )
         taken = {path}
         for kind, held in kinds.items():
             if kind == main:
                 continue
             hosts: dict[str, list[nn.Parameter]] = {}
-            for each in held:
-                host = _host(model, path, each.names, taken)
+            for member in held:
+                host = _host(model, path, member.names, taken)
                 if host is None:
-                    outside[each.names[0]] = each.parameter
+                    outside[member.names[0]] = member.parameter
                 else:
-                    hosts.setdefault(host, []).append(each.parameter)
+                    hosts.setdefault(host, []).append(member.parameter)
             taken.update(hosts)
             computed = (
-                _dtype_of(kinds.get(main) if main else None) if all(each.is_factor for each in held) else None
+                _dtype_of(kinds.get(main) if main else None)
+                if all(member.is_factor for member in held)
+                else None
             )
             split += [
                 PlannedUnit(
@@ -358,7 +360,7 @@ def _with_dtype_around(
         members: its parameters.
         of_weights: path of each unit of the policy -> dtype of its weights; None if it has none.
     """
-    if not members or not all(each.is_factor for each in members):
+    if not members or not all(member.is_factor for member in members):
         return unit
     parts = unit.path.split(".")
     around = (".".join(parts[:size]) for size in range(len(parts) - 1, -1, -1))
@@ -416,28 +418,30 @@ def _is_rounded(modules: Mapping[str, nn.Module], name: str) -> bool:
 
 def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_UnitTraits, list[_Member]]:
     """Sort the parameters of a unit; untrained ones go with others that are computed alike."""
-    trained = list(dict.fromkeys(each.kind for each in members if each.kind.stored is not None))
-    of_weights = {each.kind for each in members if not each.is_factor}
+    trained = list(dict.fromkeys(member.kind for member in members if member.kind.stored is not None))
+    of_weights = {member.kind for member in members if not member.is_factor}
     narrow = [kind.stored for kind in trained if kind in of_weights and not kind.is_wide]
     is_half = has_wide and any(
         stored is not None and stored.is_floating_point and stored.itemsize == 2 for stored in narrow
     )
     found: dict[_UnitTraits, list[_Member]] = {}
-    for each in members:
-        kind, dtype = each.kind, each.parameter.dtype
+    for member in members:
+        kind, dtype = member.kind, member.parameter.dtype
         if kind.stored is None:
             alike = (other for other in trained if other.is_wide == kind.is_wide)
             # Factors are computed as the weights are, which is not what they are stored in.
             kind = next((other for other in alike if other in of_weights or other.stored is dtype), kind)
-        elif is_half and kind.stored is torch.float32 and not (each.is_rounded or each.is_factor):
+        elif is_half and kind.stored is torch.float32 and not (member.is_rounded or member.is_factor):
             kind = replace(kind, is_wide=True)
-        found.setdefault(kind, []).append(each)
+        found.setdefault(kind, []).append(member)
     return found
 
 
 def _dtype_of(members: Sequence[_Member] | None) -> torch.dtype | None:
     """Return the dtype of parameters of one kind; None if there are none."""
-    return next((each.parameter.dtype for each in members or () if each.parameter.is_floating_point()), None)
+    return next(
+        (member.parameter.dtype for member in members or () if member.parameter.is_floating_point()), None
+    )
 
 
 def _main(kinds: Mapping[_UnitTraits, Sequence[_Member]], *, is_root: bool) -> _UnitTraits | None:
@@ -449,7 +453,7 @@ def _main(kinds: Mapping[_UnitTraits, Sequence[_Member]], *, is_root: bool) -> _
 
     def order(kind: _UnitTraits) -> tuple[bool, int, int]:
         size = kind.stored.itemsize if kind.stored is not None else 0
-        return kind.is_wide, size, -sum(each.parameter.numel() for each in kinds[kind])
+        return kind.is_wide, size, -sum(member.parameter.numel() for member in kinds[kind])
 
     return min((kind for kind in kinds if not (is_root and kind.is_wide)), key=order, default=None)
 

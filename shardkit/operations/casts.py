@@ -318,11 +318,11 @@ def _as_base(held: Mapping[str, DType], base: Base | None) -> tuple[dict[str, DT
     assert base is not None
     assert base.tensors is not None
     chosen, absent = dict(held), []
-    for name, found in held.items():
+    for name, dtype in held.items():
         wanted = base.tensors.get(name)
         if wanted is None:
             absent.append(name)
-        elif found.is_convertible and wanted.dtype.is_convertible:
+        elif dtype.is_convertible and wanted.dtype.is_convertible:
             chosen[name] = wanted.dtype
     notes = (
         [f"their dtype is kept, as the base lacks them: {count(len(absent), 'tensor')}: {listed(absent)}"]
@@ -365,20 +365,20 @@ def _from_base(wide: list[str], base: Base | None) -> frozenset[str] | None:
 
 
 def _from_manifest(wide: list[str], names: Mapping[str, str], directory: str) -> frozenset[str] | None:
-    found = manifest.read(directory) if storage.isdir(directory) else None
-    if found is None or isinstance(found, manifest.SavedState):
+    recorded = manifest.read(directory) if storage.isdir(directory) else None
+    if recorded is None or isinstance(recorded, manifest.SavedState):
         return None
     dtypes = {
         names[fqn]: BY_NAME[tensor.dtype]
-        for fqn, tensor in manifest.all_tensors(found).items()
+        for fqn, tensor in manifest.all_tensors(recorded).items()
         if fqn in names
     }
     return _still_wide(dtypes, wide)
 
 
 def _still_wide(dtypes: Mapping[str, DType], wide: list[str]) -> frozenset[str] | None:
-    found = wide_among_half(dtypes)
-    return None if found is None else found.intersection(wide)
+    kept_wide = wide_among_half(dtypes)
+    return None if kept_wide is None else kept_wide.intersection(wide)
 
 
 def _from_transformers(wide: list[str], base: Base | None, target: DType) -> frozenset[str] | None:
@@ -393,8 +393,8 @@ def _from_transformers(wide: list[str], base: Base | None, target: DType) -> fro
         model = build_model(base.directory, trust_remote_code=False, dtype=wanted)
     except Exception:  # transformers or the class may be missing, and a constructor may raise anything
         return None
-    found = built_dtypes(model, wanted)
-    return frozenset(name for name in wide if found.of_stored(name) is torch.float32)
+    class_dtypes = built_dtypes(model, wanted)
+    return frozenset(name for name in wide if class_dtypes.of_stored(name) is torch.float32)
 
 
 def quantised_notes(held: Mapping[str, DType]) -> Iterator[str]:

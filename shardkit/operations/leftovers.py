@@ -296,14 +296,14 @@ def refuse(path: str) -> None:
             f"{escape(path)} is no checkpoint: the parts of a job write there, or have written",
             hint=f"`shardkit status {in_shell(parts)}` says how far they are",
         )
-    found = leftover_at(path)
-    if found is None:
+    leftover = leftover_at(path)
+    if leftover is None:
         return
-    output = destination_of(found.staging)
+    output = destination_of(leftover.staging)
     raise SourceError(
         f"{escape(path)} is no checkpoint: a run works there"
-        if found.owner == "alive"
+        if leftover.owner == "alive"
         else f"{escape(path)} is no checkpoint: it is what a run left that did not end",
-        problems=[f"{label}: {text}" for label, text in describe(found)],
+        problems=[f"{label}: {text}" for label, text in describe(leftover)],
         hint=f"`shardkit status {in_shell(output or '')}` shows all of them, and removes them with `--abort`",
     )

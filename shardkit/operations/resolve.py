@@ -183,36 +183,36 @@ def take(path: str | os.PathLike[str], *, strict: bool = False, whole_steps: boo
         given = os.path.dirname(given) or os.curdir
     given = adapter_file(given) or directory_of(given)
     search = _Search(given)
-    found = search.itself()
-    if found is None and not storage.isdir(given):
+    chosen = search.itself()
+    if chosen is None and not storage.isdir(given):
         formats.open(given)  # raises, and says why it is none
-    found = found or search.below(given, _MAX_DEPTH) or search.newest_unfinished()
-    if PIPELINE in listing(given) and found is not None and found.path != given and found.step is None:
+    chosen = chosen or search.below(given, _MAX_DEPTH) or search.newest_unfinished()
+    if PIPELINE in listing(given) and chosen is not None and chosen.path != given and chosen.step is None:
         formats.open(given)  # raises: one model of a pipeline is not the newest checkpoint of a run
-    if found is not None:
-        rivals = search.rivals.get(found.path, ())
+    if chosen is not None:
+        rivals = search.rivals.get(chosen.path, ())
         step = _step_around(rivals, given) if whole_steps else None
         if step is None:
             _refuse_rivals(given, rivals)
         else:
             search.opened[step] = tuple(model for each in rivals for model in _open_models(each))
-            found = replace(found, path=step, reason=f"it holds {len(rivals)} models")
-        said = list(_passed_over(found, given))
-        doubt = search.doubt or lacks_last(found.path) or lacks_last(given)
-        found = replace(
-            found,
+            chosen = replace(chosen, path=step, reason=f"it holds {len(rivals)} models")
+        said = list(_passed_over(chosen, given))
+        doubt = search.doubt or lacks_last(chosen.path) or lacks_last(given)
+        chosen = replace(
+            chosen,
             warnings=(*filter(None, [doubt]), *(line for line, is_older in said if not is_older)),
             notes=(*(line for line, is_older in said if is_older), *search.notes),
         )
         if strict and doubt is not None:
             raise SourceError(
-                f"{escape(found.path)}: {doubt}",
-                problems=found.warnings[1:],
-                hint=f"wait for the save to end, or give {escape(found.path)} without --strict",
+                f"{escape(chosen.path)}: {doubt}",
+                problems=chosen.warnings[1:],
+                hint=f"wait for the save to end, or give {escape(chosen.path)} without --strict",
             )
-        if strict and found.warnings:
-            raise _not_the_newest(given, found, search.complete)
-        return Taken(resolved=found, opened=search.opened.get(found.path, ()))
+        if strict and chosen.warnings:
+            raise _not_the_newest(given, chosen, search.complete)
+        return Taken(resolved=chosen, opened=search.opened.get(chosen.path, ()))
     if not search.skipped and recognise(given) is None:
         formats.open(given)  # raises, and says what the directory looks like: a save that did not finish, ...
     raise SourceError(
@@ -367,17 +367,17 @@ class _Search:
 
     def itself(self) -> ResolvedCheckpoint | None:
         """Return the path itself where it is a checkpoint, and not also a run directory."""
-        found = recognise(self.home)
-        if found is None:
+        recognised = recognise(self.home)
+        if recognised is None:
             return None
-        if not found.is_sharded and self._holds_training_states():
+        if not recognised.is_sharded and self._holds_training_states():
             first = "the checkpoints of its training come first; its weight file can be given by itself"
             damage = self._damage(self.home)
             self._skip(self.home, damage or first, is_complete=damage is None)
             return None
         tracked = _tracked(self.home)
         step = _step_at(self.home)
-        if found.follows_tracker and tracked is not None:
+        if recognised.follows_tracker and tracked is not None:
             # The directory stands for the save that its tracker names. Where that is damaged, older ones may be whole.
             reason = self._damage(self.home) if len(self._children(self.home)) > 1 else None
             if reason is not None:
@@ -386,18 +386,18 @@ class _Search:
             order = ordered(self._children(self.home), tracked[1])
             self._mention(self.home, [name for place, name in order if place.rule == BEYOND], tracked[0])
             return self._take(
-                self.home, found.name, step_of(tracked[1]), f"{tracked[0]} names {escape(tracked[1])}"
+                self.home, recognised.name, step_of(tracked[1]), f"{tracked[0]} names {escape(tracked[1])}"
             )
-        return self._take(self.home, found.name, step, ITSELF)
+        return self._take(self.home, recognised.name, step, ITSELF)
 
     def newest_unfinished(self) -> ResolvedCheckpoint | None:
         """Return the newest of those that may be taken where nothing finished is there."""
         if not self.unfinished:
             return None
-        found, self.doubt = self.unfinished[0]
-        name = os.path.join(os.path.relpath(found.path, self.home), "")
+        newest, self.doubt = self.unfinished[0]
+        name = os.path.join(os.path.relpath(newest.path, self.home), "")
         self.skipped = [pair for pair in self.skipped if not name.startswith(os.path.join(pair[0], ""))]
-        return replace(found, reason="no finished one is there", skipped=tuple(self.skipped))
+        return replace(newest, reason="no finished one is there", skipped=tuple(self.skipped))
 
     def below(self, directory: str, depth: int) -> ResolvedCheckpoint | None:
         """Return the newest complete checkpoint below a directory, None if there is none.
@@ -417,26 +417,26 @@ class _Search:
         }
         for rule, names in by_rule.items():
             families = list(dict.fromkeys(map(family_of, names))) if rule == OTHER else [None]
-            found = [
+            candidates = [
                 resolved
                 for family in families
                 if (resolved := self._first(directory, names, family, depth)) is not None
             ]
-            if not found:
+            if not candidates:
                 continue
             if tracked and rule != BEYOND:
                 self._mention(directory, by_rule.get(BEYOND, []), tracked[0])
-            best = max(found, key=lambda resolved: -1 if resolved.step is None else resolved.step)
-            if rule == OTHER and best.step is None and len(found) > 1:
-                self._doubt(directory, names, best, found)
+            best = max(candidates, key=lambda resolved: -1 if resolved.step is None else resolved.step)
+            if rule == OTHER and best.step is None and len(candidates) > 1:
+                self._doubt(directory, names, best, candidates)
             name = os.path.relpath(best.path, directory).split(os.sep)[0]
             others = list[tuple[str, str]]()
             if not self._is_in_a_checkpoint(directory):
-                others = [*self._others(directory, best, rule, order, depth), *_undated(best, found)]
+                others = [*self._others(directory, best, rule, order, depth), *_undated(best, candidates)]
             has_model_at_top = directory == self.home and any(path == os.curdir for path, _ in self.skipped)
             has_others = bool(others) or has_model_at_top
             is_only = not self._has_skipped_beside(directory, name)
-            why = _why(best, rule, len(names), len(found), is_only=is_only, has_others=has_others)
+            why = _why(best, rule, len(names), len(candidates), is_only=is_only, has_others=has_others)
             it = escape(name) if best.reason else "it"
             why = why.format(tracker=tracked[0] if tracked else "", it=it)
             for path, reason in others:
@@ -506,13 +506,13 @@ class _Search:
             )
         is_said = rule > STEP  # the trainer itself calls this one the last
         for group in _groups((place, name) for place, name in rest if place.rule != STEP):
-            found = None if is_said and best.step is None else self._peek(directory, group)
-            if found is None or (found.step is None and is_said):
+            newest = None if is_said and best.step is None else self._peek(directory, group)
+            if newest is None or (newest.step is None and is_said):
                 continue
-            if found.step is None or best.step is None:
-                others.append((found.path, _UNDATED))
-            elif found.step > best.step:
-                others.append((found.path, f"it is of step {found.step}, and {best.step} was taken"))
+            if newest.step is None or best.step is None:
+                others.append((newest.path, _UNDATED))
+            elif newest.step > best.step:
+                others.append((newest.path, f"it is of step {newest.step}, and {best.step} was taken"))
         return others
 
     def _peek(self, directory: str, names: list[str]) -> ResolvedCheckpoint | None:
@@ -520,14 +520,14 @@ class _Search:
         search = _Search(self.home)
         search.entries_left = _MAX_PEEKED
         try:
-            found = search._first(directory, names, None, 1)
+            checkpoint = search._first(directory, names, None, 1)
         except SourceError:  # too many entries: a directory of data, which no trainer fills with checkpoints
             return None
         tops = [os.path.relpath(os.path.join(directory, name), self.home) for name in names]
         for path, reason in search.skipped:
             if path in tops:
                 self._skip(os.path.join(self.home, path), reason)
-        return found
+        return checkpoint
 
     def _is_in_a_checkpoint(self, directory: str) -> bool:
         """True if a directory belongs to a checkpoint, so that it holds parts of one."""
@@ -540,9 +540,9 @@ class _Search:
         """Return the first complete one of some names, of one family where one is given."""
         for name in names:
             if family in (None, family_of(name)):
-                found = self._look(os.path.join(directory, name), depth)
-                if found is not None:
-                    return found
+                checkpoint = self._look(os.path.join(directory, name), depth)
+                if checkpoint is not None:
+                    return checkpoint
         return None
 
     def _look(self, path: str, depth: int) -> ResolvedCheckpoint | None:
@@ -572,9 +572,9 @@ class _Search:
     def _inside(self, path: str, depth: int, step: int | None) -> ResolvedCheckpoint | None:
         """Return the newest checkpoint in a directory that is not one itself."""
         num_skipped = len(self.skipped)
-        found = self.below(path, depth - 1) if depth > 0 else None
-        if found is not None:
-            return found if found.step is not None else replace(found, step=step)
+        checkpoint = self.below(path, depth - 1) if depth > 0 else None
+        if checkpoint is not None:
+            return checkpoint if checkpoint.step is not None else replace(checkpoint, step=step)
         if step is not None and len(self.skipped) == num_skipped:
             self._skip(path, "it holds no checkpoint of a known format")
         return None
@@ -660,8 +660,8 @@ class _Search:
         if not storage.isdir(self.home):
             return False
         for name in self._children(self.home):
-            found = recognise(os.path.join(self.home, name)) if step_of(name) is not None else None
-            if found is not None and found.is_sharded:
+            recognised = recognise(os.path.join(self.home, name)) if step_of(name) is not None else None
+            if recognised is not None and recognised.is_sharded:
                 return True
         return False
 
@@ -716,16 +716,16 @@ def _undated(best: ResolvedCheckpoint, found: Iterable[ResolvedCheckpoint]) -> l
 
 
 def _is_sharded(path: str) -> bool:
-    found = recognise(path)
-    return found is not None and found.is_sharded
+    recognised = recognise(path)
+    return recognised is not None and recognised.is_sharded
 
 
 def _without_exports(directory: str, names: list[str]) -> list[str]:
     """Return the names in a step's directory without Hub models, if a sharded checkpoint of that step is there."""
-    found = {name: recognise(os.path.join(directory, name)) for name in names}
-    if not any(row is not None and row.is_sharded for row in found.values()):
+    recognised = {name: recognise(os.path.join(directory, name)) for name in names}
+    if not any(row is not None and row.is_sharded for row in recognised.values()):
         return names
-    return [name for name, row in found.items() if row is None or row.name != "hub"]
+    return [name for name, row in recognised.items() if row is None or row.name != "hub"]
 
 
 def _groups(places: Iterable[tuple[Recency, str]]) -> Iterator[list[str]]:

@@ -480,14 +480,17 @@ def choose_sources(
     for compares_bytes in (False, True):
         with agreed(_COMPARING):
             found = _identity(supply, options, opened, compares_bytes=compares_bytes)
-        told = [_Told(*each) for each in gather_json([*found, group, asked], phase=_COMPARING)]
+        told = [_Told(*answer) for answer in gather_json([*found, group, asked], phase=_COMPARING)]
         # In stores the same weights may be of several versions: in two regions.
-        if not any(each.is_version for each in told) or len({each.identity for each in told} - {None}) == 1:
+        if (
+            not any(answer.is_version for answer in told)
+            or len({answer.identity for answer in told} - {None}) == 1
+        ):
             break
-    if any(each.options != told[0].options for each in told):
+    if any(answer.options != told[0].options for answer in told):
         raise UsageError(
             "the ranks do not have the same strategy, source_rank and check_source",
-            problems=[f"rank {rank}: {each.options}" for rank, each in enumerate(told)],
+            problems=[f"rank {rank}: {answer.options}" for rank, answer in enumerate(told)],
         )
     if options.strategy != "broadcast" and _all_read(told, options.strategy):
         return None
@@ -512,8 +515,8 @@ def _identity(
 
 def _all_read(told: Sequence[_Told], strategy: Strategy) -> bool:
     """True if all ranks can read the same weights; otherwise raise, unless some may read for the others."""
-    blind = [rank for rank, each in enumerate(told) if each.identity is None]
-    others = [rank for rank, each in enumerate(told) if each.identity not in (None, told[0].identity)]
+    blind = [rank for rank, answer in enumerate(told) if answer.identity is None]
+    others = [rank for rank, answer in enumerate(told) if answer.identity not in (None, told[0].identity)]
     if not blind and not others:
         _say(f"direct: all {len(told)} ranks see the same weights")
         return True
@@ -533,28 +536,28 @@ def _all_read(told: Sequence[_Told], strategy: Strategy) -> bool:
 
 def _sources(told: Sequence[_Told], source_rank: SourceRank) -> list[int]:
     """Return the source rank of every rank: the first of its group that can open the source."""
-    found: dict[str, int] = {}
-    for rank, each in enumerate(told):
-        if each.identity is not None:
-            found.setdefault(each.group, rank)
+    source_of: dict[str, int] = {}
+    for rank, answer in enumerate(told):
+        if answer.identity is not None:
+            source_of.setdefault(answer.group, rank)
     problems = [
-        f"rank {rank}: {_first_line(each.reason)}"
-        for rank, each in enumerate(told)
-        if each.group not in found
+        f"rank {rank}: {_first_line(answer.reason)}"
+        for rank, answer in enumerate(told)
+        if answer.group not in source_of
     ]
     SourceError.raise_for(
         problems,
-        f"no rank of some {source_rank} can open the source" if found else "no rank can open the source",
-        hint="source_rank='global' needs only one rank that can" if found else None,
+        f"no rank of some {source_rank} can open the source" if source_of else "no rank can open the source",
+        hint="source_rank='global' needs only one rank that can" if source_of else None,
     )
-    first = min(found.values())
-    others = [rank for rank in found.values() if told[rank].identity != told[first].identity]
+    first = min(source_of.values())
+    others = [rank for rank in source_of.values() if told[rank].identity != told[first].identity]
     SourceError.raise_for(
         [f"rank {rank}: other weights than rank {first}" for rank in others],
         "source ranks see different weights",
         hint="copy the same weights to every node, or use source_rank='global'",
     )
-    return [found[each.group] for each in told]
+    return [source_of[answer.group] for answer in told]
 
 
 def _first_line(reason: str | None) -> str:

@@ -84,10 +84,10 @@ def remember_files(
         tokenizer: the live one, where it was given.
     """
     more = weights.assets if weights is not None else ()
-    found = tuple(dict.fromkeys(each for each in (*directories, *more) if each is not None))
+    places = tuple(dict.fromkeys(each for each in (*directories, *more) if each is not None))
     live = tokenizer if hasattr(tokenizer, "save_pretrained") else None
-    if found or live is not None:
-        setattr(model, _ATTRIBUTE, HubFiles(found, FOLLOWS_LINKS.get(), live, _dtypes(weights)))
+    if places or live is not None:
+        setattr(model, _ATTRIBUTE, HubFiles(places, FOLLOWS_LINKS.get(), live, _dtypes(weights)))
 
 
 def _dtypes(weights: Weights | None) -> dict[str, str]:
@@ -213,15 +213,15 @@ def _saved_dtypes(tensors: Mapping[str, Any]) -> list[tuple[str, DType, int]]:
 
 def _parsed(data: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(data)
+        content = json.loads(data)
     except (ValueError, RecursionError):  # whoever reads the copy says so
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def _beside(files: HubFiles, problems: list[str]) -> dict[str, _Read]:
     """Return the files beside the weights of the Hub model that a model began with."""
-    found, absent = dict[str, _Read](), list[str]()
+    files_beside, absent = dict[str, _Read](), list[str]()
     token = FOLLOWS_LINKS.set(files.follows_links)
     try:
         for directory in (*files.directories, files.last):
@@ -230,17 +230,17 @@ def _beside(files: HubFiles, problems: list[str]) -> dict[str, _Read]:
             except (ShardkitError, OSError) as error:
                 absent.append(str(error))
                 continue
-            has_tokenizer = any(map(is_tokenizer_file, found))
-            has_config = CONFIG in found
+            has_tokenizer = any(map(is_tokenizer_file, files_beside))
+            has_config = CONFIG in files_beside
             for name, read in there.items():
                 is_code = name.endswith(".py") and has_config
                 if not (is_code or (has_tokenizer and is_tokenizer_file(name))):
-                    found.setdefault(name, read)
+                    files_beside.setdefault(name, read)
     finally:
         FOLLOWS_LINKS.reset(token)
-    if absent and not any(map(is_tokenizer_file, found)):
+    if absent and not any(map(is_tokenizer_file, files_beside)):
         problems += absent
-    return found
+    return files_beside
 
 
 def _of_directory(directory: str, problems: list[str]) -> dict[str, _Read]:
@@ -258,13 +258,13 @@ def _of_directory(directory: str, problems: list[str]) -> dict[str, _Read]:
         assets = {
             name: path for name, path in assets.items() if not name.startswith(inside) and name != MODULES
         }
-    found = {name: _reader(path, name) for name, path in assets.items() if name != CARD}
+    files = {name: _reader(path, name) for name, path in assets.items() if name != CARD}
     repo_id = repo_id_of(directory)
     if repo_id is not None:
-        found[CARD] = _constant(card_of(repo_id))
+        files[CARD] = _constant(card_of(repo_id))
     elif CARD in assets and is_own_card(read_small(assets[CARD], CARD, _MAX_BYTES)):
-        found[CARD] = _reader(assets[CARD], CARD)
-    return found
+        files[CARD] = _reader(assets[CARD], CARD)
+    return files
 
 
 def _reader(path: str, name: str) -> _Read:
@@ -280,22 +280,22 @@ def _live_configs(model: Any, problems: list[str]) -> dict[str, _Read]:
 
     A generation config that transformers has made of the config is none: the Hub model's own counts.
     """
-    found = dict[str, _Read]()
+    configs = dict[str, _Read]()
     try:
         config = json.loads(model.config.to_json_string())
         config["architectures"] = [_class_name(model)]
         if os.path.isabs(str(config.get("_name_or_path", ""))):
             del config["_name_or_path"]
-        found[CONFIG] = _constant(dump_config(config))
+        configs[CONFIG] = _constant(dump_config(config))
         generation = getattr(model, "generation_config", None)
         if generation is not None and not getattr(generation, "_from_model_config", False):
             content = json.loads(generation.to_json_string())
             content.pop("compile_config", None)
-            found[GENERATION_CONFIG] = _constant(dump_config(content))
-        found |= _own_code(model)
+            configs[GENERATION_CONFIG] = _constant(dump_config(content))
+        configs |= _own_code(model)
     except Exception as error:  # code of the model's own
         problems.append(f"the config of {escape(type(model).__name__)}: {escape(str(error))}")
-    return found
+    return configs
 
 
 def _own_code(model: Any) -> dict[str, _Read]:
@@ -337,8 +337,8 @@ def _adapter_config(model: Any, problems: list[str]) -> dict[str, _Read]:
 def _class_name(model: nn.Module) -> str:
     """Return the name by which transformers knows a model's class, however it has been subclassed."""
     known = (each for each in type(model).__mro__ if each.__module__.partition(".")[0] in _OF_TRANSFORMERS)
-    found = next(known).__name__
-    return plain_class(model) if found == "PreTrainedModel" else found
+    class_name = next(known).__name__
+    return plain_class(model) if class_name == "PreTrainedModel" else class_name
 
 
 def _live_tokenizer(tokenizer: Any, problems: list[str]) -> dict[str, _Read]:

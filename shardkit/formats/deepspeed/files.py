@@ -183,8 +183,8 @@ def survey(tag: Tag) -> StateFiles:
         if expert := _EXPERT.fullmatch(name):
             experts[int(expert[1] or -1), int(expert[2])] = name
             split += [name] if int(expert[3]) else []
-        found = model or optimizer
-        if found and int(found[2]):
+        match = model or optimizer
+        if match and int(match[2]):
             split.append(name)
         elif model and model[1] is None:
             whole = name
@@ -194,7 +194,7 @@ def survey(tag: Tag) -> StateFiles:
             optimizers.setdefault(int(optimizer[1]), []).append(name)
     if not is_universal:
         _refuse_splits(tag, names, split, _BY_ITSELF if experts else _UNIVERSAL)
-    twice = [tag.prefix + name for found in optimizers.values() if len(found) > 1 for name in found]
+    twice = [tag.prefix + name for match in optimizers.values() if len(match) > 1 for name in match]
     if twice:
         raise SourceError(
             f"{escape(tag.directory)} holds the optimizer files of two saves",
@@ -204,7 +204,7 @@ def survey(tag: Tag) -> StateFiles:
     return StateFiles(
         whole=whole,
         models=models,
-        optimizers={rank: found[0] for rank, found in optimizers.items()},
+        optimizers={rank: match[0] for rank, match in optimizers.items()},
         experts=experts,
         is_universal=is_universal,
     )
@@ -305,24 +305,24 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
 
 def _stacked(layers: Sequence[object]) -> dict[str, int]:
     """Return the parameters that AutoEP makes of the experts of a layer, with the number of these."""
-    found: dict[str, int] = {}
+    num_experts: dict[str, int] = {}
     for layer in map(_strings, layers):
         prefix, number = layer.get("expert_key_prefix"), _count(layer.get("num_experts"))
         if isinstance(prefix, str) and number:
-            found |= {f"{prefix}.{name}": number for name in _AUTOEP}
-    return found
+            num_experts |= {f"{prefix}.{name}": number for name in _AUTOEP}
+    return num_experts
 
 
 def _aliases(layers: Sequence[object], module: Mapping[str, object]) -> dict[str, str]:
     """Return the second names of AutoEP's routers (`gate.gate.weight`), with the first (`router.gate.weight`)."""
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for path in (_strings(layer).get("module_path") for layer in layers):
         for name in module:
             child, _, rest = name.removeprefix(f"{path}.").partition(".")
             first = f"{path}.router.{rest}"
             if name.startswith(f"{path}.") and child not in ("router", "shared_experts") and first in module:
-                found[name] = first
-    return found
+                aliases[name] = first
+    return aliases
 
 
 def _is_in_order(layer: object) -> bool:

@@ -188,10 +188,10 @@ def hub_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...]:
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
     """
-    found = _manifest_of(checkpoint)
-    if not isinstance(found, manifest.Presharded) or found.key_rules:
+    recorded = _manifest_of(checkpoint)
+    if not isinstance(recorded, manifest.Presharded) or recorded.key_rules:
         return ()
-    return source_key_rules(found) or ()
+    return source_key_rules(recorded) or ()
 
 
 def recorded_file_names(checkpoint: Checkpoint) -> dict[str, str]:
@@ -200,8 +200,8 @@ def recorded_file_names(checkpoint: Checkpoint) -> dict[str, str]:
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
     """
-    found = _manifest_of(checkpoint)
-    tensors = found.tensors if isinstance(found, manifest.Presharded) else {}
+    recorded = _manifest_of(checkpoint)
+    tensors = recorded.tensors if isinstance(recorded, manifest.Presharded) else {}
     return {fqn: tensor.source.name for fqn, tensor in tensors.items()}
 
 
@@ -222,17 +222,17 @@ def recorded_names(checkpoint: Checkpoint) -> RecordedNames:
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
     """
-    found = _manifest_of(checkpoint)
-    if isinstance(found, manifest.SavedState):
-        return RecordedNames(tuple(tuple(f"{SAVED_ROOT}.{fqn}" for fqn in group) for group in found.ties))
-    if not isinstance(found, manifest.Presharded):
+    recorded = _manifest_of(checkpoint)
+    if isinstance(recorded, manifest.SavedState):
+        return RecordedNames(tuple(tuple(f"{SAVED_ROOT}.{fqn}" for fqn in group) for group in recorded.ties))
+    if not isinstance(recorded, manifest.Presharded):
         return RecordedNames()
-    omitted = tuple((each.name, each.reason) for each in found.omitted)
-    if found.hub_names is not None or found.key_rules:
-        return RecordedNames(found.ties, omitted=omitted)
-    parts = (leaf.name for made in read_derived(found).values() for leaf in leaves(made))
-    names = {*(tensor.source.name for tensor in found.tensors.values()), *parts, *dict(omitted)}
-    return RecordedNames(found.ties, frozenset(names), omitted)
+    omitted = tuple((each.name, each.reason) for each in recorded.omitted)
+    if recorded.hub_names is not None or recorded.key_rules:
+        return RecordedNames(recorded.ties, omitted=omitted)
+    parts = (leaf.name for made in read_derived(recorded).values() for leaf in leaves(made))
+    names = {*(tensor.source.name for tensor in recorded.tensors.values()), *parts, *dict(omitted)}
+    return RecordedNames(recorded.ties, frozenset(names), omitted)
 
 
 def recorded_root(checkpoint: Checkpoint) -> str:
@@ -241,8 +241,8 @@ def recorded_root(checkpoint: Checkpoint) -> str:
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
     """
-    found = _manifest_of(checkpoint)
-    return (found.root or "") if isinstance(found, manifest.Presharded) else ""
+    recorded = _manifest_of(checkpoint)
+    return (recorded.root or "") if isinstance(recorded, manifest.Presharded) else ""
 
 
 def recorded_osft(checkpoint: Checkpoint) -> manifest.Osft | None:
@@ -251,8 +251,8 @@ def recorded_osft(checkpoint: Checkpoint) -> manifest.Osft | None:
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
     """
-    found = _manifest_of(checkpoint)
-    return found.osft if isinstance(found, manifest.Presharded) else None
+    recorded = _manifest_of(checkpoint)
+    return recorded.osft if isinstance(recorded, manifest.Presharded) else None
 
 
 def recorded_tokens(checkpoint: Checkpoint) -> int | None:
@@ -261,8 +261,8 @@ def recorded_tokens(checkpoint: Checkpoint) -> int | None:
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
     """
-    found = _manifest_of(checkpoint)
-    return found.vocab_size if isinstance(found, (manifest.Presharded, manifest.SavedState)) else None
+    recorded = _manifest_of(checkpoint)
+    return recorded.vocab_size if isinstance(recorded, (manifest.Presharded, manifest.SavedState)) else None
 
 
 def source_key_rules(found: manifest.Presharded) -> tuple[KeyRule, ...] | None:
@@ -281,10 +281,10 @@ def holds_hub_names(checkpoint: Checkpoint) -> bool:
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
     """
-    found = _manifest_of(checkpoint)
-    if isinstance(found, manifest.Presharded):
-        return found.hub_names is None
-    return isinstance(found, manifest.SavedState) and found.key_rules is not None
+    recorded = _manifest_of(checkpoint)
+    if isinstance(recorded, manifest.Presharded):
+        return recorded.hub_names is None
+    return isinstance(recorded, manifest.SavedState) and recorded.key_rules is not None
 
 
 def saved_derived(checkpoint: Checkpoint) -> dict[str, Expression]:
@@ -323,11 +323,11 @@ def _manifest_of(checkpoint: Checkpoint) -> manifest.Manifest | None:
         return checkpoint.manifest
     # In the form of a trainer, preshard's manifest counts too.
     try:
-        found = checkpoint.manifest
+        recorded = checkpoint.manifest
     except IntegrityError:  # who compares checksums warns of it
         return None
-    is_there = isinstance(found, manifest.Presharded) and found.root is not None
-    return found if is_there or (isinstance(found, manifest.FileList) and found.derived) else None
+    is_there = isinstance(recorded, manifest.Presharded) and recorded.root is not None
+    return recorded if is_there or (isinstance(recorded, manifest.FileList) and recorded.derived) else None
 
 
 def _open(label: str, directory: str, *, is_given: bool) -> Base:

@@ -196,15 +196,15 @@ def select_weights(
     if _is_sharded(names):  # even where weights of a model lie beside it
         raise _nothing_found(names, label, adapted, is_repo=is_repo)
     if variant is not None:
-        found = _with_variant(names, variant)
-        if found is None:
+        weights = _with_variant(names, variant)
+        if weights is None:
             raise _no_such_variant(names, label, variant)
-        return replace(found, numbered=tuple(filter(_OF_A_SET.fullmatch, names)))
-    found = _default(names, "safetensors") or _other_index(names, label) or _default(names, "torch-bin")
-    found = found or _only_variant(names, label)
-    if found is None:
+        return replace(weights, numbered=tuple(filter(_OF_A_SET.fullmatch, names)))
+    weights = _default(names, "safetensors") or _other_index(names, label) or _default(names, "torch-bin")
+    weights = weights or _only_variant(names, label)
+    if weights is None:
         raise _nothing_found(names, label, adapted, is_repo=is_repo)
-    return replace(found, numbered=tuple(filter(_OF_A_SET.fullmatch, names)))
+    return replace(weights, numbered=tuple(filter(_OF_A_SET.fullmatch, names)))
 
 
 def select_file(name: str) -> WeightFiles:
@@ -247,37 +247,37 @@ def _default(names: Collection[str], kind: Kind) -> WeightFiles | None:
 
 def _other_index(names: Collection[str], label: str) -> WeightFiles | None:
     variants = {name for _, name, _ in _variants(names)}
-    found = sorted(
+    indexes = sorted(
         name
         for name in names
         if name.endswith(".safetensors.index.json")
         and name not in variants
         and not any(fnmatchcase(name, pattern) for pattern in _NOT_THE_MODEL)
     )
-    if len(found) > 1:
-        raise _ambiguous(label, found)
-    return WeightFiles(kind="safetensors", index=found[0], single=None) if found else None
+    if len(indexes) > 1:
+        raise _ambiguous(label, indexes)
+    return WeightFiles(kind="safetensors", index=indexes[0], single=None) if indexes else None
 
 
 def _only_variant(names: Collection[str], label: str) -> WeightFiles | None:
     known = sorted({variant for variant, _, _ in _variants(names)})
     if len(known) > 1:
         raise _ambiguous(label, sorted(name for _, name, _ in _variants(names)))
-    found = _with_variant(names, known[0]) if known else None
-    if found is None:
+    weights = _with_variant(names, known[0]) if known else None
+    if weights is None:
         return None
     note = f"no default weights in {escape(label)}: took its only variant, {escape(known[0])}"
-    return replace(found, notes=(note,))
+    return replace(weights, notes=(note,))
 
 
 def _with_variant(names: Collection[str], variant: str) -> WeightFiles | None:
     """Return the files of a variant, safetensors before legacy ones; None if there are none."""
     for kind, forms in _FORMS.items():
-        found = [name for form in forms if (name := form.format(f".{variant}")) in names]
-        if len(found) > 1:
-            raise _ambiguous(f"variant {variant}", found)
-        if found:
-            single, index = (None, found[0]) if found[0].endswith(".json") else (found[0], None)
+        matching = [name for form in forms if (name := form.format(f".{variant}")) in names]
+        if len(matching) > 1:
+            raise _ambiguous(f"variant {variant}", matching)
+        if matching:
+            single, index = (None, matching[0]) if matching[0].endswith(".json") else (matching[0], None)
             return WeightFiles(kind=kind, index=index, single=single)
     return None
 
@@ -335,10 +335,10 @@ def _nothing_found(names: Collection[str], label: str, adapted: str | None, *, i
                 problems=[f"missing: {escape(name)}" for name in absent_parts(seen)],
                 hint=_what_to_do(hint, first, label, adapted, is_repo=is_repo),
             )
-    found = sorted(name for name in names if not name.startswith("."))
+    visible = sorted(name for name in names if not name.startswith("."))
     return SourceError(
         f"{escape(label)}: no model weights found, neither model.safetensors nor an index",
-        problems=[f"found {escape(name)}" for name in found],
+        problems=[f"found {escape(name)}" for name in visible],
         hint="download the weights, or give the path of the weight file itself",
     )
 

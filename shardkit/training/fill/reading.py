@@ -250,9 +250,9 @@ class Filled:
 
 def torch_dtype(dtype: DType) -> torch.dtype:
     """Return torch's own object for a dtype."""
-    found = getattr(torch, dtype.name)
-    assert isinstance(found, torch.dtype)
-    return found
+    torch_type = getattr(torch, dtype.name)
+    assert isinstance(torch_type, torch.dtype)
+    return torch_type
 
 
 class Wanted(NamedTuple):
@@ -280,7 +280,7 @@ def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
     """
     weights = supply.weights
     assert weights is not None
-    found: list[Wanted] = []
+    wanted: list[Wanted] = []
     problems: list[str] = []
     for shard in shards:
         if not shard.persistent or any(name in supply.initialised for name in shard.names):
@@ -301,9 +301,9 @@ def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
                 f"{escape(shard.fqn)}: {shard.dtype} in the model, {entry.dtype.name} in the source"
             )
         else:
-            found += _want(shard, entry)
+            wanted += _want(shard, entry)
     LayoutError.raise_for(problems, f"{escape(weights.path)} does not fit the model")
-    return found
+    return wanted
 
 
 def converts(source: DType, target: torch.dtype) -> bool:
@@ -315,10 +315,12 @@ def converts(source: DType, target: torch.dtype) -> bool:
 
 def _want(shard: LocalShard, entry: TensorEntry) -> Iterator[Wanted]:
     """Yield each part of a shard that the stored tensor has, or an empty one."""
-    found = [each for part in shard.parts if (each := shard.cut(part, full_region(entry.shape))) is not None]
-    for region, target in found:
+    overlaps = [
+        each for part in shard.parts if (each := shard.cut(part, full_region(entry.shape))) is not None
+    ]
+    for region, target in overlaps:
         yield Wanted(shard, entry, region, target)
-    if not found:  # the shard is empty, or has new rows only
+    if not overlaps:  # the shard is empty, or has new rows only
         nothing = (0,) * len(entry.shape)
         yield Wanted(
             shard,
@@ -444,9 +446,9 @@ def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _N
 
 def _ranges(reads: Iterable[Read]) -> Ranges:
     """Return the byte ranges that reads fetch from each file; short runs are fetched with the bytes between them."""
-    found = Ranges()
+    by_file = Ranges()
     for read in reads:
-        itemsize, ranges = read.dtype.itemsize, found.setdefault(read.file, [])
+        itemsize, ranges = read.dtype.itemsize, by_file.setdefault(read.file, [])
         each = list(islice(runs(read.part, read.sizes), 2))
         if len(each) > 1 and each[1].source - each[0].source >= _APART_NBYTES // itemsize:
             each = list(runs(read.part, read.sizes))
@@ -457,7 +459,7 @@ def _ranges(reads: Iterable[Read]) -> Ranges:
         else:
             start, stop = _rows(read.part, read.sizes)
             ranges.append((read.place + start * itemsize, read.place + stop * itemsize))
-    return found
+    return by_file
 
 
 class ReadWorker:
@@ -590,8 +592,8 @@ def compare_together(check: SourceCheck, sources: SourceFiles, names: Iterable[s
                 check.complete(rest, crcs)
         sources.check_unchanged()
         check.raise_differences(hint=DAMAGED)
-    found = check.summary(names if rank == 0 else ())
-    return found if size == 1 else together([found])
+    checked = check.summary(names if rank == 0 else ())
+    return checked if size == 1 else together([checked])
 
 
 def together(found: Iterable[CheckedSource]) -> CheckedSource:
