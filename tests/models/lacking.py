@@ -99,7 +99,12 @@ def _check_classes(names: Iterable[str]) -> Iterator[str]:
 def _check_zoo(names: Iterable[str]) -> Iterator[str]:
     for name in names:
         with tempfile.TemporaryDirectory() as out:
-            yield from alarms(name, Path(out))
+            try:
+                yield from alarms(name, Path(out))
+            except shardkit.LayoutError as error:
+                if "quantised" not in str(error):
+                    raise
+                print(f"{name}: refused as quantised, before anything is said to be missing")
 
 
 def main() -> None:
