@@ -697,6 +697,7 @@ class Writer:
             progress=self._progress,
             resume=self.writing.resume,
             overwrites=self.writing.overwrite,
+            look=self._look,
             versions=_versions_of(job),
             on_resumed=partial(self._warn_of_versions, job),
         )

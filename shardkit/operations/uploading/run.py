@@ -20,7 +20,7 @@ from typing import Protocol
 from shardkit.core.text import escape, in_shell
 from shardkit.core.threads import Progress, at_once
 from shardkit.errors import IncompleteError, IntegrityError, Interrupted, ResourceError, UsageError
-from shardkit.files import storage
+from shardkit.files import storage, stores
 from shardkit.files.digest import crc32
 from shardkit.files.remote.contract import WrittenObject
 from shardkit.files.remote.writers import writer_of
@@ -70,6 +70,8 @@ class Upload:
     """Of packages that decided the plan, for whoever goes on."""
     on_resumed: Callable[[Sequence[Mapping[str, str]]], object] = lambda _: None
     """Is told those under which earlier runs wrote what this one takes over."""
+    look: Callable[[str], object] = lambda _: None
+    """Refuses to replace what lies in a directory by now; asked before anything is sent under a name that others use."""
     computed: str = ""
     """Stands for what was computed for the files; a run goes on only with files that were made of the same."""
 
@@ -204,6 +206,9 @@ class StoredFiles:
         Raises:
             UsageError: somebody else was faster, or other files are there.
         """
+        if self._upload.overwrites and self._target.is_flat:
+            stores.forget()
+            self._upload.look(self._target.path)
         names = sorted(
             os.path.relpath(os.path.join(here, name), directory)
             for here, _, found in storage.walk(directory)

@@ -20,6 +20,7 @@ from shardkit.files import stores, uploads
 from shardkit.files.remote.writers import writer_of
 from shardkit.formats.owned import OutputKind
 from shardkit.operations.uploading.place import check_target
+from shardkit.operations.uploading.run import StoredFiles
 from tests.operations.uploading.conftest import MIB, WRITES, Served, fetch, local, objects
 from tests.training import models
 from tests.worlds import stores as servers
@@ -225,6 +226,28 @@ def test_of_a_hub_model_that_is_there_what_people_wrote_stays(served: Served, ou
             "handler.py",
         ]
     assert objects(out) == before
+
+
+@pytest.mark.parametrize("options", [{}, {"part": "1/1"}])
+def test_what_somebody_puts_there_meanwhile_stays(
+    served: Served, out: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Under a name that the output has a file of, too: nothing of it was sent yet."""
+    WRITES["consolidate"](served.home, out)
+    before = objects(out)
+    check_all = StoredFiles.check_all
+
+    def meanwhile(files: StoredFiles) -> None:
+        check_all(files)
+        writer_of(out).put(f"{out}/README.md", b"mine", uploads.crc32(b"mine"))
+
+    monkeypatch.setattr(StoredFiles, "check_all", meanwhile)
+    with pytest.raises(UsageError, match="holds what shardkit did not write") as caught:
+        WRITES["consolidate"](served.home, out, overwrite=True, dtype="bf16", **options)
+    assert [each.partition(":")[0] for each in caught.value.problems] == ["README.md"]
+    found = objects(out)
+    assert found.pop("README.md") == b"mine"
+    assert {name: found[name] for name in before} == before
 
 
 def test_what_cannot_be_done_is_refused(served: Served, out: str) -> None:
