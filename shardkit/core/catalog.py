@@ -51,41 +51,49 @@ class FileStamp(NamedTuple):
 
 
 UNSEEN = -1
-"""In place of a recorded CRC-32 that this process has not looked for; another one has."""
+"""In place of a recorded CRC-32 while the record is closed."""
 
 
-class Unforeseen(Exception):
-    """A record is not stored as it was foreseen: all have to be opened."""
+class OpenRecords(Protocol):
+    """Opens the records of some tensors of a catalog. Of several processes each opens those that it reads.
 
+    Gives a catalog of raw extents, in which the other tensors have no chunks (`beside`).
 
-class ForeseenRecords(Protocol):
-    """The records of a catalog in which only a few are open: nothing may be read of a tensor before its own are.
-
-    All methods raise Unforeseen where some are not stored as it was foreseen; SourceError, IntegrityError and ResourceError,
-    naming file and tensor.
+    Raises:
+        SourceError, IntegrityError, ResourceError: naming file and tensor; all problems of a kind at once.
     """
 
-    def open(self, names: Collection[str], /) -> None:
-        """Open the records of some tensors."""
-
-    def open_as_read(self, names: Collection[str], /) -> None:
-        """Have the records of some tensors opened by `before_read`: nothing else will be read.
-
-        What describes a record lies beside its data. In a store it comes with it, and takes no request of its own.
-        """
-
-    def extent(self, file: int, start: int, stop: int, /) -> tuple[int, int]:
-        """Return (first byte, byte after the last) of a range that is read, with what describes the records at its ends."""
+    def __call__(self, names: Collection[str], /, *, as_read: bool = False) -> Catalog:
+        """Do so; or, with `as_read`, perhaps leave that to the `late` of the catalog."""
         ...
 
-    def before_read(self, fd: int, file: int, start: int, stop: int, /) -> None:
-        """Open the records in which a range of an open file lies, if they are not open. May be called from any thread."""
+
+class LateRecords(Protocol):
+    """Records that are opened when they are read. In a store what describes one comes with its data, in the same requests.
+
+    The methods may be called from any thread. They take what gives the descriptor of a file.
+
+    Raises:
+        SourceError, IntegrityError, ResourceError: as `OpenRecords`.
+    """
+
+    def open(self, fqn: str, descriptor: Callable[[int], int], /) -> None:
+        """Open those of a tensor: its chunks become raw extents."""
+
+    def opened(self, file: int, start: int, descriptor: Callable[[int], int], /) -> tuple[int, int]:
+        """Open one, and return the (file, first byte) of some of its data.
+
+        Args:
+            file: of the record.
+            start: its first byte, and how far from their beginning the data lie.
+        """
+        ...
 
 
 class Checksums:
     """Stretches of a file with a recorded CRC-32, as in a zip's directory; in columns, sorted by first byte.
 
-    They do not overlap. A CRC-32 of 0 means that none was recorded, `UNSEEN` that this process has not looked.
+    They do not overlap. A CRC-32 of 0 means that none was recorded, `UNSEEN` that nobody has looked: the stretch is a record.
     """
 
     __slots__ = ("crcs", "starts", "stops")
@@ -320,10 +328,10 @@ class Catalog:
     """Path of each name in the state dict that was saved, as in DCP's planner_data."""
     notes: tuple[str, ...] = ()
     """What a person should know about this source."""
-    is_foreseen: bool = False
-    """Several processes have this catalog, and each has looked at other records of it."""
-    records: ForeseenRecords | None = field(default=None, init=False)
-    """None where all are open. What is made of the catalog does not have it."""
+    open_records: OpenRecords | None = field(default=None, init=False)
+    """None where no record is closed. What is made of the catalog does not have it by itself."""
+    late: LateRecords | None = field(default=None, init=False)
+    """Opens records that are closed until they are read; None if there are none."""
 
     @property
     def nbytes(self) -> int:
@@ -435,6 +443,17 @@ def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
     for name in names:
         chosen.copy_tensor(catalog, name, name)
     return chosen
+
+
+def beside(chosen: Catalog, whole: Catalog) -> Catalog:
+    """Return a catalog with the tensors of another one beside its own, in the order of that one, and without chunks."""
+    tensors = {
+        name: chosen.tensors.get(name) or replace(entry, first_chunk=0, num_chunks=0)
+        for name, entry in whole.tensors.items()
+    }
+    found = replace(chosen, tensors=tensors, paths=whole.paths)
+    found.late = chosen.late
+    return found
 
 
 def subset_within(catalog: Catalog, wanted: Mapping[str, Sequence[Region]]) -> Catalog:

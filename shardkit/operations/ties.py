@@ -44,7 +44,7 @@ def resolve_ties(
     left out. Two names that the base stores with two values are not tied, whatever its config says.
 
     Args:
-        catalog: raw extents, by stored name.
+        catalog: by stored name; records may be closed.
         names: stored name -> name in the output.
         declared: whether the config ties embeddings; None if it does not say.
         base_names: names that the base stores; None if that is not known.
@@ -112,10 +112,10 @@ def _one_record(
 
 
 def place_of(catalog: Catalog, stored: str) -> tuple[object, ...] | None:
-    """Return where a tensor's bytes lie; None if it has none, or they exist only after decoding."""
+    """Return where a tensor's bytes lie, or its records; None if it has none, or they exist only after decoding."""
     entry, chunks = catalog.tensors[stored], catalog.chunks
     rows = entry.chunk_ids
-    if not entry.nbytes or any(catalog.files[chunks.file[row]].decode for row in rows):
+    if not entry.nbytes or not rows or any(catalog.files[chunks.file[row]].decode for row in rows):
         return None
     extents = tuple((chunks.file[row], chunks.start[row]) for row in rows)
     return entry.dtype.name, entry.shape, extents, tuple(chunks.regions(rows))

@@ -22,7 +22,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from shardkit._version import __version__
-from shardkit.core.catalog import Catalog, FileStamp, Unforeseen
+from shardkit.core.catalog import Catalog, FileStamp
 from shardkit.core.dtypes import DType, short_dtype
 from shardkit.core.result import Result
 from shardkit.core.text import KIB, MIB, count, escape, listed, parse_size
@@ -71,7 +71,7 @@ from shardkit.transfer.journal import (
 from shardkit.transfer.plan import TransferPlan
 
 DIGESTS = ("crc32", "none")
-_NOTES = 2
+_NOTES = 3
 """What parts note of their files; those of another version of shardkit may not be put together with ours."""
 _OF_ONE_MACHINE = "computed_by"
 """What of a job the bits of its factors depend upon, beside the weights."""
@@ -270,11 +270,11 @@ def ingredients(job: Job, stamp: Stamp) -> dict[str, object]:
     """Return the ingredients of a job's hash, as plain data: inputs, options and the version of shardkit."""
     files = job.plan.catalog.files
     plain = {file.path for file in files if file.decode is None}
-    # Which records of a file have to be decoded is known to those processes alone that read them.
+    # What is decoded or computed of a file is known to those processes alone that read it.
     sources = [
         ReadFile(file.name, file.path, file.stamp)
         for file in files
-        if file.decoded_from is None or file.compute is not None or file.path not in plain
+        if file.decode is None or file.path not in plain
     ]
     described: dict[str, object] = {
         **{key: value for key, value in job.decided.items() if key != _VERSIONS},
@@ -394,6 +394,8 @@ class Writer:
         """Factors that lie on the local disk until an output is in its store."""
         self._parts: Divided | None = None
         self._before: tuple[int, int] | None = None
+        self.open_all: Callable[[], Job] | None = None
+        """Returns the job with all records open; None if they are."""
         self._exists: UsageError | None = None
         self._target: UploadTarget | None = None
         self._moved: TransferPlan | None = None
@@ -501,7 +503,6 @@ class Writer:
             after: does what comes after the output. Where others made it, it is called only if they may have died before.
 
         Raises:
-            Unforeseen: a part opened only what it reads itself, and has to know all.
             Interrupted: after a signal.
             IncompleteError: a process died that computed factors.
             IntegrityError, ResourceError: as `Execution.run`, and whatever `describe` raises; or there is no room.
@@ -593,8 +594,7 @@ class Writer:
         Raises:
             UsageError: it is something else; says what differs.
         """
-        _check_opened(job)
-        plan_hash = hash_plan(job)
+        plan_hash, job = hash_plan(job), self._whole(job)
         existing = Existing(
             path=self.path,
             recorded=self.writing.recorded,
@@ -754,10 +754,17 @@ class Writer:
             self._describe_stored(job, upload)
         return result
 
+    def _whole(self, job: Job) -> Job:
+        """Return a job with all records open, where other parts read some of them."""
+        tensors = job.plan.catalog.tensors.values()
+        is_part = any(entry.nbytes and not entry.num_chunks for entry in tensors)
+        return self.open_all() if is_part and self.open_all is not None else job
+
     def _describe_stored(self, job: Job, upload: Upload) -> None:
         """Describe what is in a store already, if that goes to another place."""
         if self.ends and self.describes_elsewhere:
-            _check_opened(job)
+            if (whole := self._whole(job)) is not job:
+                upload = replace(upload, plan=whole.plan.in_order())
             upload.describe_again(SourceCheck(upload.plan.catalog) if self.options.check_source else None)
 
     def facts(self, warnings: Iterable[str]) -> dict[str, Any]:
@@ -1036,16 +1043,6 @@ class Writer:
             if staging is not None:
                 return staging
         return Staging.create(self.path)
-
-
-def _check_opened(job: Job) -> None:
-    """Refuse to read all of a job of which a part has opened only what it reads itself.
-
-    Raises:
-        Unforeseen: it is one.
-    """
-    if job.plan.catalog.records is not None:
-        raise Unforeseen
 
 
 def _beyond_range(tensors: Collection[tuple[str, DType]]) -> Iterator[str]:

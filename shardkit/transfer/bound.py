@@ -8,14 +8,15 @@ times that range. What a converter of transformers makes by operations that are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardkit.core.catalog import Catalog, Computation, OnRead, SourceFile, SourceReader
+from shardkit.core.catalog import Catalog, Computation, OnRead, SourceFile, SourceReader, beside
+from shardkit.core.dtypes import DType
 from shardkit.core.regions import (
     Region,
     Shape,
@@ -61,7 +62,7 @@ def bind(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert |
     """Return a catalog of raw extents that has targets beside the tensors of another.
 
     Args:
-        catalog: of raw extents.
+        catalog: of raw extents; or of records that are still closed, and then so is the result.
         targets: what each further tensor is made of, by its name, which is none of the catalog's.
         convert: runs the converters of transformers that make opaque targets.
 
@@ -69,12 +70,16 @@ def bind(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert |
         LayoutError: an expression needs a tensor that is not there or has another shape, tensors of several
             dtypes, or a converter where there is none; lists all.
     """
-    assert catalog.encoding == "raw"
     _check(catalog, targets, convert)
     bound = replace(catalog, files=list(catalog.files), tensors={}, paths=None)
     bound.chunks = type(catalog.chunks)()
     for name in catalog.tensors:
         bound.copy_tensor(catalog, name, name)
+    if catalog.open_records is not None:
+        for name, made in targets.items():
+            bound.add_tensor(name, _dtype_of(catalog, made), made.shape, iter(()))
+        bound.open_records = partial(_open_of, bound, catalog, targets, convert)
+        return bound
     groups = opaque_groups(targets)
     whole = dict[str, int]()
     if groups:
@@ -86,10 +91,31 @@ def bind(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert |
     for name, made in targets.items():
         if name in whole:
             chunk = (whole[name], 0, bound.files[whole[name]].size, full_region(made.shape))
-            bound.add_tensor(name, catalog.tensors[next(leaves(made)).name].dtype, made.shape, iter((chunk,)))
+            bound.add_tensor(name, _dtype_of(catalog, made), made.shape, iter((chunk,)))
         else:
             _add(bound, catalog, name, made)
     return bound
+
+
+def _open_of(
+    bound: Catalog,
+    catalog: Catalog,
+    targets: Mapping[str, Expression],
+    convert: Convert | None,
+    names: Collection[str],
+    /,
+    *,
+    as_read: bool = False,
+) -> Catalog:
+    """Open the records that some tensors are made of, at once; see `OpenRecords`."""
+    made = {name: targets[name] for name in targets if name in names}
+    assert catalog.open_records is not None
+    opened = catalog.open_records({*names, *(leaf.name for each in made.values() for leaf in leaves(each))})
+    return beside(bind(opened, made, convert), bound)
+
+
+def _dtype_of(catalog: Catalog, made: Expression) -> DType:
+    return catalog.tensors[next(leaves(made)).name].dtype
 
 
 def _read_whole(catalog: Catalog, made: Expression, files: SourceFiles, fqn: str) -> numpy.ndarray:
@@ -122,7 +148,7 @@ def _check(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert
 
 
 def _add(bound: Catalog, catalog: Catalog, target: str, made: Expression) -> None:
-    dtype = catalog.tensors[next(leaves(made)).name].dtype
+    dtype = _dtype_of(catalog, made)
     chunks = list(
         chain.from_iterable(_chunks(bound, catalog, target, piece, dtype.itemsize) for piece in pieces(made))
     )

@@ -13,12 +13,12 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardkit.core.catalog import UNSEEN, Catalog, Checksums
+from shardkit.core.catalog import Catalog, Checksums
 from shardkit.core.text import escape
 from shardkit.files.digest import crc32, crc32_combine
 
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     start: int
     stop: int
     crc: int
-    """As recorded; 0 where nothing is, `UNSEEN` where another process has looked."""
+    """As recorded; 0 where nothing is."""
 
 
 class Run(NamedTuple):
@@ -109,15 +109,17 @@ class Entries:
                 held = tables.get(file.path)
                 tables[file.path] = file.checksums if held is None else held | file.checksums
         self._paths = list(tables)
-        self.tables = list(tables.values())
-        """What each path records."""
+        self._others, self._file_of_other = Checksums.of(()), array("i")
+        self.tables = [*tables.values(), self._others]
+        """What each path records; and last, in no order, what other processes have found in files."""
         self._numbers = {path: number for number, path in enumerate(self._paths)}
         self.table_of = [self._numbers.get(file.path, -1) for file in catalog.files]
         """The number of each file's table; -1 where the file records nothing."""
         self.firsts = array("q", [0])
-        """The number of each table's first entry, and one past the last entry."""
-        for table in self.tables:
+        """The number of each table's first entry."""
+        for table in self.tables[:-1]:
             self.firsts.append(self.firsts[-1] + len(table))
+        self._other_numbers: dict[tuple[int, Entry], int] = {}
         self._plain_files: dict[int, int] = {}
         for index, at in enumerate(self.table_of):
             if not catalog.files[index].decode:
@@ -125,34 +127,66 @@ class Entries:
         decoded = ((self._numbers.get(file.path, -1), file.decoded_from) for file in catalog.files)
         self.decoded = {self.holding(number, *span) for number, span in decoded if span is not None}
         """Entries of which parts are decoded."""
-        self._digest: int | None = None
+        self._labels = list[str]()
+        self._files = self._label()
+        self._table_labels = dict(zip(self.table_of, self._labels, strict=True))
+        files = (number for number in sorted({*catalog.chunks.file}) if self.table_of[number] < 0)
+        plain = (self._labels[number] for number in files if not catalog.files[number].decode)
+        self.unrecorded = int(crc32("\0".join(plain).encode()))
+        """Stands for the files of which nothing is recorded: a manifest may appear between two runs."""
 
     def __len__(self) -> int:
-        return self.firsts[-1]
+        return self.firsts[-1] + len(self._others)
 
     def __getitem__(self, entry: int) -> Entry:
         number = bisect_right(self.firsts, entry) - 1
         table, row = self.tables[number], entry - self.firsts[number]
         return Entry(table.starts[row], table.stops[row], table.crcs[row])
 
-    def learn(self, entry: int, crc: int) -> None:
-        """Take the word of a process that has looked for what is recorded of an entry, if this one has not."""
-        number = bisect_right(self.firsts, entry) - 1
-        crcs, row = self.tables[number].crcs, entry - self.firsts[number]
-        if crcs[row] == UNSEEN:
-            crcs[row] = crc
+    def number_of(self, label: str, entry: Entry) -> int | None:
+        """Return the number of an entry that some process has found, and compared with; None if another one is known here.
 
-    def of_runs(self, runs: Iterable[Run]) -> Iterator[tuple[Run, int, int, int]]:
+        Several processes open the records of other tensors each: an entry that this one has not seen gets a number.
+
+        Args:
+            label: of its file.
+            entry: as it was found there.
+        """
+        file = self._files.get(label)
+        if file is None or not 0 <= entry.start < entry.stop <= self._catalog.files[file].size:
+            return None
+        if (number := self.table_of[file]) >= 0:
+            table, row = self.tables[number], bisect_left(self.tables[number].starts, entry.start)
+            if row < len(table) and table.starts[row] == entry.start:
+                known = Entry(table.starts[row], table.stops[row], table.crcs[row])
+                if known == entry:
+                    return self.firsts[number] + row
+                if known.stop == entry.stop or (known.crc and entry.crc):
+                    return None
+        found = self._other_numbers.setdefault((file, entry), len(self))
+        if found == len(self):
+            columns = self._others.starts, self._others.stops, self._others.crcs
+            for column, value in zip(columns, entry, strict=True):
+                column.append(value)
+            self._file_of_other.append(file)
+        return found
+
+    def of_runs(self, runs: Sequence[Run]) -> Iterator[tuple[Run, int, int, int]]:
         """Yield each run with its entry's start, stop and CRC-32. Fast for runs in the order of entries."""
-        first, end = 0, 0
-        for run in runs:
-            entry = run.entry
+        for run, described in zip(runs, self.described(map(_ENTRY_OF, runs)), strict=True):
+            yield run, *described
+
+    def described(self, entries: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+        """Yield each entry's start, stop and CRC-32. Fast for entries in their order."""
+        first = end = 0
+        for entry in entries:
             if not first <= entry < end:
                 number = bisect_right(self.firsts, entry) - 1
-                table, first, end = self.tables[number], self.firsts[number], self.firsts[number + 1]
+                table, first = self.tables[number], self.firsts[number]
+                end = first + len(table)
                 starts, stops, crcs = table.starts, table.stops, table.crcs
             row = entry - first
-            yield run, starts[row], stops[row], crcs[row]
+            yield starts[row], stops[row], crcs[row]
 
     def table_at(self, path: str) -> int:
         """Return the number of a path's table; -1 where the file records nothing."""
@@ -203,30 +237,36 @@ class Entries:
 
     def file_of(self, entry: int) -> int | None:
         """Return the file that an entry lies in as it is; None if all files of that path are decoded."""
+        if entry >= self.firsts[-1]:
+            return self._file_of_other[entry - self.firsts[-1]]
         return self._plain_files.get(bisect_right(self.firsts, entry) - 1)
 
     def name_of(self, entry: int) -> str:
         """Return the name of an entry's file, safe to print."""
         file = self.file_of(entry)
-        path = self._paths[bisect_right(self.firsts, entry) - 1]
+        path = self._paths[bisect_right(self.firsts, entry) - 1] if file is None else ""
         return escape(path if file is None else self._catalog.files[file].name)
 
     def key(self, entry: int) -> str:
         """Return text that stands for an entry on every rank that reads the same files."""
         return f"{self.name_of(entry)} {self[entry].start}"
 
-    def digest(self) -> int:
-        """Return a digest of all that is recorded: a manifest may appear between two runs.
+    def label_of(self, entry: int) -> str:
+        """Return the name by which all processes know an entry's file."""
+        if entry >= self.firsts[-1]:
+            return self._labels[self._file_of_other[entry - self.firsts[-1]]]
+        return self._table_labels[bisect_right(self.firsts, entry) - 1]
 
-        Of records that were foreseen each process has looked at others.
-        """
-        if self._digest is None:
-            digest, is_foreseen = 0, self._catalog.is_foreseen
-            for table in self.tables:
-                for column in (table.starts, table.stops, *([] if is_foreseen else [table.crcs])):
-                    digest = crc32(column, digest)
-            self._digest = int(digest)
-        return self._digest
+    def _label(self) -> dict[str, int]:
+        """Give each file a label, those at one path the same; return the number of the first file of each."""
+        found, of_path = dict[str, int](), dict[str, str]()
+        for number, file in enumerate(self._catalog.files):
+            label = of_path.get(file.path) if file.path else None
+            if label is None:
+                label = file.name if file.name not in found else f"{file.name} ({len(found)})"
+                found[label], of_path[file.path] = number, label
+            self._labels.append(label)
+        return found
 
 
 def judge(held: Mapping[Span, int], entry: Entry) -> Verdict:

@@ -13,17 +13,18 @@ import threading
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, groupby
 from operator import sub
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from shardkit.core.catalog import UNSEEN, Catalog
+from shardkit.core.catalog import Catalog
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError
 from shardkit.files.digest import crc32, crc32_combine
 from shardkit.transfer.chains import (
     Difference,
     Entries,
+    Entry,
     Evidence,
     Run,
     Span,
@@ -135,7 +136,7 @@ class SourceCheck:
 
     # What was read
 
-    def add(self, runs: Iterable[Run]) -> Evidence:
+    def add(self, runs: Sequence[Run]) -> Evidence:
         """Take what was read, and return it. May be called from any thread."""
         right, others = array("q"), list[Run]()
         with self._lock:
@@ -155,7 +156,7 @@ class SourceCheck:
         """Take a run that is a whole entry."""
         if not self._states[run.entry]:
             self._seen_bytes += run.stop - run.start
-        if not recorded or (recorded == UNSEEN and run.crc != UNSEEN):
+        if not recorded:
             self._states[run.entry] = _UNRECORDED
         elif recorded != run.crc:
             self._differ(run.entry, Difference(run.start, run.stop, run.crc, recorded), run.fqn)
@@ -205,7 +206,7 @@ class SourceCheck:
     def _verdict(self, entry: int) -> Verdict | None:
         """Judge the runs of an entry that was read in parts; None if no CRC-32 is recorded."""
         described = self.entries[entry]
-        if described.crc not in (0, UNSEEN) and entry not in self._verdicts:
+        if described.crc and entry not in self._verdicts:
             verdict = self._verdicts[entry] = judge(self._held[entry], described)
             if verdict.wrong is not None:
                 self._differ(entry, verdict.wrong, "")
@@ -433,73 +434,62 @@ class SourceCheck:
     # What an interrupted run read
 
     def dump(self, evidence: Evidence) -> dict[str, Any]:
-        """Return the evidence as plain data.
+        """Return the evidence as plain data, for processes that may not have looked at the same records.
 
         Returns:
-            tables: a number for the entries that the others are about.
-            whole: entries that were read whole and are right, each as the distance from the one before.
-            parts: four numbers for every other run: entry, first byte within it, bytes, CRC-32.
-            recorded: for processes that have not looked at the same records, two numbers for each entry that is not simply
-                right: entry, recorded CRC-32.
+            files: by label, three lists. The first has three numbers for each entry that was read whole and is right: bytes
+                between the one before and it, its bytes, the recorded CRC-32. The second has six for every other run:
+                the entry's first byte, its bytes, the recorded CRC-32; the run's first byte within it, its bytes, its CRC-32.
+                The third has the tensor that each of these was read for.
+            unrecorded: stands for the files of which nothing was recorded.
         """
-        whole, parts, recorded_of = set(evidence.right), list[int](), dict[int, int]()
+        whole, found = set(evidence.right), dict[str, tuple[list[int], list[int], list[str]]]()
         for run, begin, end, recorded in self.entries.of_runs(joined(evidence.runs, self.entries.decoded)):
-            entry, start, stop, crc, _ = run
+            entry, start, stop, crc, fqn = run
             if (begin, end) == (start, stop) and (crc == recorded or not recorded):
                 whole.add(entry)
             else:
-                parts += (entry, start - begin, stop - start, crc)
-            if not recorded or (begin, end, crc) != (start, stop, recorded):
-                recorded_of[entry] = recorded
-        ordered = sorted(whole)
-        steps = [*ordered[:1], *map(sub, ordered[1:], ordered)]  # a million of them are small numbers
-        told = {"tables": self.entries.digest(), "whole": steps, "parts": parts}
-        if self._catalog.is_foreseen:
-            told["recorded"] = [number for pair in recorded_of.items() for number in pair]
-        return told
+                _, parts, names = found.setdefault(self.entries.label_of(entry), ([], [], []))
+                names.append(fqn)
+                parts += (begin, end - begin, recorded, start - begin, stop - start, crc)
+        # A million of them are small numbers, and in the order of their bytes.
+        ends = dict[str, int]()
+        for label, entries in groupby(sorted(whole), key=self.entries.label_of):
+            rows, at = found.setdefault(label, ([], [], []))[0], ends.get(label, 0)
+            for start, stop, recorded in self.entries.described(entries):
+                rows += (start - at, stop - start, recorded)
+                at = ends[label] = stop
+        return {"files": found, "unrecorded": self.entries.unrecorded}
 
     def load(self, told: object) -> bool:
         """Take an earlier run's `dump`; False if it compared nothing, or with something else."""
-        whole, parts = (told.get("whole"), told.get("parts")) if isinstance(told, Mapping) else (None, None)
-        if isinstance(told, Mapping) and told.get("tables") != self.entries.digest():
-            return False
-        if not _are_ints(whole) or not _are_ints(parts) or len(parts) % 4:
-            return False
-        runs, entry, num_entries = list[Run](), 0, len(self.entries)
-        if not self._learn(told.get("recorded", []) if isinstance(told, Mapping) else None):
-            return False
-        for step in whole:
-            entry += step
-            if not 0 <= entry < num_entries:
-                return False
-            runs.append(Run(entry, *self.entries[entry], ""))
-        for entry, offset, nbytes, crc in zip(*[iter(parts)] * 4, strict=True):
-            begin, end = self.entries[entry][:2] if 0 <= entry < num_entries else (0, 0)
-            if not 0 <= offset < offset + nbytes <= end - begin:
-                return False
-            runs.append(Run(entry, begin + offset, begin + offset + nbytes, crc, ""))
-        self.add(runs)
-        return True
+        runs = self._runs_of(told)
+        if runs is not None:
+            self.add(runs)
+        return runs is not None
 
-    def _learn(self, recorded: object) -> bool:
-        """Take what a `dump` tells of records that this process has not looked at; False if that is not what `dump` tells."""
-        if not _are_ints(recorded) or len(recorded) % 2:
-            return False
-        entries, crcs = recorded[::2], recorded[1::2]
-        if not all(0 <= entry < len(self.entries) for entry in entries):
-            return False
-        with self._lock:
-            for entry, crc in zip(entries, crcs, strict=True):
-                self.entries.learn(entry, crc)
-        return True
+    def _runs_of(self, told: object) -> list[Run] | None:
+        """Return the runs of a `dump`; None if it is none, or something else was recorded by then."""
+        files = told.get("files") if isinstance(told, Mapping) else None
+        if not isinstance(told, Mapping) or not isinstance(files, Mapping):
+            return None
+        if told.get("unrecorded") != self.entries.unrecorded:
+            return None
+        runs = list[Run]()
+        for label, lists in files.items():
+            if not _are_lists(lists):
+                return None
+            for entry, offset, nbytes, crc, fqn in _rows_of(*lists):
+                number = self.entries.number_of(label, entry)
+                if number is None or not 0 <= offset < offset + nbytes <= entry.stop - entry.start:
+                    return None
+                runs.append(Run(number, entry.start + offset, entry.start + offset + nbytes, crc, fqn))
+        self._states.extend(bytes(len(self.entries) - len(self._states)))
+        return runs
 
     def has_doubts(self, told: Mapping[str, Any]) -> bool:
         """True if a `dump` that was loaded has to do with an entry that differs."""
-        entry, entries = 0, list[int]()
-        for step in told["whole"]:
-            entry += step
-            entries.append(entry)
-        return not self._different.keys().isdisjoint((*entries, *told["parts"][::4]))
+        return any(run.entry in self._different for run in self._runs_of(told) or ())
 
 
 class _Counts:
@@ -610,6 +600,30 @@ class Runs:
 
 def _length(extent: Sequence[int]) -> int:
     return extent[1] - extent[0]
+
+
+def _rows_of(
+    whole: Sequence[int], parts: Sequence[int], names: Sequence[str]
+) -> Iterator[tuple[Entry, int, int, int, str]]:
+    """Yield the runs of a file of a `dump`: entry, first byte within it, bytes, CRC-32, the tensor."""
+    at = 0
+    for step, nbytes, recorded in zip(*[iter(whole)] * 3, strict=True):
+        at += step + nbytes
+        yield Entry(at - nbytes, at, recorded), 0, nbytes, recorded, ""
+    rows = zip(*[iter(parts)] * 6, strict=True)
+    for (start, length, recorded, offset, nbytes, crc), fqn in zip(rows, names, strict=True):
+        yield Entry(start, start + length, recorded), offset, nbytes, crc, fqn
+
+
+def _are_lists(lists: object) -> bool:
+    """True for the lists of a file of a `dump`."""
+    if not isinstance(lists, list | tuple) or len(lists) != 3:
+        return False
+    whole, parts, names = lists
+    if not (_are_ints(whole) and _are_ints(parts) and isinstance(names, list)):
+        return False
+    is_text = all(isinstance(name, str) for name in names)
+    return is_text and not len(whole) % 3 and len(parts) == 6 * len(names)
 
 
 def _are_ints(values: object) -> TypeGuard[list[int]]:

@@ -225,12 +225,7 @@ class Execution:
         with (
             one_thread_each(self.plan.needs_torch),
             self._holding(),
-            SourceFiles(
-                files,
-                self._options.recent_bytes,
-                check=self._source_check,
-                records=self.plan.catalog.records,
-            ) as sources,
+            SourceFiles(files, self._options.recent_bytes, check=self._source_check) as sources,
         ):
             try:
                 self._create_files()

@@ -74,6 +74,7 @@ class Filler:
         share_extents: bool,
     ) -> None:
         self._plan, self._controls, self._shares = plan, controls, share_extents
+        self._late = plan.catalog.late
         self._reader, self._silent_reader = sources.reader(), sources.reader(compares=False)
         self._digests, self._check, self._advance = controls.digests, controls.check, controls.advance
         self._buffer, self._raw, self._band_bytes = bytearray(buffer_bytes), bytearray(), band_bytes
@@ -106,6 +107,8 @@ class Filler:
         if source is not None:
             crc = self._stream(stream, source, first, nbytes, dtype)
         elif fqn in self._plan.gathered:
+            if self._late is not None:
+                self._late.open(fqn, self._reader.descriptor)
             crc = self._gather(stream, image.hole(index), self._plan.catalog.tensors[fqn].dtype)
         else:  # filled or scattered before, and in another order, so the digest has to be read back
             place = stream.position
@@ -121,6 +124,9 @@ class Filler:
         """Fill the hole at the stream's position; return the CRC-32 of its bytes, 0 without digests."""
         crc = 0
         for move in source.moves(first, first + nbytes // dtype.itemsize):
+            if self._late is not None:
+                file, start = self._late.opened(move.file, move.start, self._reader.descriptor)
+                move = Move(file, start, move.nbytes)
             if source.dtype is not dtype:
                 crc = self._convert(stream, move, source.dtype, dtype, crc)
             elif self._shares and move.nbytes >= _MIN_CLONED and (move.start - stream.position) % BLOCK == 0:
@@ -132,7 +138,7 @@ class Filler:
 
     def _copy(self, stream: Stream, file: int, start: int, nbytes: int, crc: int) -> int:
         self._check()
-        if nbytes <= BLOCK:
+        if nbytes <= BLOCK and not (self._late is not None and self._reader.is_decoded(file)):
             data = self._reader.read_small(file, start, nbytes, stream.fqn)
             stream.put(data)
             return crc32(data, crc) if self._digests else 0

@@ -313,25 +313,22 @@ def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_orde
     dealt_out = [fqn for fqn, holes in plan.scattered.items() if any(number in kept for number, _ in holes)]
     for file, found in chunk_ranges(plan.catalog, dealt_out).items():
         ranges.setdefault(file, []).extend(found)
-    records = plan.catalog.records
-    if records is not None:
-        for file, found in ranges.items():
-            found[:] = (records.extent(file, start, stop) for start, stop in found)
+    if plan.catalog.late is not None:  # whole records: what describes one comes with its data
+        pieces = (piece for task in tasks for piece in plan.images[task.image].pieces(task.start, task.stop))
+        ranges |= chunk_ranges(plan.catalog, {piece.fqn: None for piece in pieces})
     if in_source_order:
         tasks = [task for each in sorted(map(sorted, together.values())) for _, task in each]
     return Reading(tasks, ranges, num_places)
 
 
 def chunk_ranges(catalog: Catalog, names: Iterable[str]) -> Ranges:
-    """Return where all of some tensors lies."""
+    """Return where all of some tensors lies, with what describes it where records are closed."""
     table, found = catalog.chunks, Ranges()
     for fqn in names:
         entry = catalog.tensors[fqn]
-        for row, region in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
+        for row in entry.chunk_ids:
             start = table.start[row]
-            found.setdefault(table.file[row], []).append(
-                (start, start + region.num_elements * entry.dtype.itemsize)
-            )
+            found.setdefault(table.file[row], []).append((start, start + table.nbytes[row]))
     return found
 
 

@@ -18,7 +18,6 @@ from shardkit.core.catalog import (
     Catalog,
     Computation,
     FileStamp,
-    ForeseenRecords,
     OnRead,
     SourceFile,
     TensorEntry,
@@ -94,7 +93,6 @@ class SourceFiles:
         recent_bytes: most bytes kept from small reads.
         check: told of everything that is read.
         on_read: told of what is read of each file, as it lies on disk.
-        records: those that are opened before they are read.
         opened: descriptors by path, of which it takes out and closes what it reads.
     """
 
@@ -105,10 +103,9 @@ class SourceFiles:
         *,
         check: SourceCheck | None = None,
         on_read: OnRead | None = None,
-        records: ForeseenRecords | None = None,
         opened: dict[str, int] | None = None,
     ) -> None:
-        self.check, self.on_read, self.records = check, on_read, records
+        self.check, self.on_read = check, on_read
         self.recent = _RecentBlocks(recent_bytes)
         self._files = files
         self._lock = threading.Lock()
@@ -347,14 +344,9 @@ class Reader:
             self._sources.give_back(file)
         self._borrowed.clear()
 
-    def open_records(self, file: int, start: int, stop: int) -> None:
-        """Open the records in which a range of a file on disk lies: it is about to be read.
-
-        Raises:
-            Unforeseen, SourceError, IntegrityError, ResourceError: as `ForeseenRecords`.
-        """
-        if self._sources.records is not None:
-            self._sources.records.before_read(self.descriptor(file), file, start, stop)
+    def is_decoded(self, file: int) -> bool:
+        """True for bytes that lie in no file as they are."""
+        return self._sources.is_decoded(file)
 
     def descriptor(self, file: int) -> int:
         """Return an open descriptor of a file on disk."""
@@ -374,7 +366,6 @@ class Reader:
         Raises:
             IntegrityError, ResourceError: as `read_into`.
         """
-        self.open_records(file, start, start + nbytes)
         number, skip = divmod(start, BLOCK)
         block = self._recent.get((file, number)) or self._read_block(file, number)
         data = block[skip : skip + nbytes]
@@ -424,7 +415,6 @@ class Reader:
                     self._runs.take_over(runs)
                 return None
             fd = self.descriptor(file)
-        self.open_records(file, start, start + size)
         if self._runs is None or size <= _COMPARED_NBYTES:
             self._fill(fd, file, buffer, start, fqn)
             return self.tell(file, start, buffer, fqn)
@@ -562,18 +552,17 @@ def same_bytes(catalog: Catalog, a: str, b: str) -> bool:
 
     Raises:
         IntegrityError, ResourceError: a file cannot be read as described.
-        Unforeseen, SourceError: as `ForeseenRecords`.
+        SourceError: records that are still closed cannot be opened.
     """
+    if catalog.open_records is not None:
+        catalog = catalog.open_records((a, b))
     one, other = catalog.tensors[a], catalog.tensors[b]
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     ours, theirs = _chunks(catalog, one), _chunks(catalog, other)
-    # Tied tensors are nearly always cut alike.
-    are_cut_alike = [region for region, _ in ours] == [region for region, _ in theirs]
-    if catalog.records is not None:
-        (catalog.records.open_as_read if are_cut_alike else catalog.records.open)((a, b))
-    with SourceFiles(catalog.files, records=catalog.records) as files, files.reader() as reader:
-        if are_cut_alike:
+    with SourceFiles(catalog.files) as files, files.reader() as reader:
+        # Tied tensors are nearly always cut alike.
+        if [region for region, _ in ours] == [region for region, _ in theirs]:
             pairs = zip(ours, theirs, strict=True)
             return all(_same_chunks(reader, catalog, row, twin, one) for (_, row), (_, twin) in pairs)
         whole = full_region(one.shape)
@@ -596,8 +585,6 @@ def _same_chunks(reader: Reader, catalog: Catalog, a: int, b: int, entry: Tensor
         return True
     left, right = bytearray(_SAME_NBYTES), bytearray(_SAME_NBYTES)
     total = table.region(a).num_elements * entry.dtype.itemsize
-    for row in (a, b):  # a difference says nothing unless both are what was foreseen
-        reader.open_records(table.file[row], table.start[row], table.start[row] + total)
     for start in range(0, total, _SAME_NBYTES):
         size = min(_SAME_NBYTES, total - start)
         for row, buffer in ((a, left), (b, right)):

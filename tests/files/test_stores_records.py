@@ -38,7 +38,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def test_no_record_takes_a_request_of_its_own(served: Served, tmp_path: Path) -> None:
-    """But one of each kind. All bytes are compared with what the records say."""
+    """And all bytes are compared with what the records say."""
     save_rank_local(layers, RANKS, tmp_path / "dcp")
     put(tmp_path / "dcp", "records")
     whole = shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **OPTIONS)
@@ -48,7 +48,7 @@ def test_no_record_takes_a_request_of_its_own(served: Served, tmp_path: Path) ->
             "s3://bucket/records", tmp_path / "out", part=f"{number}/{PARTS}", **OPTIONS
         )
         small = [seen for seen in served.proxy.ranges("/records/__") if seen.nbytes <= DESCRIPTION]
-        assert len(small) <= 2 + RANKS  # the ranks' .metadata, and the ends of one record
+        assert len(small) <= RANKS  # their .metadata
     manifest = "shardkit.json"
     assert {**contents(tmp_path / "out"), manifest: b""} == {**contents(tmp_path / "whole"), manifest: b""}
     assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
@@ -56,7 +56,7 @@ def test_no_record_takes_a_request_of_its_own(served: Served, tmp_path: Path) ->
 
 
 def test_a_record_of_another_form_is_found_as_it_is_read(served: Served, tmp_path: Path) -> None:
-    """One rank stored a layer by columns: its part begins anew, and opens all."""
+    """One rank stored a layer by columns."""
 
     def make(mesh: DeviceMesh) -> dict[str, Any]:
         made = layers(mesh)
@@ -82,7 +82,8 @@ def test_a_record_of_another_form_is_found_as_it_is_read(served: Served, tmp_pat
 def test_large_records_are_fetched_once(served: Served, tmp_path: Path) -> None:
     """Each is longer than a request. What describes it lies at both ends.
 
-    One thread reads: several that are out of step may drive out what another has not used yet.
+    One thread reads: several that are out of step may drive out what another has not used yet. So little memory may not hold
+    the end of a record, which is read first, until the data have come so far.
     """
 
     def make(mesh: DeviceMesh) -> dict[str, Any]:
@@ -95,4 +96,4 @@ def test_large_records_are_fetched_once(served: Served, tmp_path: Path) -> None:
     done = shardkit.consolidate("s3://bucket/long", tmp_path / "out", part="1/1", **options)
     assert done.checked_bytes == done.read_bytes
     fetched = sum(seen.nbytes for seen in served.proxy.ranges("/long/__") if "distcp" in seen.path)
-    assert fetched <= 1.03 * sum(path.stat().st_size for path in (tmp_path / "dcp").glob("*.distcp"))
+    assert fetched <= 1.07 * sum(path.stat().st_size for path in (tmp_path / "dcp").glob("*.distcp"))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.core.catalog import Catalog, Checksums, SourceFile
+from shardkit.core.catalog import Catalog, Checksums, SourceFile, subset
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError
@@ -337,30 +339,76 @@ def test_an_interrupted_run_tells_the_next_one(tmp_path: Path, damaged: tuple[in
     [
         None,
         {},
-        {"whole": [0]},
-        {"whole": [3], "parts": []},
-        {"whole": [], "parts": [1]},
-        {"whole": "0", "parts": []},
+        {"files": None},
+        {"files": {"source.bin": [[10, 100, 0], []]}},
+        {"files": {"source.bin": [[10, 100], [], []]}},
+        {"files": {"source.bin": [["10", 100, 0], [], []]}},
+        {"files": {"source.bin": [[10, 101, 0], [], []]}},  # it ends behind the file
+        {"files": {"source.bin": [[], [10, 100, 0, 50, 51, 0], ["t0"]]}},  # and this run behind its entry
+        {"files": {"source.bin": [[], [10, 100, 0, 50, 50, 0], []]}},
+        {"files": {"source.bin": [[], [10, 100, 0, 50, 50, 0], [0]]}},
+        {"files": {"another.bin": [[10, 100, 0], [], []]}},
     ],
 )
 def test_what_a_run_without_checks_left_is_not_taken(tmp_path: Path, told: object) -> None:
     catalog, _ = source(tmp_path, [100])
     check = SourceCheck(catalog)
     if isinstance(told, dict):
-        told = {"tables": check.dump(Evidence.of_all([]))["tables"], **told}
+        told = {"unrecorded": check.dump(Evidence.of_all([]))["unrecorded"], **told}
     assert not check.load(told)
 
 
 def test_what_was_compared_with_something_else_is_not_taken(tmp_path: Path) -> None:
-    """A manifest came or went between two runs: the numbers of entries are about others."""
+    """A manifest came, or another one, between two runs."""
     catalog, content = source(tmp_path, [100, 200])
     before = SourceCheck(catalog)
     told = before.runs()
     told.add(0, places(catalog)[0][0], content[slice(*places(catalog)[0])], "t")
     journal = before.dump(told.take())
-    assert SourceCheck(catalog).load(journal)
     held = catalog.files[0].checksums
     assert held is not None
-    fewer = Checksums(held.starts[1:], held.stops[1:], held.crcs[1:])
-    catalog.files[0] = replace(catalog.files[0], checksums=fewer)
-    assert not SourceCheck(catalog).load(journal)
+    others = [[1, *held.crcs[1:]], [0, *held.crcs[1:]]]
+    for checksums in (held, *(Checksums(held.starts, held.stops, array("q", crcs)) for crcs in others)):
+        catalog.files[0] = replace(catalog.files[0], checksums=checksums)
+        assert SourceCheck(catalog).load(journal) == (checksums is held)
+    catalog.files[0] = replace(catalog.files[0], checksums=None)
+    nothing = SourceCheck(catalog).dump(Evidence.of_all([]))
+    catalog.files[0] = replace(catalog.files[0], checksums=held)
+    assert not SourceCheck(catalog).load(nothing)
+
+
+@pytest.mark.parametrize("damaged", [(), (30,), (150,)])
+def test_processes_that_have_opened_other_records_put_together_what_they_read(
+    tmp_path: Path, damaged: tuple[int, ...]
+) -> None:
+    """Each has its own entries, and one not even the file's. Whoever commits has those of the first."""
+    catalog, content = source(tmp_path, [100, 200, 300], damaged=damaged, unrecorded=2)
+    held, found = catalog.files[0].checksums, list[Any]()
+    assert held is not None
+    rows = list(held.rows())
+
+    def opened(*mine: int) -> Catalog:
+        own = subset(catalog, [f"t{number}" for number in mine])
+        checksums = Checksums.of(rows[number] for number in mine) if mine else None
+        own.files[0] = replace(own.files[0], checksums=checksums)
+        return own
+
+    for mine in ((0,), (1, 2), ()):
+        check = SourceCheck(opened(*mine))
+        for number in mine:
+            start, stop = places(catalog)[number]
+            for begin, end in ((start, stop),) if number != 1 else ((start, start + 90), (start + 90, stop)):
+                told = check.runs()
+                told.add(0, begin, content[begin:end], f"t{number}")
+                found.append(json.loads(json.dumps(check.dump(told.take()))))
+    check = SourceCheck(own := opened(0))
+    assert all(check.load(each) for each in (*found, *found))
+    if not damaged:
+        assert finish(check, own) == (300, {NOT_RECORDED: (1, 300)})
+        return
+    with pytest.raises(IntegrityError) as caught:
+        finish(check, own)
+    (line,) = caught.value.problems
+    number = 0 if damaged == (30,) else 1
+    assert line.startswith(f"t{number}: source.bin: bytes {rows[number][0]} to ")
+    assert [check.has_doubts(each) for each in found] == ([1, 0, 0, 0] if number == 0 else [0, 1, 1, 0])

@@ -104,8 +104,8 @@ class DcpFolder(Protocol):
     ) -> Catalog:
         """Return the same with those chunks alone in which some regions lie; no other record is opened."""
 
-    def foresee(self, names: Collection[str], *, opens_all: bool = False) -> Catalog:
-        """Return the same for one of several processes: its `records` are opened as far as this one reads them."""
+    def defer(self, names: Collection[str]) -> Catalog:
+        """Return the same with records that its `open_records` opens, as far as somebody reads them."""
 
 
 class Dequantized(NamedTuple):

@@ -19,6 +19,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from shardkit.core.catalog import (
     MIN_COLUMNS,
@@ -27,6 +28,7 @@ from shardkit.core.catalog import (
     FileStamp,
     SourceFile,
     TensorEntry,
+    beside,
     subset,
     subset_within,
 )
@@ -47,7 +49,7 @@ from shardkit.formats.dcp.metadata import (
     rank_files,
     read_rank_metadata,
 )
-from shardkit.formats.dcp.records import check_records, foresee_raw, select_raw
+from shardkit.formats.dcp.records import check_records, open_late, select_raw
 from shardkit.keys.names import is_flat_parameter
 
 _SUFFIX = ".distcp"
@@ -105,19 +107,23 @@ class DcpDirectory:
         transforms = {row: known[place] for row, place in places if place in known} if known else {}
         return select_raw(chosen, transforms, tuple(wanted), opened=opened)
 
-    def foresee(self, names: Collection[str], *, opens_all: bool = False) -> Catalog:
-        """Return the same for one of several processes: it opens few records before it knows what it reads.
+    def defer(self, names: Collection[str]) -> Catalog:
+        """Return the same with records that are still closed: what is decided by names, dtypes and shapes needs none.
 
-        Args:
-            names: in the order that the result is to have.
-            opens_all: some were not as it was foreseen; see `ForeseenRecords`.
+        Those that went through an extension are not opened before they are read, whoever reads them.
 
         Raises:
             SourceError, IntegrityError, ResourceError: as `select`.
         """
-        if not self.has_records:
-            return subset(self.catalog, names)
-        return foresee_raw(self.catalog, self.transforms, names, opens_all=opens_all)
+        if not self.has_records or self.transforms:
+            return self.select(names)
+        catalog = subset(self.catalog, names)
+        catalog.open_records = partial(self._open_of, catalog)
+        return catalog
+
+    def _open_of(self, catalog: Catalog, names: Collection[str], /, *, as_read: bool = False) -> Catalog:
+        chosen = [name for name in catalog.tensors if name in names]
+        return beside(open_late(self.catalog, chosen) if as_read else self.select(chosen), catalog)
 
     def check(self, names: Collection[str]) -> Iterator[str]:
         """Read the bytes of some tensors and yield a line for each record with another CRC-32 than recorded.

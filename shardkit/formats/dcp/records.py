@@ -15,14 +15,13 @@ import io
 import os
 import stat
 import threading
-from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit.core.catalog import (
@@ -35,13 +34,12 @@ from shardkit.core.catalog import (
     OnRead,
     SourceFile,
     TensorEntry,
-    Unforeseen,
     ignore_read,
     subset,
 )
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape
-from shardkit.core.text import count, escape
+from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import storage
 from shardkit.files.stores import is_remote
@@ -128,52 +126,6 @@ def select_raw(
     return chosen
 
 
-def foresee_raw(
-    catalog: Catalog, transforms: Transforms, names: Collection[str], *, opens_all: bool = False
-) -> Catalog:
-    """Do what `select_raw` does for one of several processes, each of which reads other tensors.
-
-    One record of each kind is opened: of a dtype, a shape and a length in bytes. The others are taken to be like it, until the
-    result's `records` are told what this process is going to read. All are opened if one of these is not contiguous or
-    has no CRC-32, or if any of the checkpoint was transformed; all processes come to the same answer.
-
-    Args:
-        catalog, transforms, names: as for `select_raw`.
-        opens_all: some were not as it was foreseen.
-
-    Raises:
-        SourceError, IntegrityError, ResourceError: as `select_raw`.
-    """
-    if opens_all:
-        chosen = select_raw(catalog, transforms, names)
-        chosen.is_foreseen = True
-        return chosen
-    sample, likes = _sample(catalog, names)
-    seen = select_raw(sample, {}, tuple(sample.tensors)) if not transforms else None
-    if seen is None or len(seen.files) > len(catalog.files) or seen.notes:
-        return select_raw(catalog, transforms, names)
-    chosen = subset(catalog, names)
-    table, found = chosen.chunks, dict[int, dict[tuple[int, int], int]]()
-    stored = [_stretch(seen, row) for row in range(len(seen.chunks))]
-    for row, like in enumerate(likes):
-        distance = table.start[row] - sample.chunks.start[like]
-        is_seen = not distance and table.file[row] == sample.chunks.file[like]
-        table.start[row], table.nbytes[row] = seen.chunks.start[like] + distance, seen.chunks.nbytes[like]
-        held = found.setdefault(table.file[row], {})
-        if (stretch := stored[like]) is not None:
-            start, nbytes, crc = stretch
-            place = start + distance, nbytes
-            held[place] = max(held.get(place, UNSEEN), crc if is_seen else UNSEEN)
-    for number, held in found.items():
-        file = seen.files[number]
-        if file.stamp is None:
-            file = replace(file, stamp=stamp_unread(file))
-        chosen.files[number] = replace(file, checksums=_checksums(held))
-    chosen.encoding, chosen.is_foreseen = "raw", True
-    chosen.records = _ForeseenRecords(catalog, chosen)
-    return chosen
-
-
 def stamp_unread(file: SourceFile) -> FileStamp:
     """Return the stamp of a file that is not opened before it is read: each of many parts, or ranks, would open all."""
     try:
@@ -186,221 +138,91 @@ def stamp_unread(file: SourceFile) -> FileStamp:
         return stamp_of(fd)
 
 
-def _sample(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, array[int]]:
-    """Return a catalog of one chunk of each kind; and for each chunk of the tensors, in order, the row that it is like."""
-    sample = Catalog(
-        format=catalog.format,
-        directory=catalog.directory,
-        encoding=catalog.encoding,
-        files=list(catalog.files),
-    )
-    table, likes, kinds = catalog.chunks, array("q"), dict[tuple[str, int, bytes, int], int]()
-    for fqn in names:
-        entry, rows = catalog.tensors[fqn], list[int]()
-        boxes, num_dims = table.boxes(entry.chunk_ids), len(entry.shape)
-        for place, row in enumerate(entry.chunk_ids):
-            at = (2 * place + 1) * num_dims
-            kind = (entry.dtype.name, num_dims, boxes[at : at + num_dims].tobytes(), table.nbytes[row])
-            like = kinds.setdefault(kind, len(kinds))
-            if like == len(sample.chunks) + len(rows):
-                rows.append(row)
-            likes.append(like)
-        if rows:
-            chunks = (
-                (table.file[row], table.start[row], table.nbytes[row], table.region(row)) for row in rows
-            )
-            sample.add_tensor(fqn, entry.dtype, entry.shape, chunks)
-    return sample, likes
-
-
-def _stretch(catalog: Catalog, row: int) -> tuple[int, int, int] | None:
-    """Return (first byte, bytes, CRC-32) of the storage that a chunk lies in; None if it has no bytes."""
-    checksums, start = catalog.files[catalog.chunks.file[row]].checksums, catalog.chunks.start[row]
-    if checksums is None:
-        return None
-    at = bisect_right(checksums.starts, start) - 1
-    if at < 0 or start >= checksums.stops[at]:
-        return None
-    return checksums.starts[at], checksums.stops[at] - checksums.starts[at], checksums.crcs[at]
-
-
-def _checksums(held: Mapping[tuple[int, int], int]) -> Checksums:
-    return Checksums.of((start, nbytes, crc) for (start, nbytes), crc in held.items())
-
-
-class _ForeseenRecords:
-    """See `ForeseenRecords`.
+def open_late(catalog: Catalog, names: Collection[str]) -> Catalog:
+    """Return a catalog of some of the tensors, whose records its `late` opens when they are read.
 
     Args:
-        catalog: with encoding "torch-record".
-        foreseen: from `foresee_raw`; its files get the CRC-32s.
+        catalog: with encoding "torch-record"; no record was put through an extension.
+        names: in the order that the result is to have.
+    """
+    chosen = subset(catalog, names)
+    table, rows = chosen.chunks, dict[int, dict[int, list[int]]]()
+    for row in _in_order(chosen):
+        rows.setdefault(table.file[row], {}).setdefault(table.start[row], []).append(row)
+    for file, of_file in rows.items():
+        checksums = Checksums.of((start, table.nbytes[row], UNSEEN) for start, (row, *_) in of_file.items())
+        chosen.files[file] = replace(chosen.files[file], checksums=checksums)
+    chosen.late = _LateRecords(catalog, chosen, rows)
+    return chosen
+
+
+class _LateRecords:
+    """See `LateRecords`.
+
+    Args:
+        closed: with encoding "torch-record".
+        catalog: from `open_late`. Its chunks, and the checksums of its files, become those of records that are open.
+        rows: its chunks by file and by the first byte of their records, in that order.
     """
 
-    def __init__(self, catalog: Catalog, foreseen: Catalog) -> None:
-        self._catalog, self._foreseen = catalog, foreseen
-        self._opened, self._names = set[str](), list[str]()
-        self._places: dict[int, _Places] = {}
-        self._thread, self._lock = threading.local(), threading.Lock()
+    def __init__(
+        self, closed: Catalog, catalog: Catalog, rows: Mapping[int, Mapping[int, list[int]]]
+    ) -> None:
+        self._closed, self._catalog = closed, catalog
+        self._starts = {file: list(of_file) for file, of_file in rows.items()}
+        self._rows = {file: list(of_file.values()) for file, of_file in rows.items()}
+        table = catalog.chunks
+        self._places = list(zip(table.file, table.start, strict=True))
+        self._entries = [entry for entry in catalog.tensors.values() if entry.num_chunks]
+        self._firsts = [entry.first_chunk for entry in self._entries]
+        self._is_open, self._locks = set[tuple[int, int]](), dict[tuple[int, int], threading.Lock]()
+        self._thread, self._appending = threading.local(), threading.Lock()
 
-    def open(self, names: Collection[str]) -> None:
-        """See `ForeseenRecords`."""
-        exact = select_raw(
-            self._catalog, {}, [name for name in dict.fromkeys(names) if name not in self._opened]
-        )
-        foreseen, others, is_alike = self._foreseen, list[str](), True
-        ours, theirs = foreseen.chunks, exact.chunks
-        for fqn, entry in exact.tensors.items():
-            for row, there in zip(foreseen.tensors[fqn].chunk_ids, entry.chunk_ids, strict=True):
-                file = foreseen.files[ours.file[row]]
-                if not _take_crc(file, exact.files[ours.file[row]], _stretch(foreseen, row)):
-                    others.append(f"{escape(fqn)}: {escape(file.name)}")
-                is_alike &= (ours.file[row], ours.start[row], ours.nbytes[row]) == (
-                    theirs.file[there],
-                    theirs.start[there],
-                    theirs.nbytes[there],
-                )
-        SourceError.raise_for(
-            others,
-            f"{count(len(others), 'record')} {'lies' if len(others) == 1 else 'lie'} otherwise in a file than others of "
-            "that shape",
-            hint="leave --part out: one process looks at all records before it plans",
-        )
-        if not is_alike:
-            raise Unforeseen
-        self._opened.update(names)
+    def open(self, fqn: str, descriptor: Callable[[int], int], /) -> None:
+        """See `LateRecords`."""
+        for row in self._catalog.tensors[fqn].chunk_ids:
+            self.opened(*self._places[row], descriptor)
 
-    def open_as_read(self, names: Collection[str]) -> None:
-        """See `ForeseenRecords`."""
-        self._names, self._places = list(dict.fromkeys(names)), {}
-        found, at_once = dict[int, dict[int, _UnopenedRecord]](), list[str]()
-        for fqn in self._names:
-            rows = self._catalog.tensors[fqn].chunk_ids, self._foreseen.tensors[fqn].chunk_ids
-            for there, row in zip(*rows, strict=True):
-                if _stretch(self._foreseen, row) is None:  # nothing of it will be read
-                    at_once.append(fqn)
-                    continue
-                place = self._place(fqn, there, row)
-                known = found.setdefault(self._catalog.chunks.file[there], {}).setdefault(place.start, place)
-                if known.kind != place.kind:  # only one of the two can be what the record says
-                    at_once += (fqn, known.fqn)
-        self._places = {
-            file: _Places([places[start] for start in sorted(places)]) for file, places in found.items()
-        }
-        if any(each.overlap for each in self._places.values()):
-            at_once = self._names
-        self.open(at_once)
+    def opened(self, file: int, start: int, descriptor: Callable[[int], int], /) -> tuple[int, int]:
+        """See `LateRecords`."""
+        at = bisect_right(self._starts[file], start) - 1
+        rows, table, key = self._rows[file][at], self._catalog.chunks, (file, at)
+        if key not in self._is_open:
+            with self._locks.setdefault(key, threading.Lock()):
+                if key not in self._is_open:
+                    self._open_record(file, at, descriptor(file))
+                    self._is_open.add(key)
+        return table.file[rows[0]], table.start[rows[0]] + start - self._starts[file][at]
 
-    def _place(self, fqn: str, there: int, row: int) -> _UnopenedRecord:
-        table, entry = self._catalog.chunks, self._catalog.tensors[fqn]
-        kind = entry.dtype, table.region(there).sizes, table.nbytes[there]
-        return _UnopenedRecord(table.start[there], table.start[there] + table.nbytes[there], kind, fqn, row)
-
-    def extent(self, file: int, start: int, stop: int) -> tuple[int, int]:
-        """See `ForeseenRecords`."""
-        places, table = self._places.get(file), self._foreseen.chunks
-        for at in () if places is None else places.between(start, stop):
-            assert places is not None
-            place = places[at]
-            if start <= table.start[place.row] < stop:
-                start = min(start, place.start)
-            if start < table.start[place.row] + table.nbytes[place.row] <= stop:
-                stop = max(stop, place.stop)
-        return start, stop
-
-    def before_read(self, fd: int, file: int, start: int, stop: int) -> None:
-        """See `ForeseenRecords`.
-
-        A record is opened as the last of its bytes are about to be read: what lies behind them comes with these. What lies
-        before them is kept until then. Whoever reads a tensor reads all of each record: chunks do not overlap.
-        """
-        places, source, table = self._places.get(file), self._foreseen.files[file], self._foreseen.chunks
-        for at in () if places is None else places.between(start, stop):
-            assert places is not None
-            if places.is_open[at]:
-                continue
-            place, stretch = places[at], _stretch(self._foreseen, places[at].row)
-            first, last = table.start[place.row], table.start[place.row] + table.nbytes[place.row]
-            assert stretch is not None
-            if start <= first and at not in places.heads:
-                places.heads[at] = read_exactly(fd, place.start, stretch[0] - place.start, source.name)
-            if stop >= last:
-                if not self._open_one(fd, source, place, stretch, places.heads.pop(at, b"")):
-                    with self._lock:  # all problems of this process at once
-                        self.open(self._names)
-                        self._places = {}
-                    return
-                places.is_open[at] = True
-
-    def _open_one(
-        self, fd: int, source: SourceFile, place: _UnopenedRecord, stretch: tuple[int, int, int], head: bytes
-    ) -> bool:
-        """Open a record whose first bytes are known; False if it is damaged or not as foreseen."""
+    def _open_record(self, file: int, at: int, fd: int) -> None:
+        catalog, table, source = self._catalog, self._catalog.chunks, self._catalog.files[file]
         scanner = getattr(self._thread, "scanner", None)
         if scanner is None:
             scanner = self._thread.scanner = RecordScanner(0)
-        table, row, (dtype, sizes, nbytes) = self._foreseen.chunks, place.row, place.kind
-        scanner.open(fd, place.start, head)
-        try:
-            record = scanner.read((dtype, sizes), place.start, nbytes, where=escape(source.name))
-        except ResourceError:
-            raise
-        except SourceError:
-            return False
-        if (
-            difference(self._foreseen.tensors[place.fqn], sizes, record)
-            or not record.is_contiguous
-            or (record.start, record.nbytes) != (table.start[row], table.nbytes[row])
-            or (record.data_start, record.data_nbytes) != stretch[:2]
-        ):
-            return False
+        scanner.open(fd)
+        for row in self._rows[file][at]:
+            entry, sizes = self._tensor_of(row), table.region(row).sizes
+            place = table.start[row], table.nbytes[row]
+            try:
+                record = scanner.read((entry.dtype, sizes), *place, where=escape(source.name))
+                if reason := difference(entry, sizes, record):
+                    raise IntegrityError(f"{escape(entry.fqn)}: {escape(source.name)}: {reason}")
+                if (padded := padding(record, entry.shape)) is not None:
+                    raise padded
+            except SourceError:
+                select_raw(
+                    self._closed, {}, tuple(catalog.tensors)
+                )  # refuses it, with all others that are wrong
+                raise
+            with self._appending:
+                _point(catalog, entry, row, record)
         checksums = source.checksums
-        assert checksums is not None
-        checksums.crcs[bisect_right(checksums.starts, stretch[0]) - 1] = record.crc32 or 0
-        return True
+        assert checksums is not None  # `open_late`
+        checksums.starts[at], checksums.stops[at] = record.data_start, record.data_start + record.data_nbytes
+        checksums.crcs[at] = record.crc32 or 0
 
-
-class _UnopenedRecord(NamedTuple):
-    """A record that is opened as it is read."""
-
-    start: int
-    stop: int
-    kind: tuple[DType, Shape, int]
-    fqn: str
-    """A tensor that it belongs to."""
-    row: int
-    """Of the foreseen catalog."""
-
-
-class _Places(list[_UnopenedRecord]):
-    """Those of one file, by their first bytes."""
-
-    def __init__(self, places: Sequence[_UnopenedRecord]) -> None:
-        super().__init__(places)
-        self._starts = [place.start for place in places]
-        self.overlap = any(a.stop > b.start for a, b in pairwise(places))
-        self.is_open = bytearray(len(places))
-        self.heads: dict[int, bytes] = {}
-        """Of those that are being read, what lies before the data."""
-
-    def between(self, start: int, stop: int) -> range:
-        """Return which of them some bytes lie in."""
-        first = max(bisect_right(self._starts, start) - 1, 0)
-        if first < len(self) and self[first].stop <= start:
-            first += 1
-        return range(first, bisect_left(self._starts, stop))
-
-
-def _take_crc(foreseen: SourceFile, exact: SourceFile, stretch: tuple[int, int, int] | None) -> bool:
-    """Note what an opened file records of a stretch of bytes; False if it has no such stretch."""
-    if stretch is None:
-        return True
-    ours, theirs, (start, nbytes, _) = foreseen.checksums, exact.checksums, stretch
-    assert ours is not None
-    at = -1 if theirs is None else bisect_right(theirs.starts, start) - 1
-    if theirs is None or at < 0 or (theirs.starts[at], theirs.stops[at]) != (start, start + nbytes):
-        return False
-    ours.crcs[bisect_right(ours.starts, start) - 1] = theirs.crcs[at]
-    return True
+    def _tensor_of(self, row: int) -> TensorEntry:
+        return self._entries[bisect_right(self._firsts, row) - 1]
 
 
 def check_records(catalog: Catalog, transforms: Transforms, names: Collection[str]) -> Iterator[str]:

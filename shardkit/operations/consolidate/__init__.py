@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from shardkit.core.catalog import Unforeseen
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import MIB, escape, listed, parse_size
 from shardkit.core.threads import OnStep, Progress, silent
@@ -25,7 +24,6 @@ from shardkit.formats.fold import folded_base, take_folded
 from shardkit.formats.hub.assets import is_weights
 from shardkit.formats.hub.base import Base, find_base, open_base
 from shardkit.formats.hub.directory import model_class_of
-from shardkit.formats.hub.safetensors import SafetensorsImage
 from shardkit.formats.hub.tokenizer import open_tokenizer
 from shardkit.formats.owned import HUB_INDEX, OutputKind, is_text
 from shardkit.formats.registry import stray_weights
@@ -36,7 +34,6 @@ from shardkit.operations.consolidate.job import ConsolidateJob, ConsolidateOptio
 from shardkit.operations.consolidate.run import ClassCheck, HubDescriptions, Recording
 from shardkit.operations.destination import is_file_of, label_of, write_sidecar
 from shardkit.operations.parts.agreement import Command, Share, as_share
-from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken, adapter_file, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
@@ -232,22 +229,16 @@ def consolidate(
             on_warning(text)
         told.add(text)
 
-    def carry_out(request: _Request) -> ConsolidateResult:
-        writer = Writer(
-            "consolidate",
-            moving,
-            writing,
-            kind=OutputKind.HUB,
-            looks_late=True,
-            progress=progress,
-            on_warning=warn_once,
-        )
-        return _consolidate(request, options, recording, publishing, writer, on_step or silent)
-
-    try:
-        return carry_out(request)
-    except Unforeseen:  # the files that are finished by now are kept
-        return carry_out(replace(request, opens_all=True))
+    writer = Writer(
+        "consolidate",
+        moving,
+        writing,
+        kind=OutputKind.HUB,
+        looks_late=True,
+        progress=progress,
+        on_warning=warn_once,
+    )
+    return _consolidate(request, options, recording, publishing, writer, on_step or silent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,8 +252,6 @@ class _Request:
     strict: bool
     ask_class: bool
     dequantize: bool
-    opens_all: bool = False
-    """A part opens all records before it plans: some were not as it was foreseen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,10 +329,12 @@ def _consolidate(
     writer.describes_elsewhere = sidecar is not None
     opened, base = _open(taken, request, options)
     # What is there is compared as a whole, whatever this process would write of it.
-    moved = replace(writer.writing, share=None) if writer.exists else writer.writing
-    job = _decide(opened, base, options, moved, opens_all=request.opens_all, on_step=on_step)
+    moved = None if writer.exists else share
+    as_read = not writer.writing.dry_run
+    job = build_job(opened, base, options, share=moved, as_read=as_read, on_step=on_step)
     if is_remote(path):
         job = job.marked(writer.hash_in_store(job)[:8])
+    writer.open_all = job.whole
     writer.check_beside(
         {asset.name: asset.read for asset in job.assets if not is_weights(asset.name)},
         {} if base is None else earlier_assets(base),
@@ -426,39 +417,6 @@ def _open(taken: Taken, request: _Request, options: ConsolidateOptions) -> tuple
     given = request.base
     base = find_base(opened) if given is None else open_base(given, revision=request.base_revision)
     return opened, None if base is None else folded_base(plain_base(base))
-
-
-def _decide(
-    checkpoint: Checkpoint,
-    base: Base | None,
-    options: ConsolidateOptions,
-    writing: Writing,
-    *,
-    opens_all: bool,
-    on_step: OnStep,
-) -> ConsolidateJob:
-    """Build the job. Of several processes each opens the records that it reads; errors as `build_job`.
-
-    Raises:
-        Unforeseen: not with `opens_all`.
-    """
-    dcp, share = checkpoint.dcp, writing.share
-    if share is None or dcp is None or checkpoint.select != dcp.select:
-        return build_job(checkpoint, base, options, on_step=on_step)
-    foresee = partial(dcp.foresee, opens_all=opens_all)
-    job = build_job(checkpoint, base, options, select=foresee, on_step=on_step)
-    job.open_records(_images_of(job, share), as_read=not writing.dry_run)
-    return job
-
-
-def _images_of(job: ConsolidateJob, share: Share | None) -> list[SafetensorsImage]:
-    """Return the files that this process writes: all, those of its part, or none where all parts are done."""
-    images = list(job.output)
-    if share is None:
-        return images
-    if not isinstance(share, Part):
-        return []
-    return [images[number] for number in share_of([image.size for image in images], share)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import sqrt
@@ -52,10 +52,6 @@ _BY_PEFT = "PEFT merges it into a model that lies elsewhere"
 _BLOCK_BYTES = 64 << 20  # of float32 values that are computed at a time
 
 
-Select = Callable[[Collection[str]], Catalog]
-"""See `Checkpoint.select`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
     """The tensors that are going to be written."""
@@ -63,7 +59,7 @@ class Chosen:
     kind: str
     """"model", "adapter" or "merged"."""
     catalog: Catalog
-    """Raw extents."""
+    """Records may be closed."""
     names: dict[str, str]
     """Name in the catalog -> name in the output."""
     adapter_config: bytes | None = None
@@ -76,8 +72,6 @@ class Chosen:
     """Why sets that know all names, or most, did not give them."""
     origins: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Name in the catalog of a tensor that is made of stored ones -> their names."""
-    are_closed: bool = False
-    """Records of the catalog were left closed."""
 
 
 def choose_tensors(
@@ -87,7 +81,6 @@ def choose_tensors(
     *,
     merge: bool,
     adapter_config: str | None,
-    select: Select | None = None,
 ) -> Chosen:
     """Decide what is written of a checkpoint that may hold an adapter.
 
@@ -97,7 +90,6 @@ def choose_tensors(
         base: where an `adapter_config.json` may lie.
         merge: add the adapter to the weights that it was trained on.
         adapter_config: an `adapter_config.json`, or the directory that it lies in, given by a person.
-        select: in place of the checkpoint's own, for a model.
 
     Raises:
         SourceError: there is no adapter to merge, it cannot be merged, or its settings are not known.
@@ -112,12 +104,10 @@ def choose_tensors(
             raise _adapter_alone(checkpoint, base)
         return _merged(checkpoint, names, settings)
     if peft.kind == "none":
-        catalog = (select or checkpoint.select)(list(names))
-        are_closed = catalog.records is not None
-        return Chosen(kind="model", catalog=catalog, names=dict(names), are_closed=are_closed)
+        return Chosen(kind="model", catalog=_deferred(checkpoint, list(names)), names=dict(names))
     stored = {name: source for source, name in names.items()}
     chosen = {stored[name]: target for name, target in peft.adapter_names.items()}
-    catalog = checkpoint.select(list(chosen))
+    catalog = _deferred(checkpoint, list(chosen))
     shapes = {name: catalog.tensors[stored[name]].shape for name in peft.adapter_names}
     held = checkpoint.catalog.tensors
     of_base = {
@@ -133,6 +123,13 @@ def choose_tensors(
         notes=tuple(_adapter_notes(peft, settings)),
         warnings=() if content is not None else (_NO_CONFIG,),
     )
+
+
+def _deferred(checkpoint: Checkpoint, names: list[str]) -> Catalog:
+    """Return a catalog of some tensors, whose records are still closed where they can be."""
+    dcp = checkpoint.dcp
+    is_plain = dcp is not None and checkpoint.select == dcp.select
+    return dcp.defer(names) if dcp is not None and is_plain else checkpoint.select(names)
 
 
 _NO_CONFIG = (

@@ -68,7 +68,7 @@ from shardkit.operations.casts import (
     held_folded,
 )
 from shardkit.operations.consolidate.adapter import STEM as ADAPTER_STEM
-from shardkit.operations.consolidate.adapter import Chosen, Select, choose_tensors, merged_by_peft
+from shardkit.operations.consolidate.adapter import Chosen, choose_tensors, merged_by_peft
 from shardkit.operations.consolidate.assets import (
     Asset,
     TrainedModule,
@@ -79,10 +79,12 @@ from shardkit.operations.consolidate.assets import (
     with_tokenizer,
 )
 from shardkit.operations.consolidate.fit import BaseFit, base_shapes, check_fit
-from shardkit.operations.consolidate.fold_or_keep import take_factors
+from shardkit.operations.consolidate.fold_or_keep import Written, take_factors
 from shardkit.operations.consolidate.globs import Sieve, make_sieve
 from shardkit.operations.consolidate.vocabulary import RowsChange, check_tokenizer, follow_vocabulary
 from shardkit.operations.keys import AUTO, NONE, load_rules
+from shardkit.operations.parts.agreement import Share
+from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.transfer.bound import bind
 from shardkit.transfer.computed.fold import folded_among
@@ -141,7 +143,9 @@ class ConsolidateJob:
     ties: Ties
     base: Base | None
     catalog: Catalog
-    """Of the tensors that were chosen; extents are raw bytes."""
+    """Of the tensors that were chosen; extents are raw bytes, and what other parts read may have no chunks."""
+    closed: Catalog
+    """The same before records were opened."""
     tensors: tuple[OutputTensor, ...]
     """In the order of the output."""
     output: SafetensorsImages
@@ -176,21 +180,12 @@ class ConsolidateJob:
         """See `operations.write.Job`."""
         return (*(asset.name for asset in self.assets), *(module.file for module in self.modules))
 
-    def open_records(self, images: Iterable[SafetensorsImage], *, as_read: bool) -> None:
-        """Open the records of what goes into some of the output's files, if they were foreseen so far.
-
-        Args:
-            images: these files.
-            as_read: each before it is read, where they lie in a store; else now.
-
-        Raises:
-            Unforeseen, SourceError, IntegrityError, ResourceError: as `ForeseenRecords`.
-        """
-        records = self.catalog.records
-        if records is not None:
-            sources = {tensor.fqn: tensor.source for tensor in self.tensors}
-            names = [sources[tensor.fqn] for image in images for tensor in image.tensors]
-            (records.open_as_read if as_read and is_far(self.catalog) else records.open)(names)
+    def whole(self) -> ConsolidateJob:
+        """Return the same job with all records open, whoever reads them."""
+        if self.closed.open_records is None:
+            return self
+        catalog = self.closed.open_records(self.closed.tensors)
+        return replace(self, catalog=catalog, plan=build_plan(self.output, catalog))
 
     def marked(self, mark: str) -> ConsolidateJob:
         """Return the same job with a mark in the names of its weight files, as they lie in a store.
@@ -241,7 +236,8 @@ def build_job(
     base: Base | None,
     options: ConsolidateOptions,
     *,
-    select: Select | None = None,
+    share: Share | None = None,
+    as_read: bool = False,
     on_step: OnStep = silent,
 ) -> ConsolidateJob:
     """Decide what a checkpoint becomes.
@@ -250,23 +246,21 @@ def build_job(
         checkpoint: opened.
         base: given or found, or None.
         options: what is asked for.
-        select: in place of the checkpoint's own; may leave records closed until the job's `open_records`.
+        share: what this process carries out: it opens the records of these files alone. None for all.
+        as_read: it may open them when they are read; in a store that saves requests.
         on_step: told that the model's class is asked, before the seconds that this takes.
 
     Raises:
-        Unforeseen: of a catalog from `select`.
         UsageError: an option has no such value, or cannot be carried out.
         SourceError: the weights that are asked for are missing, cannot be told apart or recovered, or have no place
             in safetensors.
         LayoutError: names or shapes differ from those of the given base.
     """
     _check_options(checkpoint, base, options)
-    named = _name(checkpoint, base, options, select, on_step)
+    named = _name(checkpoint, base, options, on_step)
     chosen, selection, fit, base = named.chosen, named.selection, named.fit, named.vocabulary.base
     tensors, dtypes = _tensors(named, checkpoint, base, options)
     written = take_factors(tensors, chosen.catalog, checkpoint.folded, keep=options.keep_factors)
-    if chosen.are_closed and written.catalog.records is None:  # tensors are made of others
-        return build_job(checkpoint, base, options, on_step=on_step)
     output = _images(written.tensors, base, options, chosen.kind)
     check_tokenizer(options.tokenizer, base, {tensor.fqn: tensor.shape for tensor in written.tensors})
     assets, changed = _assets(chosen, base, named.ties, written.tensors, options.tokenizer)
@@ -279,6 +273,7 @@ def build_job(
         dtype=options.dtype,
         takes=options.naming.weights == "model" and not options.naming.chooses_names,
     )
+    catalog = _opened(written, _images_of(output, share), as_read=as_read and share is not None)
     unloadable: tuple[str, ...] = ()
     if chosen.kind != "adapter":
         unloadable = (*selection.unloadable, *fit.missing, *_gap_warnings(tensors, base, options))
@@ -290,10 +285,11 @@ def build_job(
         kind=chosen.kind,
         ties=named.ties,
         base=base,
-        catalog=written.catalog,
+        catalog=catalog,
+        closed=written.catalog,
         tensors=written.tensors,
         output=output,
-        plan=build_plan(output, written.catalog),
+        plan=build_plan(output, catalog),
         assets=tuple(asset for asset in assets if asset.name not in [module.file for module in modules]),
         modules=tuple(modules),
         notes=(
@@ -315,6 +311,26 @@ def build_job(
         fit=fit,
         answer=named.answer,
     )
+
+
+def _images_of(output: SafetensorsImages, share: Share | None) -> list[SafetensorsImage]:
+    """Return the files that this process writes: all, those of its part, or none where all parts are done."""
+    images = list(output)
+    if share is None:
+        return images
+    if not isinstance(share, Part):
+        return []
+    return [images[number] for number in share_of([image.size for image in images], share)]
+
+
+def _opened(written: Written, images: Iterable[SafetensorsImage], *, as_read: bool) -> Catalog:
+    """Return a catalog of raw extents, in which what goes into other files than these may have no chunks."""
+    catalog = written.catalog
+    if catalog.open_records is None:
+        return catalog
+    sources = {tensor.fqn: tensor.source for tensor in written.tensors}
+    names = {sources[tensor.fqn] for image in images for tensor in image.tensors}
+    return catalog.open_records(names, as_read=as_read and is_far(catalog))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,22 +368,16 @@ class _Named:
         yield from self.chosen.warnings
 
 
-def _name(
-    checkpoint: Checkpoint,
-    base: Base | None,
-    options: ConsolidateOptions,
-    select: Select | None,
-    on_step: OnStep,
-) -> _Named:
+def _name(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions, on_step: OnStep) -> _Named:
     """Choose the tensors, name them, and compare them with the base's; errors as for `build_job`."""
     ask = partial(_ask_class, on_step=on_step)
-    sieve, selection, chosen = _sifted(checkpoint, base, options, select, ask)
+    sieve, selection, chosen = _sifted(checkpoint, base, options, ask)
     vocabulary = RowsChange(base=base)
     if chosen.kind != "adapter":
         vocabulary = follow_vocabulary(checkpoint, base, _shapes_in(chosen), options.tokenizer)
     if vocabulary.changed:  # names that differ from the base's are found by shapes
         base = vocabulary.base
-        sieve, selection, chosen = _sifted(checkpoint, base, options, select, ask)
+        sieve, selection, chosen = _sifted(checkpoint, base, options, ask)
     chosen, answer, by_class, tied = _name_as_saved(chosen, selection, checkpoint, base, options, on_step)
     chosen, ties, fit, renamed = _fit(chosen, selection, checkpoint, vocabulary, options, sieve, ask, tied)
     selection = sieve.tell(selection, chosen)
@@ -389,7 +399,6 @@ def _sifted(
     checkpoint: Checkpoint,
     base: Base | None,
     options: ConsolidateOptions,
-    select: Select | None,
     ask: Callable[[Base], ModelNames | None],
 ) -> tuple[Sieve, Selection, Chosen]:
     """Choose the tensors and name them, with what sifts them by names; errors as for `build_job`."""
@@ -401,7 +410,7 @@ def _sifted(
         select=partial(_select, checkpoint, base),
         ask=ask,
     )
-    return sieve, *_choose(checkpoint, base, options, sieve, select)
+    return sieve, *_choose(checkpoint, base, options, sieve)
 
 
 def _has_config(base: Base | None) -> bool:
@@ -434,11 +443,7 @@ def _tensors(
 
 
 def _choose(
-    checkpoint: Checkpoint,
-    base: Base | None,
-    options: ConsolidateOptions,
-    sieve: Sieve,
-    select: Select | None,
+    checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions, sieve: Sieve
 ) -> tuple[Selection, Chosen]:
     """Choose the tensors and name them; errors as for `build_job`."""
     naming = options.naming
@@ -454,7 +459,6 @@ def _choose(
         base,
         merge=options.merge_lora,
         adapter_config=options.adapter_config,
-        select=select,
     )
     if chosen.kind == "merged":
         selection = replace(selection, live=chosen.names)  # which are free of PEFT's own only now
@@ -910,14 +914,25 @@ def _carry(chosen: Chosen, base: Base | None, names: Sequence[str]) -> Chosen:
         return chosen
     assert base is not None
     assert base.catalog is not None
-    theirs = base.catalog
-    catalog = subset(chosen.catalog, chosen.names)
-    numbers = range(len(catalog.files), len(catalog.files) + len(theirs.files))
-    catalog.files += [renumber(file, numbers) for file in theirs.files]
     sources = {made_name(name, chosen.catalog.tensors): name for name in names}
-    for source, name in sources.items():
-        catalog.copy_tensor(theirs, name, source, numbers)
+    catalog = _carried(chosen.catalog, list(chosen.names), base.catalog, sources)
     return replace(chosen, catalog=catalog, names={**chosen.names, **sources})
+
+
+def _carried(
+    catalog: Catalog, names: Collection[str], theirs: Catalog, sources: Mapping[str, str]
+) -> Catalog:
+    """Return a catalog of some of its tensors, and some of another's: name here -> name there."""
+    carried = subset(catalog, names)
+    numbers = range(len(carried.files), len(carried.files) + len(theirs.files))
+    carried.files += [renumber(file, numbers) for file in theirs.files]
+    for source, name in sources.items():
+        carried.copy_tensor(theirs, name, source, numbers)
+    if (open_records := catalog.open_records) is not None:
+        carried.open_records = lambda those, *, as_read=False: _carried(
+            open_records(those), names, theirs, sources
+        )
+    return carried
 
 
 def _images(

@@ -292,7 +292,7 @@ class Divided(ABC):
             note = Note(
                 digest=digest,
                 source=None if self.check is None else self.check.dump(read),
-                scattered=[(tensor, execution.pieces[fqn]) for tensor, fqn in scattered.get(number, ())],
+                scattered=[(fqn, execution.pieces[fqn]) for fqn in scattered.get(number, ())],
                 factors=self._computed,
             )
             self._publish(directory, number, note)
@@ -308,7 +308,7 @@ class Divided(ABC):
             read_for={
                 fqn: name
                 for name in names.keys() - finished.keys()
-                for _, fqn in scattered.get(names[name], ())
+                for fqn in scattered.get(names[name], ())
                 if fqn in self._plan.gathered
             },
             on_finished=on_finished,
@@ -327,16 +327,16 @@ class Divided(ABC):
     def _load(self, note: Note) -> bool:
         return self.check is None or self.check.load(note.source)
 
-    def _scattered(self) -> dict[int, list[tuple[int, str]]]:
-        """Return the scattered tensors of each file, with their numbers.
+    def _scattered(self) -> dict[int, list[str]]:
+        """Return the scattered tensors of each file.
 
         One that is gathered is read once more as a whole, for its CRC-32: by whoever writes one of its files.
         """
-        found: dict[int, list[tuple[int, str]]] = {}
+        found = dict[int, list[str]]()
         for tensor, (fqn, holes) in enumerate(self._plan.scattered.items()):
             files = list(dict.fromkeys(file for file, _ in holes))
             for file in [files[tensor % len(files)]] if fqn in self._plan.gathered else files:
-                found.setdefault(file, []).append((tensor, fqn))
+                found.setdefault(file, []).append(fqn)
         return found
 
     # All parts
@@ -412,7 +412,7 @@ class Divided(ABC):
     def _finished(self) -> tuple[dict[str, FileDigest], dict[str, int | None]]:
         """Return the digest of every file, and the CRC-32 of every scattered tensor."""
         digests, missing = dict[str, FileDigest](), {*range(len(self._images))}
-        read = list[tuple[int, Sequence[CrcPiece] | None]]()
+        read = list[tuple[str, Sequence[CrcPiece] | None]]()
         for number, note in self._notes(range(len(self._images))):
             if self._load(note):
                 missing.remove(number)
@@ -422,17 +422,17 @@ class Divided(ABC):
             raise incomplete(self._destination, self._agreement, sorted(missing))
         return digests, self._scattered_crcs(read)
 
-    def _scattered_crcs(self, read: Iterable[tuple[int, Sequence[CrcPiece] | None]]) -> dict[str, int | None]:
+    def _scattered_crcs(self, read: Iterable[tuple[str, Sequence[CrcPiece] | None]]) -> dict[str, int | None]:
         """Return the CRC-32 of every scattered tensor from what parts have read of it; None where there is none."""
-        names, found = list(self._plan.scattered), dict[str, int | None]()
-        pieces, different = dict[str, set[CrcPiece]](), list[str]()
-        for tensor, of_note in read:
-            if not 0 <= tensor < len(names):
+        found, pieces = dict[str, int | None](), dict[str, set[CrcPiece]]()
+        different = list[str]()
+        for fqn, of_note in read:
+            if fqn not in self._plan.scattered:  # other records of the source are open here
                 continue
             if of_note is None:
-                found[names[tensor]] = None
+                found[fqn] = None
             else:
-                pieces.setdefault(names[tensor], set()).update(of_note)
+                pieces.setdefault(fqn, set()).update(of_note)
         for name, held in pieces.items():
             dtype = self._plan.scattered[name][0][1].dtype
             crc, differ = crc_of(held, self._plan.catalog.tensors[name].num_elements * dtype.itemsize)

@@ -29,8 +29,8 @@ class Note:
     digest: FileDigest
     source: Mapping[str, Any] | None
     """What was read for it, from `SourceCheck.dump`; None if nothing was compared."""
-    scattered: Sequence[tuple[int, Sequence[CrcPiece] | None]]
-    """Of each scattered tensor that it has a region of: number in the plan, and what was read of it; None if CRC-32s of
+    scattered: Sequence[tuple[str, Sequence[CrcPiece] | None]]
+    """Of each scattered tensor that it has a region of: its name in the source, and what was read of it; None if CRC-32s of
     what is read do not make up the tensor's."""
     factors: str | None = None
     """Digest of all factors, of which some are in it; None where there are none."""
@@ -87,8 +87,8 @@ def load_note(content: Mapping[str, Any], name: str, size: int) -> Note | None:
 def _is_tensor(entry: object) -> bool:
     if not isinstance(entry, list) or len(entry) != 2:
         return False
-    number, pieces = entry
-    return type(number) is int and (
+    fqn, pieces = entry
+    return isinstance(fqn, str) and (
         pieces is None or (isinstance(pieces, list) and all(map(_is_piece, pieces)))
     )
 
@@ -97,8 +97,8 @@ def _is_piece(entry: object) -> bool:
     return isinstance(entry, list) and len(entry) == 3 and all(type(number) is int for number in entry)
 
 
-def _load(number: int, pieces: list[list[int]] | None) -> tuple[int, list[CrcPiece] | None]:
-    return number, None if pieces is None else [CrcPiece(*piece) for piece in pieces]
+def _load(fqn: str, pieces: list[list[int]] | None) -> tuple[str, list[CrcPiece] | None]:
+    return fqn, None if pieces is None else [CrcPiece(*piece) for piece in pieces]
 
 
 def remove_notes(staging: SharedStaging, numbers: Sequence[int]) -> None:

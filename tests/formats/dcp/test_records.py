@@ -11,12 +11,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardkit.core.catalog import UNSEEN, Catalog, Unforeseen
+from shardkit.core.catalog import subset
+from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.files import storage
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner
+from shardkit.keys.expressions import Stored, concat
+from shardkit.keys.expressions import cut as cut_out
+from shardkit.transfer.bound import bind
+from tests.bits import raw
 from tests.formats.dcp.samples import (
     assert_holds,
     open_catalog,
@@ -128,60 +133,77 @@ def cut(tmp_path: Path) -> str:
     return save_rank_local(lambda mesh: {fqn: shard(t, mesh) for fqn, t in CUT.items()}, 4, tmp_path / "c")
 
 
-def columns(catalog: Catalog) -> list[list[int]]:
-    return [list(catalog.chunks.file), list(catalog.chunks.start), list(catalog.chunks.nbytes)]
-
-
-def stretches(catalog: Catalog) -> list[tuple[int, int, int]]:
-    """(first byte, bytes, CRC-32) of all that the files record."""
-    return [row for file in catalog.files if file.checksums is not None for row in file.checksums.rows()]
-
-
-def test_places_are_foreseen_and_records_opened_before_they_are_read(
-    cut: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened, read = open_dcp(cut), list[int]()
-    inner = RecordScanner.read
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """First bytes of the records that were opened."""
+    found, inner = list[int](), RecordScanner.read
 
     def counted(scanner: RecordScanner, kind: Any, offset: int, length: int, *, where: str) -> TensorRecord:
-        read.append(offset)
+        found.append(offset)
         return inner(scanner, kind, offset, length, where=where)
 
-    exact = opened.select(tuple(CUT))
     monkeypatch.setattr(RecordScanner, "read", counted)
-    foreseen = opened.foresee(tuple(CUT))
-    num_kinds = len(read)
-    assert num_kinds == 4 < len(exact.chunks)
-    assert columns(foreseen) == columns(exact)
-    assert [file.stamp for file in foreseen.files] == [file.stamp for file in exact.files]
-    assert [row[:2] for row in stretches(foreseen)] == [row[:2] for row in stretches(exact)]
-    assert [crc for _, _, crc in stretches(foreseen)].count(UNSEEN) == len(exact.chunks) - num_kinds
+    return found
+
+
+def test_records_are_opened_by_those_who_read_them(cut: str, read: list[int]) -> None:
+    whole = open_dcp(cut).select(tuple(CUT))
     del read[:]
-    assert foreseen.records is not None
-    foreseen.records.open(["b"])
-    assert len(read) == 4
-    known = {row for row in stretches(foreseen) if row[2] != UNSEEN}
-    assert known < set(stretches(exact))
-    assert len(known) > num_kinds
-    foreseen.records.open(tuple(CUT))
-    assert stretches(foreseen) == stretches(exact)
+    closed = open_dcp(cut).defer(tuple(CUT))
+    assert read == []
+    assert closed.open_records is not None
+    for names in (("c", "b"), ("a", "bias"), ()):
+        opened = closed.open_records(names)
+        assert len(read) == sum(whole.tensors[name].num_chunks for name in names)
+        assert list(opened.tensors) == list(CUT)
+        assert opened.encoding == "raw"
+        assert opened.open_records is None
+        for fqn, entry in opened.tensors.items():
+            assert (entry.dtype, entry.shape) == (whole.tensors[fqn].dtype, whole.tensors[fqn].shape)
+            if fqn in names:
+                assert read_tensor(opened, fqn) == raw(CUT[fqn])
+            else:
+                assert entry.num_chunks == 0
+        del read[:]
 
 
-def test_files_without_records_to_look_at_are_not_opened(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_records_to_look_at_are_not_opened(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of hundreds of parts would open the files of all ranks."""
-    opened, names, inner = open_dcp(cut), list[str](), storage.open_fd
+    closed, names, inner = open_dcp(directory).defer(tuple(STATE)), list[str](), storage.open_fd
 
     def counted(path: str, flags: int) -> int:
         names.append(os.path.basename(path))
         return inner(path, flags)
 
     monkeypatch.setattr(storage, "open_fd", counted)
-    catalog = opened.foresee(("b",))
+    assert closed.open_records is not None
+    closed.open_records(())
+    assert names == []
+    closed.open_records(("a",))
     assert names == ["__0_0.distcp"]
-    assert len([file for file in catalog.files if file.stamp is not None]) == 4
 
 
-def test_a_record_that_is_not_as_foreseen(tmp_path: Path) -> None:
+def test_what_is_made_of_closed_records_opens_what_it_is_made_of(directory: str, read: list[int]) -> None:
+    """The second is made of the first."""
+    at, closed = places(directory), open_dcp(directory).defer(tuple(STATE))
+    half = bind(closed, {"half": cut_out(Stored("a", (5, 4)), Region((0, 0), (5, 2)))})
+    twice = bind(half, {"twice": concat([Stored("half", (5, 2)), Stored("half", (5, 2))], 0)})
+    assert twice.tensors["twice"].shape == (10, 2)
+    assert read == []
+    assert twice.open_records is not None
+    opened = twice.open_records(("twice", "b"))
+    assert sorted(read) == sorted(at[name][0] for name in ("a", "b"))
+    assert list(opened.tensors) == [*STATE, "half", "twice"]
+    assert read_tensor(opened, "twice") == raw(STATE["a"][:, :2].repeat(2, 1))
+    assert [fqn for fqn, entry in opened.tensors.items() if not entry.num_chunks] == ["t", "empty"]
+    del read[:]
+    assert not twice.open_records(("empty",)).tensors["twice"].num_chunks
+    assert read == [at["empty"][0]]
+
+
+def test_records_of_one_kind_that_are_stored_in_two_ways(tmp_path: Path) -> None:
     """One rank's data are stored by columns, in as many bytes."""
 
     def make(mesh: DeviceMesh) -> dict[str, DTensor]:
@@ -192,38 +214,22 @@ def test_a_record_that_is_not_as_foreseen(tmp_path: Path) -> None:
         return made
 
     directory = save_rank_local(make, 4, tmp_path / "c")
-    assert_holds(open_dcp(directory).select(tuple(CUT)), CUT)
-    foreseen = open_dcp(directory).foresee(tuple(CUT))
-    assert foreseen.records is not None
-    foreseen.records.open(["b", "c"])
-    with pytest.raises(Unforeseen):
-        foreseen.records.open(["a"])
-    whole = open_dcp(directory).foresee(tuple(CUT), opens_all=True)
-    assert whole.records is None
-    assert whole.is_foreseen
-    assert_holds(whole, CUT)
+    closed = open_dcp(directory).defer(tuple(CUT))
+    assert closed.open_records is not None
+    for names in (("a",), tuple(CUT)):
+        opened = closed.open_records(names)
+        assert_holds(subset(opened, names), {name: CUT[name] for name in names})
 
 
 def test_damaged_records_are_refused_by_whoever_opens_them(cut: str) -> None:
-    """Of one that stands for others that is everybody."""
-    catalog = open_dcp(cut).foresee(tuple(CUT))
-    first, last = (catalog.chunks.start[catalog.tensors["b"].first_chunk + rank] for rank in (0, 3))
-    spoil(cut, last - 80, "__3_0.distcp")
-    foreseen = open_dcp(cut).foresee(tuple(CUT))
-    assert foreseen.records is not None
-    foreseen.records.open(["a", "bias", "c"])
+    start, nbytes = open_catalog(cut).chunks.start, open_catalog(cut).chunks.nbytes
+    row = open_catalog(cut).tensors["b"].first_chunk + 3
+    spoil(cut, start[row] + nbytes[row] - 80, "__3_0.distcp")
+    closed = open_dcp(cut).defer(tuple(CUT))
+    assert closed.open_records is not None
+    closed.open_records(("a", "bias", "c"))
     with pytest.raises(SourceError, match="b: __3_0"):
-        foreseen.records.open(["b"])
-    spoil(cut, first - 80)
-    with pytest.raises(SourceError, match="b: __0_0"):
-        open_dcp(cut).foresee(("b", "a"))
-
-
-def test_what_cannot_be_foreseen_is_opened(directory: str) -> None:
-    """One of these is not contiguous."""
-    catalog = open_dcp(directory).foresee(tuple(STATE))
-    assert catalog.records is None
-    assert_holds(catalog, STATE)
+        closed.open_records(("b",))
 
 
 def test_a_damaged_description_ends_the_check(directory: str) -> None:
