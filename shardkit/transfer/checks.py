@@ -409,7 +409,7 @@ class SourceCheck:
         wanted, known = dict[int, int](), set[tuple[int, int]]()
         for row in (row for name in names for row in self._catalog.tensors[name].chunk_ids):
             file, start, nbytes = table.file[row], table.start[row], table.nbytes[row]
-            has_table, is_proved = self.entries.table_of[file] >= 0, files[file].is_proved
+            has_table, is_proved = self.entries.table_at(files[file].path) >= 0, files[file].is_proved
             if not nbytes or (has_table and not looks_for_unread and not is_proved):
                 continue
             if files[file].compute is not None or files[file].is_converted:  # counted where it is made from

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardkit
 from tests.files.conftest import Served, client
-from tests.formats.dcp.samples import save_rank_local, shard
+from tests.formats.dcp.samples import save, save_rank_local, shard
 
 RANKS, LAYERS, PARTS = 4, 12, 3
 DESCRIPTION = 64 << 10  # a request that is longer brings data
@@ -77,6 +78,22 @@ def test_a_record_of_another_form_is_found_as_it_is_read(served: Served, tmp_pat
     weights = {name: data for name, data in contents(tmp_path / "out").items() if "safetensors" in name}
     assert weights.items() <= contents(tmp_path / "whole").items()
     assert len(weights) > PARTS
+
+
+def test_a_record_of_another_form_in_one_of_several_files(served: Served, tmp_path: Path) -> None:
+    """The last part reads a layer that is stored by columns, and nothing of the other files."""
+    state = {f"layers.{n}.weight": torch.full((500, 400), n / 8) for n in range(4)}
+    state["layers.3.weight"] = torch.arange(200_000.0).reshape(400, 500).t()
+    save(state, tmp_path / "dcp", storage_writer=dcp.FileSystemWriter(str(tmp_path / "dcp"), thread_count=4))
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 4
+    put(tmp_path / "dcp", "apart")
+    options = {**OPTIONS, "max_shard_size": 900_000}
+    whole = shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **options)
+    for number in range(1, 5):
+        last = shardkit.consolidate("s3://bucket/apart", tmp_path / "out", part=f"{number}/4", **options)
+    manifest = "shardkit.json"
+    assert {**contents(tmp_path / "out"), manifest: b""} == {**contents(tmp_path / "whole"), manifest: b""}
+    assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
 
 
 def test_large_records_are_fetched_once(served: Served, tmp_path: Path) -> None:
