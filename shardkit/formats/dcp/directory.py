@@ -32,6 +32,7 @@ from shardkit.core.catalog import (
     subset,
     subset_within,
 )
+from shardkit.core.dtypes import OF_CODES
 from shardkit.core.regions import Region, Shape, find_tiling_error
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
@@ -118,6 +119,8 @@ class DcpDirectory:
         if not self.has_records or self.transforms:
             return self.select(names)
         catalog = subset(self.catalog, names)
+        if coded := [name for name, entry in catalog.tensors.items() if entry.dtype.name in OF_CODES]:
+            self.select(coded)  # refuses them by their class, before anything else is said of such a dtype
         catalog.open_records = partial(self._open_of, catalog)
         return catalog
 
