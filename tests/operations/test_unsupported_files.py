@@ -179,3 +179,11 @@ def test_keys_that_no_state_dict_has_are_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "model", {"w": WEIGHT, ("a", 1): WEIGHT})
     for error in refusals(path, tmp_path):
         assert "1 entry of its dicts" in error.message
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "step.pt"])
+@pytest.mark.parametrize("protocol", [0, 1])
+def test_a_pickle_of_an_old_protocol_is_not_damaged(tmp_path: Path, name: str, protocol: int) -> None:
+    path = saved(tmp_path / "model", {"w": WEIGHT}, name, pickle_protocol=protocol)
+    for error in refusals(path, tmp_path):
+        assert "protocol 0 or 1" in error.message

@@ -167,6 +167,8 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
             if "version" in entries:
                 reader.check_version(reader.content("version", entries["version"]))
             data = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
+            if data and not data.startswith(_PICKLE):
+                raise Unsupported(f"{where}: pickled with protocol 0 or 1", hint=_SAVE_AGAIN)
         except SourceError as error:
             raise type(error)(error.message, hint=error.hint or _ANOTHER_COPY) from None
     storages = {
