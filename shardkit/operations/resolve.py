@@ -280,7 +280,11 @@ def stands_for(path: str, *, strict: bool = False) -> ResolvedCheckpoint:
     """
     adapter = adapter_file(path)
     if adapter is None and storage.isdir(path) and not was_checkpoint(path):
-        return take(path, strict=strict).resolved
+        try:
+            return take(path, strict=strict).resolved
+        except SourceError:
+            if not any(map(storage.lexists, (os.path.join(path, manifest.NAME), manifest.sidecar_of(path)))):
+                raise  # else what the manifest lists says what is wrong with it
     doubt = lacks_last(path) if storage.isdir(path) else None
     warnings = () if doubt is None else (doubt,)
     return ResolvedCheckpoint(path=adapter or path, format="", step=None, reason=ITSELF, warnings=warnings)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.operations.uploading import test_factors_in_parts as in_parts
+from tests.operations.uploading import test_local_records_in_parts as in_parts
 from tests.operations.uploading.conftest import Served
 from tests.operations.uploading.test_local_records_in_parts import (  # noqa: F401
     test_parts_in_any_order_write_what_one_process_writes,
