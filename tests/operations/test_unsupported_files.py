@@ -187,3 +187,13 @@ def test_a_pickle_of_an_old_protocol_is_not_damaged(tmp_path: Path, name: str, p
     path = saved(tmp_path / "model", {"w": WEIGHT}, name, pickle_protocol=protocol)
     for error in refusals(path, tmp_path):
         assert "protocol 0 or 1" in error.message
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "step.pt"])
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_the_format_before_the_zip_with_a_newer_protocol_is_not_damaged(
+    tmp_path: Path, name: str, protocol: int
+) -> None:
+    options = {"pickle_protocol": protocol, "_use_new_zipfile_serialization": False}
+    for error in refusals(saved(tmp_path / "model", {"w": WEIGHT}, name, **options), tmp_path):
+        assert "before torch 1.6" in error.message

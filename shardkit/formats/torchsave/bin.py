@@ -35,12 +35,15 @@ from shardkit.files.strict_json import DOWNLOAD_AGAIN, open_regular, read_exactl
 from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, crc_of_range, read_directory
 from shardkit.formats.torchsave.classes import Unsupported, foreign_objects, is_known_class
 from shardkit.formats.torchsave.file import (
+    HEAD_NBYTES,
+    SAVE_AGAIN,
     DistributedRef,
     TensorNames,
     TensorRef,
     TorchFile,
     UnreadableTensor,
     class_of,
+    is_before_zip,
     leaves,
     open_torch_file,
 )
@@ -294,6 +297,13 @@ def _refusal(error: Exception, path: str, name: str) -> SourceError:
         return Unsupported(
             f"{escape(name)}: the format from before torch 1.6 cannot hold tensors of its dtype; torch cannot load it either",
             hint="save the model again, as safetensors",
+        )
+    with open_regular(path, name) as (fd, size):
+        head = read_exactly(fd, 0, min(size, HEAD_NBYTES), name)
+    if head[1:2] in (b"\4", b"\5") and is_before_zip(head):
+        return Unsupported(
+            f"{escape(name)}: the format from before torch 1.6, pickled with protocol {head[1]}",
+            hint=SAVE_AGAIN,
         )
     lines = str(error).splitlines() or [type(error).__name__]
     reason = "not a pickled state dict" if "eights only load" in lines[0] else lines[0].partition(". ")[0]

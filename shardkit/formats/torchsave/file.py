@@ -45,11 +45,16 @@ from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Fields, Inert, Maker, UnmadeObject
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
-MAGIC_BEFORE_ZIP = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
-"""Behind the protocol, the number with which files from before torch 1.6 begin: torch/serialization.py, MAGIC_NUMBER."""
+_MAGIC_BEFORE_ZIP = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
+"""The number with which files from before torch 1.6 begin, behind the protocol: torch/serialization.py, MAGIC_NUMBER."""
+HEAD_NBYTES = 32
+"""Enough for `is_before_zip`."""
 _MAX_ENTRIES = 1 << 18
 _MAX_PICKLE = 1 << 25
-_SAVE_AGAIN = "if you trust it, save it again: torch.save(torch.load(FILE, map_location='cpu'), NEW), with torch 1.6 or later"
+SAVE_AGAIN = (
+    "if you trust it, save it again: torch.save(torch.load(FILE, map_location='cpu', weights_only=False), NEW), with torch "
+    "1.13 or later"
+)
 _NO_PROGRAM = (
     "save the state dict of what torch.jit.load gives: torch.save(torch.jit.load(FILE).state_dict(), NEW)"
 )
@@ -153,7 +158,7 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
     with open_regular(path, name) as (fd, size):
         stamp = stamp_of(fd)
         begin, length = extent or (0, size)
-        _check_magic(read_exactly(fd, begin, min(length, 2 + len(MAGIC_BEFORE_ZIP)), name), length, where)
+        _check_magic(read_exactly(fd, begin, min(length, HEAD_NBYTES), name), length, where)
         try:
             reader = ZipReader(lambda start, nbytes: storage.pread(fd, nbytes, start), begin, length, where)
             entries = read_directory(reader, lambda entry: True, max_entries=_MAX_ENTRIES)
@@ -168,7 +173,7 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
                 reader.check_version(reader.content("version", entries["version"]))
             data = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
             if data and not data.startswith(_PICKLE):
-                raise Unsupported(f"{where}: pickled with protocol 0 or 1", hint=_SAVE_AGAIN)
+                raise Unsupported(f"{where}: pickled with protocol 0 or 1", hint=SAVE_AGAIN)
         except SourceError as error:
             raise type(error)(error.message, hint=error.hint or _ANOTHER_COPY) from None
     storages = {
@@ -192,21 +197,26 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
     )
 
 
+def is_before_zip(head: bytes) -> bool:
+    """True for the first bytes of a file in the format from before torch 1.6; protocols 4 and 5 put a frame before its number."""
+    return head[2:].startswith(_MAGIC_BEFORE_ZIP) or head[11:].startswith(_MAGIC_BEFORE_ZIP)
+
+
 def _check_magic(magic: bytes, size: int, where: str) -> None:
     if magic.startswith(_ZIP):
         return
     if not size:
         raise SourceError(f"{where}: the file is empty", hint=_ANOTHER_COPY)
-    if magic[2:] == MAGIC_BEFORE_ZIP:
+    if is_before_zip(magic):
         raise Unsupported(
-            f"{where}: the format from before torch 1.6, a pickle that is not in a zip", hint=_SAVE_AGAIN
+            f"{where}: the format from before torch 1.6, a pickle that is not in a zip", hint=SAVE_AGAIN
         )
     if magic.startswith(_PICKLE):
         raise SourceError(
             f"{where}: a pickle that is not in a zip, and not one of torch.save",
-            hint=_SAVE_AGAIN,
+            hint=SAVE_AGAIN,
         )
-    raise SourceError(f"{where}: not a file of torch.save (it is no zip)", hint=_SAVE_AGAIN)
+    raise SourceError(f"{where}: not a file of torch.save (it is no zip)", hint=SAVE_AGAIN)
 
 
 def leaves(tree: object) -> Iterator[Leaf]:

@@ -16,11 +16,11 @@ from shardkit.formats.contract import Checkpoint, Opener, asset_directories, par
 from shardkit.formats.rankfiles.files import TensorCollector
 from shardkit.formats.torchsave.classes import Unsupported, foreign_objects
 from shardkit.formats.torchsave.file import (
-    MAGIC_BEFORE_ZIP,
     DistributedRef,
     TensorRef,
     TorchFile,
     class_of,
+    is_before_zip,
     leaves,
     open_torch_file,
 )
@@ -43,7 +43,7 @@ def is_full_file(path: str) -> bool:
         return False
     if head.startswith(_ZIP):
         return head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(_FIRST)
-    return head[2:].startswith(MAGIC_BEFORE_ZIP)
+    return is_before_zip(head)
 
 
 def open_full_file(path: str) -> Checkpoint:
