@@ -39,13 +39,13 @@ class Refusals:
 def attempt(call: Callable[[], T]) -> T | None:
     """Return what a reader makes of an input, None where it refuses; every other outcome is passed on.
 
-    A refusal must be printable on a terminal, whatever the file says.
+    A refusal must be printable on a terminal, whatever the file says. A hint may have several lines, such as those of a script.
     """
     try:
         return call()
     except ShardkitError as error:
         Refusals.latest, Refusals.problems = error.message, error.problems
-        lines = [error.message, *error.problems, error.hint or ""]
+        lines = [error.message, *error.problems, *(error.hint or "").split("\n")]
         if not all(map(str.isprintable, lines)):
             raise AssertionError(f"a message that a terminal would act on: {lines!r}") from error
         assert lines[0], "a refusal without a message"
