@@ -164,7 +164,7 @@ class SharedStaging:
             for directory in (here.done, here.factors.path, here.parts, here._work):
                 storage.mkdir(directory)
             for folder in sorted(folders):
-                storage.make_directories(os.path.join(here.data, folder))
+                storage.make_folders(here.path, os.path.join("data", folder))
             storage.write_file(here.record, record)
             storage.sync_directories(fresh.path)
             rename_noreplace(fresh.path, self.path)
@@ -262,10 +262,7 @@ class SharedStaging:
         for here, folders, names in storage.walk(directory):
             inside = os.path.relpath(here, directory)
             for folder in folders:
-                with contextlib.suppress(
-                    FileExistsError
-                ):  # `data` itself must never be made: so no make_directories
-                    storage.mkdir(os.path.normpath(os.path.join(self.data, inside, folder)))
+                storage.make_folders(self.data, os.path.normpath(os.path.join(inside, folder)))
             for name in names:
                 path = os.path.normpath(os.path.join(inside, name))
                 if path not in kept:
@@ -633,8 +630,8 @@ def _can_exchange(work: str) -> bool:
         OSError: the system refuses.
     """
     one, other = os.path.join(work, "one"), os.path.join(work, "other")
-    for path in (one, other):
-        storage.make_directories(path)
+    for name in ("one", "other"):
+        storage.make_folders(work, name)
     return storage.renameat2(one, other, storage.RENAME_EXCHANGE)
 
 

@@ -109,7 +109,7 @@ class Staging:
             return None
         try:
             staging._put_back()
-            storage.make_directories(staging.data)
+            storage.make_folders(staging.path, "data")
             staging._write_owner()
         except OSError:
             staging.release()

@@ -419,6 +419,27 @@ def make_directories(path: str) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
 
 
+def make_folders(directory: str, folder: str) -> None:
+    """Make a folder in a directory, and those between, where they are missing. The directory itself is never made.
+
+    Another process may have renamed or removed the directory: made again, it would lie there as nobody's.
+
+    Args:
+        directory: it exists.
+        folder: relative to it; empty for the directory itself.
+
+    Raises:
+        OSError: the system refuses, something else has the name, or the directory is gone.
+    """
+    path = directory
+    for name in filter(None, folder.split(os.sep)):
+        path = os.path.join(path, name)
+        with contextlib.suppress(FileExistsError):
+            mkdir(path)
+    if not isdir(path):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+
+
 def remove_tree(path: str) -> None:
     """Remove a directory and all in it, as far as the system lets us; links are removed, never followed.
 

@@ -222,7 +222,7 @@ def copy_file(
     """
     target, hashes = os.path.join(directory, file.name), _Hashes(digest=digest, sha256=sha256)
     try:
-        storage.make_directories(os.path.dirname(target))
+        storage.make_folders(directory, os.path.dirname(file.name))
         place = os.path.join(source, file.name) if path is None else storage.realpath(path)
         with open_regular(place, file.name, follow=False) as (fd, _):
             mode = 0o777 if file.is_executable else 0o666

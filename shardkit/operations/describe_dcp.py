@@ -381,7 +381,7 @@ class FolderDescriptions:
         self._of: dict[str, DcpDescriptions] = {}
         for folder, output in folders.items():
             place = os.path.join(directory, folder)
-            storage.make_directories(place)
+            storage.make_folders(directory, folder)
             self._of[folder] = self._stack.enter_context(
                 DcpDescriptions(output, place, sha256=sha256, measured=measured, shards=shards)
             )

@@ -187,7 +187,7 @@ class Existing:
         """
         for image in self.plan.images:
             source, target = os.path.join(self.path, image.name), os.path.join(directory, image.name)
-            storage.make_directories(os.path.dirname(target))
+            storage.make_folders(directory, os.path.dirname(image.name))
             if not storage.isfile(source):
                 raise Differs(image.name, "")
             if len(image):

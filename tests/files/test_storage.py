@@ -138,3 +138,18 @@ def test_directories_are_made_where_they_are_missing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):
         storage.make_directories(str(tmp_path / "file"))
+
+
+def test_folders_are_made_in_a_directory_that_is_there(tmp_path: Path) -> None:
+    for folder in ("a/b", "a/b", "a", ""):
+        storage.make_folders(str(tmp_path), folder)
+    assert (tmp_path / "a" / "b").is_dir()
+    with pytest.raises(FileNotFoundError):
+        storage.make_folders(str(tmp_path / "gone"), "a/b")
+    (tmp_path / "file").write_text("")
+    for folder in ("file", "file/a"):
+        with pytest.raises(NotADirectoryError):
+            storage.make_folders(str(tmp_path), folder)
+    with pytest.raises(OSError, match="gone"):
+        storage.make_folders(str(tmp_path / "gone"), "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "file"]

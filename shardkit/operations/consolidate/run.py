@@ -216,7 +216,7 @@ class HubDescriptions:
 
     def _move(self, module: TrainedModule) -> manifest.File:
         """Write a module's weights from the checkpoint; return what the manifest says of them."""
-        storage.make_directories(os.path.join(self._directory, os.path.dirname(module.file)))
+        storage.make_folders(self._directory, os.path.dirname(module.file))
         digests, _ = Execution(
             module.plan,
             self._directory,
@@ -237,9 +237,8 @@ class HubDescriptions:
         )
 
     def _write_synced(self, name: str, data: bytes) -> None:
-        path = os.path.join(self._directory, name)
-        storage.make_directories(os.path.dirname(path))
-        storage.write_file(path, data)
+        storage.make_folders(self._directory, os.path.dirname(name))
+        storage.write_file(os.path.join(self._directory, name), data)
 
 
 def check_output(job: ConsolidateJob, directory: str) -> None:

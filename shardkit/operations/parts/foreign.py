@@ -156,6 +156,6 @@ def set_foreign_apart(path: str) -> None:
     """
     for name in foreign_in(path):
         if name.startswith("data" + os.sep):
-            target = os.path.join(path, _APART, os.path.relpath(name, "data"))
-            storage.make_directories(os.path.dirname(target))
-            rename_noreplace(os.path.join(path, name), target)
+            target = os.path.join(_APART, os.path.relpath(name, "data"))
+            storage.make_folders(path, os.path.dirname(target))
+            rename_noreplace(os.path.join(path, name), os.path.join(path, target))

@@ -170,7 +170,7 @@ class DividedOnDisk(Divided):
                 try:
                     directory = os.path.join(self._work, "data")
                     for folder in sorted({os.path.dirname(image.name) for image in self._images}):
-                        storage.make_directories(os.path.join(directory, folder))
+                        storage.make_folders(self._work, os.path.join("data", folder))
                     yield directory
                 except BaseException:
                     self._is_lost = not storage.isdir(self._work)

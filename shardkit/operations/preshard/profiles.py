@@ -319,7 +319,7 @@ def write_companions(
     """
     companions = companions_of(profile, world_size)
     for name, data in companions.items():
-        storage.make_directories(os.path.dirname(os.path.join(directory, name)))
+        storage.make_folders(directory, os.path.dirname(name))
         storage.write_file(os.path.join(directory, name), data)
     written = [
         manifest.describe_bytes(name, data, digest=digest != "none", sha256=sha256)

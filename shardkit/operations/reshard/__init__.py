@@ -54,7 +54,7 @@ def copy_files(
     """
     has_digests = any(part.digest != "none" for part in job.folders.values())
     for name in job.parts.empty:
-        storage.make_directories(os.path.join(directory, name))
+        storage.make_folders(directory, name)
     copied = list[manifest.ListedFile]()
     paths = {file.name: os.path.join(source, file.name) for file in job.parts.files}
     paths.update(job.parts.places)

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from shardkit.operations import consolidate as consolidate_verb
 from shardkit.operations import write
 from shardkit.operations.parts.agreement import Agreement
 from shardkit.operations.parts.divided import Divided
+from shardkit.operations.parts.on_disk import DividedOnDisk
 from shardkit.transfer.execute import Execution
-from tests.operations.consolidate.checkpoints import save, weights
+from tests.operations.consolidate.checkpoints import hub, save, weights
 
 
 def preshard(model: Path, out: Path, part: str | None = None, **options: Any) -> shardkit.PreshardResult:
@@ -387,6 +388,28 @@ def test_what_comes_after_is_left_to_a_process_that_is_alive(
     assert [each.was_there for each in late] == [True]
     assert made.exists()
     assert [path.suffix for path in tmp_path.glob(".out*")] == [".done"]
+
+
+def test_what_has_become_the_output_is_not_made_again_by_who_is_slow(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is about to copy a file into a folder when a twin commits and removes what the parts wrote."""
+    out, base, inner = tmp_path / "out", tmp_path / "base", DividedOnDisk._link_images
+    (hub(base, weights()) / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+
+    def overtaken(divided: DividedOnDisk, directory: str) -> Collection[str]:
+        monkeypatch.undo()
+        linked = inner(divided, directory)
+        assert not shardkit.commit(out).by_another
+        return linked
+
+    consolidate(trained, out, "1/2", base=base)
+    monkeypatch.setattr(DividedOnDisk, "_link_images", overtaken)
+    last = consolidate(trained, out, "2/2", base=base)
+    assert last.part is not None
+    assert last.part.by_another
+    assert [path.name for path in tmp_path.glob(".out*") if path.suffix != ".done"] == []
 
 
 def test_parts_that_record_or_check_something_else_are_refused(trained: Path, tmp_path: Path) -> None:
