@@ -61,27 +61,27 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.operations.verify.result import VerifyProblem as VerifyProblem
     from shardkit.operations.verify.result import VerifyResult as VerifyResult
     from shardkit.osft.plan import OsftPlan as OsftPlan
-    from shardkit.training.checkpointable import checkpointable as checkpointable
-    from shardkit.training.diagnostics.diagnose import Diagnosis as Diagnosis
-    from shardkit.training.diagnostics.diagnose import diagnose as diagnose
-    from shardkit.training.diagnostics.lightning import FSDPDiagnosticsCallback as FSDPDiagnosticsCallback
-    from shardkit.training.diagnostics.memory import PhaseMemory as PhaseMemory
+    from shardkit.training.extras.checkpointable import checkpointable as checkpointable
+    from shardkit.training.extras.diagnose import Diagnosis as Diagnosis
+    from shardkit.training.extras.diagnose import diagnose as diagnose
+    from shardkit.training.extras.fsdp1 import hf_ram_efficient_loading as hf_ram_efficient_loading
+    from shardkit.training.extras.fsdp1 import param_init_fn as param_init_fn
+    from shardkit.training.extras.gradients import clip_grad_norm_ as clip_grad_norm_
+    from shardkit.training.extras.gradients import grad_norm as grad_norm
+    from shardkit.training.extras.lightning import FSDPDiagnosticsCallback as FSDPDiagnosticsCallback
+    from shardkit.training.extras.memory import PhaseMemory as PhaseMemory
+    from shardkit.training.extras.optimizer import parameter_names as parameter_names
+    from shardkit.training.extras.optimizer import rebind_optimizer as rebind_optimizer
+    from shardkit.training.extras.osft import osft_leak as osft_leak
+    from shardkit.training.extras.osft import osft_optimizer as osft_optimizer
+    from shardkit.training.extras.osft import project_gradients_ as project_gradients_
+    from shardkit.training.extras.osft import project_parameters_ as project_parameters_
+    from shardkit.training.extras.safe_reader import SafeReader as SafeReader
     from shardkit.training.fill.from_rank import from_rank as from_rank
     from shardkit.training.finalize import finalize as finalize
     from shardkit.training.finalize import load_into as load_into
-    from shardkit.training.fsdp1 import hf_ram_efficient_loading as hf_ram_efficient_loading
-    from shardkit.training.fsdp1 import param_init_fn as param_init_fn
-    from shardkit.training.gradients import clip_grad_norm_ as clip_grad_norm_
-    from shardkit.training.gradients import grad_norm as grad_norm
     from shardkit.training.model.fit import ModelInitializationContext as ModelInitializationContext
-    from shardkit.training.optimizer import parameter_names as parameter_names
-    from shardkit.training.optimizer import rebind_optimizer as rebind_optimizer
-    from shardkit.training.osft import osft_leak as osft_leak
-    from shardkit.training.osft import osft_optimizer as osft_optimizer
-    from shardkit.training.osft import project_gradients_ as project_gradients_
-    from shardkit.training.osft import project_parameters_ as project_parameters_
     from shardkit.training.prepare import prepare as prepare
-    from shardkit.training.safe_reader import SafeReader as SafeReader
     from shardkit.training.save import SaveResult as SaveResult
     from shardkit.training.save import save as save
     from shardkit.training.wrap import bf16_mixed_precision as bf16_mixed_precision
@@ -115,18 +115,23 @@ _HOMES = {
     "shardkit.operations.verify": ("verify",),
     "shardkit.operations.verify.result": ("VerifyProblem", "VerifyResult"),
     "shardkit.osft.plan": ("OsftPlan",),
-    "shardkit.training.checkpointable": ("checkpointable",),
-    "shardkit.training.diagnostics.diagnose": ("Diagnosis", "diagnose"),
-    "shardkit.training.diagnostics.lightning": ("FSDPDiagnosticsCallback",),
-    "shardkit.training.diagnostics.memory": ("PhaseMemory",),
+    "shardkit.training.extras.checkpointable": ("checkpointable",),
+    "shardkit.training.extras.diagnose": ("Diagnosis", "diagnose"),
+    "shardkit.training.extras.lightning": ("FSDPDiagnosticsCallback",),
+    "shardkit.training.extras.memory": ("PhaseMemory",),
     "shardkit.training.finalize": ("finalize", "load_into"),
-    "shardkit.training.fsdp1": ("hf_ram_efficient_loading", "param_init_fn"),
-    "shardkit.training.gradients": ("clip_grad_norm_", "grad_norm"),
-    "shardkit.training.optimizer": ("parameter_names", "rebind_optimizer"),
-    "shardkit.training.osft": ("osft_leak", "osft_optimizer", "project_gradients_", "project_parameters_"),
+    "shardkit.training.extras.fsdp1": ("hf_ram_efficient_loading", "param_init_fn"),
+    "shardkit.training.extras.gradients": ("clip_grad_norm_", "grad_norm"),
+    "shardkit.training.extras.optimizer": ("parameter_names", "rebind_optimizer"),
+    "shardkit.training.extras.osft": (
+        "osft_leak",
+        "osft_optimizer",
+        "project_gradients_",
+        "project_parameters_",
+    ),
     "shardkit.training.prepare": ("prepare",),
     "shardkit.training.model.fit": ("ModelInitializationContext",),
-    "shardkit.training.safe_reader": ("SafeReader",),
+    "shardkit.training.extras.safe_reader": ("SafeReader",),
     "shardkit.training.save": ("SaveResult", "save"),
     "shardkit.training.fill.from_rank": ("from_rank",),
     "shardkit.training.wrap": ("bf16_mixed_precision", "layer_policy", "wrap"),

@@ -4,42 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import fsdp_shards
-from shardkit.core.regions import Region, relative_to
 from shardkit.core.text import count, escape, listed
-from shardkit.errors import IntegrityError, LayoutError, ResourceError, SourceError, UsageError
+from shardkit.errors import IntegrityError, LayoutError, ResourceError, SourceError
 from shardkit.files.links import may_follow_links
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties
 from shardkit.operations.keys import load_rules
 from shardkit.osft.plan import Target
-from shardkit.training.fill.broadcast import fill_broadcast
-from shardkit.training.fill.direct import divide, fill_direct, regions_of
-from shardkit.training.fill.factorise import fill_factors
+from shardkit.training.extras.optimizer import rebind_optimizer
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import (
     Filled,
-    ReadOptions,
-    SourceRank,
-    Strategy,
     Supply,
     Weights,
-    match,
     say_checked,
 )
-from shardkit.training.fill.samples import kept_open, take_samples, versions
 from shardkit.training.fill.source import Source, find_weights, has_factors, open_source, remember
+from shardkit.training.fill.strategy import ReadOptions, SourceRank, Strategy, fill_compared
 from shardkit.training.kept import remember_files
 from shardkit.training.model.between import check_hidden, compare_parameters, release, say_put_back
 from shardkit.training.model.buffers import (
@@ -53,12 +43,17 @@ from shardkit.training.model.buffers import (
     unlike_computed,
 )
 from shardkit.training.model.factored_weights import Factoring, own_targets, to_json
-from shardkit.training.model.fit import ModelInitializationContext, check_fit, check_ties, check_untied
-from shardkit.training.model.initialise import initialise, new_rows
+from shardkit.training.model.fit import (
+    ModelInitializationContext,
+    check_fit,
+    check_ties,
+    check_untied,
+    supply_of,
+)
+from shardkit.training.model.initialise import fill_initialised, put_rows
 from shardkit.training.model.overlap import apart, put_together, refuse_expanded
-from shardkit.training.model.states import extra_states, hand_over, states_to_read
-from shardkit.training.optimizer import rebind_optimizer
-from shardkit.training.ranks.agree import agree, agreed, current_device, gather_json, world
+from shardkit.training.model.states import extra_states, hand_over, read_states, states_to_read
+from shardkit.training.ranks.agree import agree, agreed, current_device, gather_json, say, world
 from shardkit.training.ranks.listings import share_listings
 from shardkit.training.ranks.local import (
     ExpectedTensor,
@@ -69,15 +64,10 @@ from shardkit.training.ranks.local import (
     materialise,
     refuse_fsdp1,
     reshard,
-    window,
 )
 from shardkit.training.ranks.stages import on_other_ranks, unused_here_alone, with_ties
-from shardkit.transfer.checks import CheckedSource
-
-_log = logging.getLogger("shardkit")
 
 _OPENING = "opening the source"
-_COMPARING = "comparing the ranks' sources"
 _FITTING = "comparing the source with the model"
 _APART = "make them one parameter, or give each its memory: parameter.data = parameter.data.clone()"
 _SLACK_NBYTES = 4096  # an allocator's rounding
@@ -138,7 +128,7 @@ def finalize(
     if ctx.source is not None:
         supply = supply_of(ctx)
         own = [*shards, *read_states(model, ctx)]
-        filled = _fill_compared(shards, own, supply, options)
+        filled = fill_compared(shards, own, supply, options)
         ctx.checked = filled.checked
         say_checked(filled.checked, check_source=check_source)
     with agreed("initialising parameters"):
@@ -146,20 +136,6 @@ def finalize(
     _prove(model, shards, filled, ctx, own)
     remember(model, ctx.weights)
     return model
-
-
-def read_states(model: nn.Module, ctx: ModelInitializationContext) -> list[LocalShard]:
-    """Return memory for the extra states of modules that a context's source has; every rank calls it."""
-    shards, note = states_to_read(model, ctx.weights)
-    if note is not None and note not in ctx.notes:
-        ctx.notes = (*ctx.notes, note)
-        _say_left_out(note)
-    return shards
-
-
-def _say_left_out(note: str | None) -> None:
-    if note is not None and world()[0] == 0:
-        _log.info("weights: %s", note)
 
 
 @may_follow_links
@@ -216,10 +192,9 @@ def load_into(
         hidden = {name for shard in shards if not shard.persistent for name in shard.names}
         _say_unlike_computed([fqn for fqn in unlike if fqn in hidden])
     supply = _open(model, source, keys, dequantize=dequantize, computed=computed)
-    states = states_to_read(model, supply.weights)
-    _say_left_out(states.note)
-    own = [*apart(shards), *states.shards]
-    filled = _fill_compared(shards, own, supply, options)
+    states, _ = states_to_read(model, supply.weights)
+    own = [*apart(shards), *states]
+    filled = fill_compared(shards, own, supply, options)
     say_checked(filled.checked, check_source=check_source)
     made = {fqn: value for fqn, value in computed.items() if fqn in supply.initialised}
     _fill_computed(own, made, unlike, filled)
@@ -294,9 +269,8 @@ def _open(
     told = gather_json(sorted(made), phase=_FITTING)
     if weights is None:
         made = frozenset(name for each in told for name in each)
-    return _with_factors(
-        Supply(weights=weights, unavailable=None if error is None else str(error), initialised=made),
-        factoring,
+    return factoring.supplied(
+        Supply(weights=weights, unavailable=None if error is None else str(error), initialised=made)
     )
 
 
@@ -316,22 +290,6 @@ def _same_factoring(mine: Factoring, own: tuple[Target, ...]) -> Factoring:
     return Factoring() if svd is None else Factoring(targets=own, svd=svd)
 
 
-def _with_factors(supply: Supply, factoring: Factoring) -> Supply:
-    """Return a supply that has factors computed where they are not read."""
-    if factoring.svd is None:
-        return supply
-    initialised = frozenset(supply.initialised) | factoring.computed
-    return replace(supply, initialised=initialised, targets=factoring.targets, svd=factoring.svd)
-
-
-def supply_of(ctx: ModelInitializationContext) -> Supply:
-    """Return a prepared model's supply: its weights, and which tensors are initialised or computed."""
-    supply = Supply(
-        weights=ctx.weights, unavailable=ctx.unavailable, initialised=ctx.initialised, grown=ctx.grown
-    )
-    return _with_factors(supply, ctx.factoring)
-
-
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     """Return where buffers go: to the mesh's devices, or else to where parameters are already."""
     if device is not None:
@@ -344,266 +302,13 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 
 
 def _say_unlike_computed(buffers: Sequence[str]) -> None:
-    if buffers and world()[0] == 0:
-        _log.warning(
-            "%s in no checkpoint, and not what the model's class computes: %s. After to_empty() buffers hold whatever "
-            "memory held; leave the model on meta, or put their values back",
-            "1 buffer is" if len(buffers) == 1 else f"{len(buffers)} buffers are",
-            listed(buffers),
+    if buffers:
+        say(
+            f"{'1 buffer is' if len(buffers) == 1 else f'{len(buffers)} buffers are'} in no checkpoint, and not what the "
+            f"model's class computes: {listed(buffers)}. After to_empty() buffers hold whatever memory held; leave the "
+            "model on meta, or put their values back",
+            logging.WARNING,
         )
-
-
-def _fill_compared(
-    shards: Sequence[LocalShard], own: Sequence[LocalShard], supply: Supply, options: ReadOptions
-) -> Filled:
-    """Compare what the ranks see, and fill what each of them has; every rank calls it."""
-    with kept_open() as opened:
-        sources = choose_sources(shards, supply, options, opened)
-        located = supply.weights
-        if sources is None and options.strategy == "auto" and world()[1] > 1:
-            located, seen = _locate(own, supply, opened)
-            if seen is not None:
-                supply, sources = seen, choose_sources(shards, seen, options, opened)
-        return fill(own, supply, options, sources, opened, located)
-
-
-def _locate(
-    own: Sequence[LocalShard], supply: Supply, opened: dict[str, int]
-) -> tuple[Weights | None, Supply | None]:
-    """Open what this rank reads, before any rank reads: where some cannot, others may read for them.
-
-    Every rank calls it.
-
-    Returns:
-        The opened weights. Where some ranks fail and others do not, what this rank can supply; else None.
-    """
-    assert supply.weights is not None
-    located: Weights | None = None
-    error: BaseException | None = None
-    with agreed(_FITTING):
-        wanted = match(own, supply)
-    regions = regions_of(divide(wanted)[0])
-    try:
-        located = supply.weights.located(regions, opened)
-    except BaseException as caught:  # the others must not wait
-        error = caught
-    is_source = isinstance(error, (SourceError, ResourceError))
-    agree(None if is_source else error, phase=_OPENING)
-    able = gather_json(error is None, phase=_OPENING)
-    if all(able):
-        return located, None
-    if not any(able):
-        agree(error, phase=_OPENING)
-    return None, supply if error is None else replace(supply, weights=None, unavailable=str(error))
-
-
-def fill(
-    shards: Sequence[LocalShard],
-    supply: Supply,
-    options: ReadOptions,
-    sources: Sequence[int] | None,
-    opened: dict[str, int] | None = None,
-    located: Weights | None = None,
-) -> Filled:
-    """Fill shards from a source, one way or the other; every rank calls it.
-
-    Args:
-        shards: of this rank, materialised.
-        supply: what fills them.
-        options: how they are filled.
-        sources: from `choose_sources`.
-        opened: files that `choose_sources` has opened.
-        located: the supply's weights, if it is known already where lies what this rank reads.
-    """
-    seen = supply if located is None else replace(supply, weights=located)
-    filled = _fill_read(shards, seen if sources is None else supply, options, sources, opened)
-    if supply.targets:
-        computed = fill_factors(shards, supply, sources, check_source=options.check_source)
-        filled.add(computed)
-        filled.checked = CheckedSource.of_all([filled.checked, computed.checked])
-    return filled
-
-
-def _fill_read(
-    shards: Sequence[LocalShard],
-    supply: Supply,
-    options: ReadOptions,
-    sources: Sequence[int] | None,
-    opened: dict[str, int] | None,
-) -> Filled:
-    """Fill what is read as it is."""
-    if sources is not None:
-        return fill_broadcast(shards, supply, sources, check_source=options.check_source)
-    assert supply.weights is not None
-    with agreed(_FITTING):
-        wanted = match(shards, supply)
-    return fill_direct(wanted, supply.weights, check_source=options.check_source, opened=opened)
-
-
-class _Told(NamedTuple):
-    """What a rank says of itself."""
-
-    identity: str | None
-    """Of the weights that it sees; None if it cannot open them."""
-    reason: str | None
-    """Why it cannot."""
-    is_version: bool
-    """The identity is of objects in a store, and no bytes were compared."""
-    group: str
-    """Ranks of the same group are served by one source."""
-    options: str
-
-
-def choose_sources(
-    shards: Sequence[LocalShard], supply: Supply, options: ReadOptions, opened: dict[str, int]
-) -> list[int] | None:
-    """Return the source rank of every rank, or None if each reads for itself; every rank calls it.
-
-    A source rank is the first of its group that can open the source. What was decided, and why,
-    is logged once.
-
-    Args:
-        shards: of this rank; they tell the replicas of a mesh from each other.
-        supply: whether this rank can open the source.
-        options: what the caller wants; the same on all ranks.
-        opened: from `kept_open`; gets the files of which some bytes were compared.
-
-    Raises:
-        UsageError: on all ranks: they want different things.
-        SourceError: on all ranks: too few of them can open the source for what is wanted, or source ranks see
-            different weights.
-    """
-    group = ""
-    if options.source_rank != "global":
-        group = _node() if options.source_rank == "node" else _replica(shards)
-    asked = f"{options.strategy}, {options.source_rank}, check_source={options.check_source}"
-    for compares_bytes in (False, True):
-        with agreed(_COMPARING):
-            found = _identity(supply, options, opened, compares_bytes=compares_bytes)
-        told = [_Told(*answer) for answer in gather_json([*found, group, asked], phase=_COMPARING)]
-        # In stores the same weights may be of several versions: in two regions.
-        if (
-            not any(answer.is_version for answer in told)
-            or len({answer.identity for answer in told} - {None}) == 1
-        ):
-            break
-    if any(answer.options != told[0].options for answer in told):
-        raise UsageError(
-            "the ranks do not have the same strategy, source_rank and check_source",
-            problems=[f"rank {rank}: {answer.options}" for rank, answer in enumerate(told)],
-        )
-    if options.strategy != "broadcast" and _all_read(told, options.strategy):
-        return None
-    return _sources(told, options.source_rank)
-
-
-def _identity(
-    supply: Supply, options: ReadOptions, opened: dict[str, int], *, compares_bytes: bool
-) -> tuple[str | None, str | None, bool]:
-    """Return what tells this rank's weights from others; or None, and why they cannot be read; see `_Told`."""
-    weights = supply.weights
-    if weights is None:
-        return None, supply.unavailable, False
-    if world()[1] == 1 or (options.strategy, options.source_rank) == ("broadcast", "global"):
-        return weights.identity, None, False  # nobody's weights are compared
-    try:
-        version = None if compares_bytes else versions(weights)
-        return f"{weights.identity} {version or take_samples(weights, opened)}", None, version is not None
-    except ResourceError as error:
-        return None, str(error), False
-
-
-def _all_read(told: Sequence[_Told], strategy: Strategy) -> bool:
-    """True if all ranks can read the same weights; otherwise raise, unless some may read for the others."""
-    blind = [rank for rank, answer in enumerate(told) if answer.identity is None]
-    others = [rank for rank, answer in enumerate(told) if answer.identity not in (None, told[0].identity)]
-    if not blind and not others:
-        _say(f"direct: all {len(told)} ranks see the same weights")
-        return True
-    problems = [f"rank {rank}: {_first_line(told[rank].reason)}" for rank in blind]
-    problems = problems or [f"rank {rank}: other weights than rank 0" for rank in others]
-    if strategy == "direct" or len(blind) == len(told):
-        raise SourceError(
-            f"{len(problems)} of {len(told)} ranks cannot read the source by themselves",
-            problems=problems,
-            hint="make it readable on every node, or use strategy='broadcast'"
-            if len(blind) < len(told)
-            else None,
-        )
-    _say(f"broadcast, not direct: {problems[0]}", logging.WARNING if others else logging.INFO)
-    return False
-
-
-def _sources(told: Sequence[_Told], source_rank: SourceRank) -> list[int]:
-    """Return the source rank of every rank: the first of its group that can open the source."""
-    source_of: dict[str, int] = {}
-    for rank, answer in enumerate(told):
-        if answer.identity is not None:
-            source_of.setdefault(answer.group, rank)
-    problems = [
-        f"rank {rank}: {_first_line(answer.reason)}"
-        for rank, answer in enumerate(told)
-        if answer.group not in source_of
-    ]
-    SourceError.raise_for(
-        problems,
-        f"no rank of some {source_rank} can open the source" if source_of else "no rank can open the source",
-        hint="source_rank='global' needs only one rank that can" if source_of else None,
-    )
-    first = min(source_of.values())
-    others = [rank for rank in source_of.values() if told[rank].identity != told[first].identity]
-    SourceError.raise_for(
-        [f"rank {rank}: other weights than rank {first}" for rank in others],
-        "source ranks see different weights",
-        hint="copy the same weights to every node, or use source_rank='global'",
-    )
-    return [source_of[answer.group] for answer in told]
-
-
-def _first_line(reason: str | None) -> str:
-    """Return why a rank cannot open the source, in one line."""
-    return (reason or "cannot open the source").splitlines()[0]
-
-
-def _node() -> str:
-    """Name this rank's node: torchrun numbers the nodes; without it the host's name tells them apart."""
-    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
-
-
-def _replica(shards: Sequence[LocalShard]) -> str:
-    """Return the place on the axes that replicate every sharded tensor: `dp_replicate` of an HSDP mesh."""
-    widest = max(
-        (shard.replicas.mesh for shard in shards if shard.replicas.mesh is not None),
-        key=lambda mesh: mesh.size(),
-        default=None,
-    )
-    coordinate = widest.get_coordinate() if widest is not None else None
-    if coordinate is None:
-        return ""
-    axes = set(range(len(coordinate)))
-    for shard in shards:
-        if shard.replicas.mesh == widest:
-            axes.intersection_update(shard.replicas.axes)
-    return str([coordinate[axis] for axis in sorted(axes)])
-
-
-def _say(text: str, level: int = logging.INFO) -> None:
-    if world()[0] == 0:
-        _log.log(level, "weights: %s", text)
-
-
-def fill_initialised(shards: Sequence[LocalShard], ctx: ModelInitializationContext, filled: Filled) -> None:
-    """Fill the tensors that are not read, with values that are the same on every rank."""
-    by_name = {name: shard for shard in shards for name in shard.names}
-    if ctx.initialised:
-        for fqn, whole in initialise(ctx, ctx.initialised):
-            if fqn in by_name:  # otherwise the proof says so
-                _put(by_name[fqn], whole, 0, filled)
-    # Two that were tied after prepare have grown alike: the first one's new rows are theirs.
-    grown = {id(by_name[fqn]): fqn for fqn in reversed(ctx.grown) if fqn in by_name}
-    for fqn in reversed(grown.values()):
-        if fqn not in ctx.initialised:
-            _put(by_name[fqn], new_rows(ctx, fqn), ctx.grown[fqn], filled)
 
 
 def _fill_computed(
@@ -620,30 +325,17 @@ def _fill_computed(
     for shard in shards:
         name = next((name for name in shard.names if name in made), None)
         if name in unlike and name is not None:
-            _put(shard, made[name], 0, filled)
+            put_rows(shard, made[name], 0, filled)
         elif name is not None:
             filled.elements[shard.fqn] += shard.num_elements
     changed = [name for name in made if name in unlike]
     if made:
-        _say(f"not in the source, buffers that the model's class computes: {listed(made)}")
+        say(f"weights: not in the source, buffers that the model's class computes: {listed(made)}")
     if changed:
-        _say(
-            f"these held other values than the class computes, and have those now: {listed(changed)}",
+        say(
+            f"weights: these held other values than the class computes, and have those now: {listed(changed)}",
             logging.WARNING,
         )
-
-
-def _put(shard: LocalShard, values: torch.Tensor, first_row: int, filled: Filled) -> None:
-    """Fill this rank's part of some rows of a tensor, all of them or those from `first_row` on."""
-    offsets = (first_row, *(0,) * (values.ndim - 1)) if values.ndim else ()
-    rows = Region(offsets, tuple(values.shape))
-    for part in shard.parts:
-        found = shard.cut(part, rows)
-        if found is not None:
-            region, target = found
-            with torch.no_grad():
-                target.copy_(values[window(relative_to(region, offsets))])
-            filled.elements[shard.fqn] += region.num_elements
 
 
 def _prove(
@@ -667,7 +359,7 @@ def _prove(
     with agreed("proving the filled model"):
         changed = "a wrapper has changed it between prepare and finalize" if ctx is not None else None
         clashes = put_together(shards, own)
-        problems = [*clashes, *prove_filled(own, filled.elements), *_on_meta(model)]
+        problems = [*clashes, *filled.problems(own), *_on_meta(model)]
         if ctx is not None:
             problems += [*_unlike_expected(shards, ctx.expected, elsewhere), *_too_large(model, shards)]
         problems += [f"{escape(fqn)}: the buffer differs between ranks" for fqn in differing]
@@ -677,19 +369,6 @@ def _prove(
             hint=_APART if clashes else changed,
         )
         hand_over(model, own)
-
-
-def prove_filled(shards: Sequence[LocalShard], elements: Counter[str]) -> Iterator[str]:
-    """Yield a problem for each parameter and persistent buffer that has not been filled exactly once.
-
-    Args:
-        shards: everything that this rank holds.
-        elements: how many elements of each were filled, counted where bytes were moved.
-    """
-    for shard in shards:
-        held, filled = shard.num_elements, elements[shard.fqn]
-        if shard.persistent and filled != held:
-            yield f"{escape(shard.fqn)}: {filled} of {held} elements were filled"
 
 
 def _on_meta(model: nn.Module) -> Iterator[str]:

@@ -43,7 +43,7 @@ from shardkit.formats.hub.base import SAVED_ASSETS
 from shardkit.formats.hub.directory import repo_id_of
 from shardkit.layout.classes import is_transformers
 from shardkit.operations.consolidate.assets import dtype_of, dump_config, set_dtype
-from shardkit.training.diagnostics.diagnose import plain_class
+from shardkit.training.extras.diagnose import plain_class
 from shardkit.training.fill.reading import Weights
 from shardkit.training.save_target import write_small
 

@@ -60,14 +60,12 @@ from shardkit.training.model.fit import (
 from shardkit.training.model.hidden import find_hidden
 from shardkit.training.model.initialise import not_repeated
 from shardkit.training.model.states import extra_states
-from shardkit.training.ranks.agree import agreed, gather_json, world
+from shardkit.training.ranks.agree import agreed, gather_json, say, world
 from shardkit.training.ranks.listings import is_looked_at, share_listings
 from shardkit.training.ranks.local import ExpectedTensor, buffer_places, describe, places
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".distcp", ".pt", ".pth", ".ckpt", ".metadata", ".json")
 _OPENING = "opening the source"
-
-_log = logging.getLogger("shardkit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,9 +246,8 @@ def prepare(
     if blueprint is not None:
         _warn_not_repeated(blueprint, plain, fit)
     notes = tuple(_notes(plain, found, fit, is_given=not isinstance(build_model, (str, os.PathLike))))
-    if world()[0] == 0:
-        for note in notes:
-            _log.info("prepare: %s", note)
+    for note in notes:
+        say(f"prepare: {note}")
     ctx = ModelInitializationContext(
         model=plain.model,
         source=given,
@@ -523,11 +520,11 @@ def _blueprint(model: nn.Module) -> nn.Module:
 
 def _warn_not_repeated(blueprint: nn.Module, plain: _Plain, fit: ModelFit) -> None:
     lost = not_repeated(blueprint, plain.writes, fit.initialised)
-    if lost and world()[0] == 0:
-        _log.warning(
+    if lost:
+        say(
             "initialised by reset_parameters and _init_weights alone, though other code of the model writes them too: "
-            "%s; move that code into _init_weights(module) of the model",
-            listed(lost),
+            f"{listed(lost)}; move that code into _init_weights(module) of the model",
+            logging.WARNING,
         )
 
 

@@ -47,11 +47,11 @@ from shardkit.formats.dcp import METADATA
 from shardkit.formats.torchsave.classes import is_known_class
 from shardkit.keys.names import clean_name
 from shardkit.layout.naming import transformers_root
-from shardkit.training.checkpointable import checkpointable
-from shardkit.training.diagnostics.diagnose import diagnose
+from shardkit.training.extras.checkpointable import checkpointable
+from shardkit.training.extras.diagnose import diagnose
+from shardkit.training.extras.optimizer import refuse_copies, stepped_by
 from shardkit.training.fill.source import HubNaming, recall
 from shardkit.training.kept import Kept
-from shardkit.training.optimizer import refuse_copies, stepped_by
 from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
 from shardkit.training.ranks.local import fsdp1_units, reshard, with_root
 from shardkit.training.save_target import Lead, begin, expect, read_metadata, write_small, writing_to

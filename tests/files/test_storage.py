@@ -57,7 +57,7 @@ ELSEWHERE = {
     "operations/preshard/decompose.py": {"open"},
     "transfer/factors/fill.py": {"open"},
     "transfer/factors/workers.py": {"os.ftruncate", "os.read"},
-    "training/diagnostics/memory.py": {"open"},
+    "training/extras/memory.py": {"open"},
     # memory without a name, which is behind the calls of storage
     "files/uploads.py": {"os.fstat", "os.ftruncate", "os.pread", "os.preadv", "os.pwrite"},
 }

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardkit
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.training.safe_reader import vetted
+from shardkit.training.extras.safe_reader import vetted
 from tests.formats.dcp.samples import quiet
 from tests.security import dcp_cases, payloads
 from tests.security.case import REFUSED

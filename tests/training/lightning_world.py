@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.errors import ShardkitError
-from shardkit.training.diagnostics.diagnose import diagnose
-from shardkit.training.diagnostics.lightning import FSDPDiagnosticsCallback
-from shardkit.training.gradients import clip_grad_norm_, grad_norm
+from shardkit.training.extras.diagnose import diagnose
+from shardkit.training.extras.gradients import clip_grad_norm_, grad_norm
+from shardkit.training.extras.lightning import FSDPDiagnosticsCallback
 from shardkit.training.save import save
 from shardkit.training.wrap import bf16_mixed_precision, wrap
 from tests.distributed.trainers.lightning_cases import OnCpu, let_fsdp_use_cpu

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardkit
 from shardkit.keys.names import clean_name
-from shardkit.training.gradients import clip_grad_norm_
+from shardkit.training.extras.gradients import clip_grad_norm_
 from tests.training.wrapping import full
 from tests.worlds.ranks import Ranks
 

@@ -19,7 +19,7 @@ import shardkit
 from shardkit._torch import fsdp2_units
 from shardkit.keys.names import clean_name
 from shardkit.layout import traced
-from shardkit.training.diagnostics.diagnose import diagnose
+from shardkit.training.extras.diagnose import diagnose
 from shardkit.training.finalize import finalize
 from shardkit.training.prepare import prepare
 from shardkit.training.wrap import wrap

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from shardkit.errors import PolicyError
 from shardkit.keys.names import clean_name
-from shardkit.training.diagnostics.diagnose import Diagnosis, diagnose
+from shardkit.training.extras.diagnose import Diagnosis, diagnose
 from shardkit.training.wrap import layer_policy, wrap
 from tests.training.models import inputs, reference
 from tests.training.wrapping import (

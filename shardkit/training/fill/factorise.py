@@ -8,7 +8,6 @@ a round are alike, so that nobody waits for long. No rank has two weights, or th
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -31,7 +30,7 @@ from shardkit.training.fill.reading import (
     together,
     torch_dtype,
 )
-from shardkit.training.ranks.agree import agreed, broadcast_json, device_for, gather_json, lost, world
+from shardkit.training.ranks.agree import agreed, broadcast_json, device_for, gather_json, lost, say, world
 from shardkit.training.ranks.local import LocalShard, flat_bytes, window
 from shardkit.transfer.checks import CheckedSource, SourceCheck
 from shardkit.transfer.sources import SourceFiles
@@ -40,7 +39,6 @@ _PHASE = "computing factors"
 _PIECE_NBYTES = 16 * MIB  # of a weight that is sent to its owner
 _NUM_PEERS = 32  # whom a rank sends to at once
 _OK, _FAILED = 1, 2
-_log = logging.getLogger("shardkit")
 
 Round = tuple[Target | None, ...]
 """The target of each rank."""
@@ -111,7 +109,7 @@ def fill_factors(
     filled = Filled(elements=exchange.elements, read_bytes=reader.filled.read_bytes if reader else 0)
     filled.checked = together([checked])
     prove_orthogonal(held, supply.targets, supply.svd)
-    _say(measured)
+    _say_how_good(measured)
     return filled
 
 
@@ -380,20 +378,20 @@ def _gather_regions(held: Held, targets: Sequence[Target]) -> list[Slices]:
 
 def _say_progress(number: int, rounds: Sequence[Round]) -> None:
     """Log whenever another tenth of the weights is done: all of them may take hours of processors."""
-    if world()[0] == 0 and number * 10 // len(rounds) > (number - 1) * 10 // len(rounds) >= 0:
-        _log.info("weights: %d of %d rounds of decompositions are done", number, len(rounds))
+    if number * 10 // len(rounds) > (number - 1) * 10 // len(rounds) >= 0:
+        say(f"weights: {number} of {len(rounds)} rounds of decompositions are done")
 
 
-def _say(measured: Sequence[tuple[str, float, float]]) -> None:
+def _say_how_good(measured: Sequence[tuple[str, float, float]]) -> None:
     """Log once for all ranks how good the factors are."""
     every = [each for told in gather_json(measured, phase=_PHASE) for each in told]
-    if world()[0] != 0 or not every:
+    if not every:
         return
-    algorithms = Counter(algorithm for algorithm, _, _ in every)
-    _log.info(
-        "weights: %s decomposed (%s): they fold back to %.1e, and are orthogonal to %.1e",
-        count(len(every), "weight"),
-        ", ".join(f"{number} by {name}" for name, number in algorithms.items()),
-        max(error for _, error, _ in every),
-        max(orthogonality for _, _, orthogonality in every),
+    algorithms = ", ".join(
+        f"{number} by {name}" for name, number in Counter(name for name, _, _ in every).items()
+    )
+    error, orthogonality = max(error for _, error, _ in every), max(each for _, _, each in every)
+    say(
+        f"weights: {count(len(every), 'weight')} decomposed ({algorithms}): they fold back to {error:.1e}, and are "
+        f"orthogonal to {orthogonality:.1e}"
     )

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice, product
 from math import prod
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
@@ -33,11 +33,11 @@ from shardkit.core.regions import (
 )
 from shardkit.core.text import MIB, count, escape, format_size
 from shardkit.core.threads import run_all
-from shardkit.errors import LayoutError, UsageError
+from shardkit.errors import LayoutError
 from shardkit.files.storage import BLOCK
 from shardkit.keys.expressions import Expression, leaves, pieces, read_regions
 from shardkit.osft.plan import Svd, Target
-from shardkit.training.ranks.agree import agreed, gather_json, world
+from shardkit.training.ranks.agree import agreed, gather_json, say, world
 from shardkit.training.ranks.local import LocalShard, memory_of, window
 from shardkit.transfer.bound import bind
 from shardkit.transfer.checks import CheckedSource, SourceCheck, Unchecked
@@ -48,10 +48,6 @@ from shardkit.transfer.sources import Reader, SourceFiles
 
 DAMAGED = "use another copy of the checkpoint; check_source=False takes the damaged bytes as they are"
 _PHASE = "comparing the source with its checksums"
-_log = logging.getLogger("shardkit")
-
-Strategy = Literal["auto", "direct", "broadcast"]
-SourceRank = Literal["global", "node", "replica"]
 
 KeyRules = tuple[tuple[str, str], ...]
 """(prefix of a model's names, the Hub's prefix in its place), as `keys.renaming.KeyRule` spells them."""
@@ -65,29 +61,6 @@ _APART_NBYTES = 256 << 10  # runs of a box that begin so far from each other are
 STAGED_NBYTES = 4 * MIB  # of a thread's buffer: copying out of it is fastest if it fits the processor's cache
 _NUM_BUFFERS = 2  # of a device: one is filled from storage while the other is copied
 _NUM_THREADS = 2  # one waits or converts while the other reads; more threads gain nothing on local files
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadOptions:
-    """How shards are filled from a source; the arguments of `finalize`.
-
-    Raises:
-        UsageError: an unknown strategy or source rank.
-    """
-
-    strategy: Strategy = "auto"
-    """"direct": every rank reads its own shards. "broadcast": source ranks read and send. "auto": direct if
-    possible."""
-    source_rank: SourceRank = "global"
-    """Which ranks read for which others."""
-    check_source: bool = True
-    """Compare what is read with the checksums in the source."""
-
-    def __post_init__(self) -> None:
-        for name, known in (("strategy", get_args(Strategy)), ("source_rank", get_args(SourceRank))):
-            value = getattr(self, name)
-            if value not in known:
-                raise UsageError(f"{name} must be one of {', '.join(known)}, not {escape(str(value))!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +219,17 @@ class Filled:
         """Add the counts of another."""
         self.elements.update(other.elements)
         self.read_bytes += other.read_bytes
+
+    def problems(self, shards: Iterable[LocalShard]) -> Iterator[str]:
+        """Yield a problem for each parameter and persistent buffer that has not been filled exactly once.
+
+        Args:
+            shards: everything that this rank holds.
+        """
+        for shard in shards:
+            held, filled = shard.num_elements, self.elements[shard.fqn]
+            if shard.persistent and filled != held:
+                yield f"{escape(shard.fqn)}: {filled} of {held} elements were filled"
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -611,17 +595,14 @@ def together(found: Iterable[CheckedSource]) -> CheckedSource:
 
 def say_checked(found: CheckedSource, *, check_source: bool) -> None:
     """Log once for all ranks how much was compared, or warn that nothing was."""
-    if world()[0] != 0:
-        return
     if not check_source:
-        _log.warning("weights: not compared with the checksums in the source (check_source=False)")
+        say(
+            "weights: not compared with the checksums in the source (check_source=False)",
+            logging.WARNING,
+        )
         return
     if found.checked_bytes:
-        _log.info("weights: %s compared with the CRC-32s in the source", format_size(found.checked_bytes))
+        say(f"weights: {format_size(found.checked_bytes)} compared with the CRC-32s in the source")
     for part in found.unchecked:
-        _log.info(
-            "weights: not compared: %s, %s: %s",
-            count(part.num_entries, "tensor or storage", "tensors or storages"),
-            format_size(part.entry_bytes),
-            part.reason,
-        )
+        what = count(part.num_entries, "tensor or storage", "tensors or storages")
+        say(f"weights: not compared: {what}, {format_size(part.entry_bytes)}: {part.reason}")

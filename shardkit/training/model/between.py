@@ -14,10 +14,18 @@ from shardkit.errors import LayoutError
 from shardkit.training.model.buffers import same_bits
 from shardkit.training.model.fit import ModelInitializationContext, diverged_ties
 from shardkit.training.model.hidden import Hidden, find_hidden, let_go, refuse_hidden
-from shardkit.training.ranks.agree import Mask, agreed, gather_json, numbered, plain_mask, read_mask, world
+from shardkit.training.ranks.agree import (
+    Mask,
+    agreed,
+    gather_json,
+    numbered,
+    plain_mask,
+    read_mask,
+    say,
+    world,
+)
 from shardkit.training.ranks.local import ModuleTensor, buffer_places
 
-_log = logging.getLogger("shardkit")
 _PHASE = "comparing the ranks' parameters"
 
 # Context -> what its model holds on meta beside its parameters and buffers.
@@ -61,8 +69,7 @@ def say_put_back(model: nn.Module, ctx: ModelInitializationContext) -> None:
         f"{escape(module)}.{escape(first.name)}.copy_(values)"
     )
     ctx.notes = (*ctx.notes, note)
-    if world()[0] == 0:
-        _log.warning("finalize: %s", note)
+    say(f"finalize: {note}", logging.WARNING)
 
 
 def _changed(model: nn.Module, ctx: ModelInitializationContext) -> Iterator[ModuleTensor]:

@@ -24,7 +24,7 @@ from shardkit.errors import LayoutError
 from shardkit.files.digest import crc32
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import is_transformers, meta_twins
-from shardkit.training.ranks.agree import agreed, device_for, gather_json, lost, world
+from shardkit.training.ranks.agree import agreed, device_for, gather_json, lost, say, world
 from shardkit.training.ranks.local import (
     ModuleTensor,
     buffer_places,
@@ -45,8 +45,6 @@ _GIVE_FUNCTION = (
     "give prepare a function that builds the model instead of a model on meta, or init_buffers=fn that computes them all; "
     "or give them values before load_into"
 )
-
-_log = logging.getLogger("shardkit")
 
 
 def filled(like: torch.Tensor, byte: int) -> torch.Tensor:
@@ -316,8 +314,7 @@ def equalise_buffers(model: nn.Module) -> list[str]:
     differing = _differing(model)
     if not differing:
         return []
-    if world()[0] == 0:
-        _log.warning("buffers differed between ranks and are now those of rank 0: %s", listed(differing))
+    say(f"buffers differed between ranks and are now those of rank 0: {listed(differing)}", logging.WARNING)
     held = {place.fqn: place.tensor for place in buffer_places(model)}
     try:
         for fqn in differing:

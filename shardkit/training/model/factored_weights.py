@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from shardkit.osft.plan import (
     factor_of,
     target_of,
 )
+from shardkit.training.fill.reading import Supply
 from shardkit.training.ranks.local import ExpectedTensor
 
 
@@ -61,6 +62,13 @@ class Factoring:
                 persistent=True,
             )
         return found
+
+    def supplied(self, supply: Supply) -> Supply:
+        """Return a supply that has factors computed where they are not read."""
+        if self.svd is None:
+            return supply
+        initialised = frozenset(supply.initialised) | self.computed
+        return replace(supply, initialised=initialised, targets=self.targets, svd=self.svd)
 
 
 def factor_model(

@@ -16,7 +16,7 @@ from shardkit.core.text import GLOBS_HINT, count, escape, listed, match_nothing,
 from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.quantised import refuse_quantised
 from shardkit.layout.classes import BrokenTie
-from shardkit.training.fill.reading import Weights, converts
+from shardkit.training.fill.reading import Supply, Weights, converts
 from shardkit.training.model.factored_weights import Factoring
 from shardkit.training.ranks.local import ExpectedTensor
 from shardkit.transfer.checks import CheckedSource
@@ -83,6 +83,14 @@ class ModelInitializationContext:
             f"<prepared {type(self.model).__name__} from {source}: {count(len(self.expected), 'tensor')}"
             f"{f', {made} of them initialised' if made else ''}>"
         )
+
+
+def supply_of(ctx: ModelInitializationContext) -> Supply:
+    """Return a prepared model's supply: its weights, and which tensors are initialised or computed."""
+    supply = Supply(
+        weights=ctx.weights, unavailable=ctx.unavailable, initialised=ctx.initialised, grown=ctx.grown
+    )
+    return ctx.factoring.supplied(supply)
 
 
 class _ModelAndSource(NamedTuple):

@@ -10,21 +10,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardkit._torch import times_written
+from shardkit.core.regions import Region, relative_to
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
 from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
 from shardkit.layout.classes import is_transformers
+from shardkit.training.fill.reading import Filled
 from shardkit.training.model.buffers import FILLS, around, filled, same_bits
 from shardkit.training.model.fit import ModelInitializationContext
-from shardkit.training.ranks.local import full_name
+from shardkit.training.ranks.local import LocalShard, full_name, window
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 _ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
@@ -247,3 +249,30 @@ def _adapter(outwards: list[tuple[str, nn.Module]]) -> Callable[[], object] | No
             )
         return lambda: [layer.reset_lora_parameters(name, mode) for name, mode in modes.items()]
     return None
+
+
+def fill_initialised(shards: Sequence[LocalShard], ctx: ModelInitializationContext, filled: Filled) -> None:
+    """Fill the tensors that are not read, with values that are the same on every rank."""
+    by_name = {name: shard for shard in shards for name in shard.names}
+    if ctx.initialised:
+        for fqn, whole in initialise(ctx, ctx.initialised):
+            if fqn in by_name:  # otherwise the proof says so
+                put_rows(by_name[fqn], whole, 0, filled)
+    # Two that were tied after prepare have grown alike: the first one's new rows are theirs.
+    grown = {id(by_name[fqn]): fqn for fqn in reversed(ctx.grown) if fqn in by_name}
+    for fqn in reversed(grown.values()):
+        if fqn not in ctx.initialised:
+            put_rows(by_name[fqn], new_rows(ctx, fqn), ctx.grown[fqn], filled)
+
+
+def put_rows(shard: LocalShard, values: torch.Tensor, first_row: int, filled: Filled) -> None:
+    """Fill this rank's part of some rows of a tensor, all of them or those from `first_row` on."""
+    offsets = (first_row, *(0,) * (values.ndim - 1)) if values.ndim else ()
+    rows = Region(offsets, tuple(values.shape))
+    for part in shard.parts:
+        found = shard.cut(part, rows)
+        if found is not None:
+            region, target = found
+            with torch.no_grad():
+                target.copy_(values[window(relative_to(region, offsets))])
+            filled.elements[shard.fqn] += region.num_elements

@@ -6,7 +6,6 @@ Bytes are not handed over: who keeps bytes there unpickles them (TransformerEngi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,21 +16,13 @@ from shardkit.core.placements import HeldRegion
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, listed
 from shardkit.training.fill.reading import Weights, torch_dtype
-from shardkit.training.ranks.agree import gather_json
+from shardkit.training.model.fit import ModelInitializationContext
+from shardkit.training.ranks.agree import gather_json, say
 from shardkit.training.ranks.local import ExpectedTensor, LocalShard, Replicas, full_name
 
 _KIND = "extra state"
 # torch.nn.Module.state_dict: "Any extra state is under this suffix".
 _SUFFIX = "_extra_state"
-
-
-class StatesToRead(NamedTuple):
-    """What a source has of the extra state of modules."""
-
-    shards: list[LocalShard]
-    """To be filled, whole on every rank."""
-    note: str | None
-    """What is left out."""
 
 
 def extra_states(model: nn.Module) -> dict[str, ExpectedTensor]:
@@ -54,12 +45,23 @@ def _states(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
             yield full_name(path, _SUFFIX), module, state
 
 
-def states_to_read(model: nn.Module, weights: Weights | None) -> StatesToRead:
-    """Return memory for the extra states that a source has; every rank calls it.
+def read_states(model: nn.Module, ctx: ModelInitializationContext) -> list[LocalShard]:
+    """Return memory for the extra states of modules that a context's source has; every rank calls it."""
+    shards, note = states_to_read(model, ctx.weights)
+    if note is not None and note not in ctx.notes:
+        ctx.notes = (*ctx.notes, note)
+    return shards
+
+
+def states_to_read(model: nn.Module, weights: Weights | None) -> tuple[list[LocalShard], str | None]:
+    """Return memory for the extra states that a source has, and what is left out, which is logged; every rank calls it.
 
     Args:
         model: wrapped or not.
         weights: the source as this rank sees it; None if it does not.
+
+    Returns:
+        What is to be filled, whole on every rank; and a note about the rest.
     """
     expected = extra_states(model)
     described: Mapping[str, tuple[str, Sequence[int]]] | None = None
@@ -76,11 +78,14 @@ def states_to_read(model: nn.Module, weights: Weights | None) -> StatesToRead:
             shards.append(_shard(fqn, torch.empty(tuple(shape), dtype=dtype)))
         else:
             left.append(fqn)
+    if not left:
+        return shards, None
     note = (
         f"{count(len(left), 'extra state')} of the source not given to {'its' if len(left) == 1 else 'their'} "
         f"set_extra_state, which may unpickle bytes: {listed(left)}; load it yourself if you trust the source"
     )
-    return StatesToRead(shards, note if left else None)
+    say(f"weights: {note}")
+    return shards, note
 
 
 def _shard(fqn: str, memory: torch.Tensor) -> LocalShard:

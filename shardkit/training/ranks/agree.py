@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 from shardkit import errors
 from shardkit.errors import ResourceError, ShardkitError
+
+_log = logging.getLogger("shardkit")
 
 _KNOWN: dict[str, type[ShardkitError]] = {
     name: value
@@ -35,6 +38,12 @@ def world() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+def say(text: str, level: int = logging.INFO) -> None:
+    """Log once for all ranks."""
+    if world()[0] == 0:
+        _log.log(level, "%s", text)
 
 
 def current_device(kind: str) -> torch.device:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.training.fsdp1 import hf_ram_efficient_loading
+from shardkit.training.extras.fsdp1 import hf_ram_efficient_loading
 from tests.training.models import llama
 
 NAMES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")

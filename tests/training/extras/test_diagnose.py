@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from shardkit.training.diagnostics.diagnose import diagnose
+from shardkit.training.extras.diagnose import diagnose
 from shardkit.training.wrap import layer_policy, wrap
 from tests.training.models import reference
 from tests.training.wrapping import loss_of, tensor_parallel, wrapped

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardkit.errors import UsageError
-from shardkit.training.optimizer import parameter_names, rebind_optimizer
+from shardkit.training.extras.optimizer import parameter_names, rebind_optimizer
 from tests.training.models import reference
 from tests.training.wrapping import full, loss_of, wrapped
 from tests.worlds.processes import run_script

@@ -22,21 +22,15 @@ from shardkit.core.placements import HeldRegion
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
-from shardkit.training.fill.reading import Filled, ReadOptions, Strategy
+from shardkit.training.fill.reading import Filled
 from shardkit.training.fill.samples import kept_open
 from shardkit.training.fill.source import remember
-from shardkit.training.finalize import (
-    choose_sources,
-    fill,
-    fill_initialised,
-    prove_filled,
-    read_states,
-    supply_of,
-)
+from shardkit.training.fill.strategy import ReadOptions, Strategy, choose_sources, fill
 from shardkit.training.model.between import check_hidden, compare_parameters, say_put_back
 from shardkit.training.model.buffers import equalise_buffers, memory_for_buffers, restore_buffers, retie
-from shardkit.training.model.fit import ModelInitializationContext
-from shardkit.training.model.states import hand_over
+from shardkit.training.model.fit import ModelInitializationContext, supply_of
+from shardkit.training.model.initialise import fill_initialised
+from shardkit.training.model.states import hand_over, read_states
 from shardkit.training.ranks.agree import agreed, device_for, world
 from shardkit.training.ranks.local import LocalShard, Replicas, allocate, distinct, full_name
 
@@ -226,7 +220,7 @@ class UnitFiller:
                 grown={fqn: rows for fqn, rows in ctx.grown.items() if fqn in fqns},
             )
             fill_initialised(shards, part, filled)
-            problems = list(prove_filled(shards, filled.elements))
+            problems = list(filled.problems(shards))
             IntegrityError.raise_for(problems, "an FSDP1 unit is not filled as it should be")
 
     def _end(self) -> None:

@@ -19,8 +19,8 @@ from shardkit._torch import wrap_policy_classes
 from shardkit.core.text import MIB, escape
 from shardkit.errors import UsageError
 from shardkit.keys.names import clean_name
-from shardkit.training.diagnostics.diagnose import Diagnosis, diagnose
-from shardkit.training.diagnostics.memory import PhaseMemory, PhaseUsage
+from shardkit.training.extras.diagnose import Diagnosis, diagnose
+from shardkit.training.extras.memory import PhaseMemory, PhaseUsage
 from shardkit.training.ranks.local import local_tensor
 
 # The same library under two names; each has its own classes.

@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.errors import ShardkitError
-from shardkit.training.gradients import clip_grad_norm_, grad_norm
+from shardkit.training.extras.gradients import clip_grad_norm_, grad_norm
 from shardkit.training.wrap import layer_policy, wrap
 from tests.training.models import reference
 from tests.training.wrapping import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardkit.errors import UsageError
-from shardkit.training.diagnostics import lightning
+from shardkit.training.extras import lightning
 from tests.worlds.processes import ROOT, run_script
 
 HAS_LIGHTNING = importlib.util.find_spec("lightning") is not None

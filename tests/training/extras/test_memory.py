@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardkit.errors import UsageError
-from shardkit.training.diagnostics.memory import PhaseMemory, PhaseUsage, anonymous_bytes
+from shardkit.training.extras.memory import PhaseMemory, PhaseUsage, anonymous_bytes
 
 MIB = 1 << 20
 

@@ -30,7 +30,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.osft.modules import factors_of, osft_modules
 from shardkit.osft.plan import HIGH, LOW
-from shardkit.training.optimizer import refuse_copies, stepped_by, unwrapped
+from shardkit.training.extras.optimizer import refuse_copies, stepped_by, unwrapped
 from shardkit.training.ranks.local import local_tensor, refuse_fsdp1, reshard
 
 _U_HIGH, _, _V_HIGH = HIGH

@@ -1,0 +1,274 @@
+"""Who reads for whom: every rank for itself, or source ranks for all; and filling so."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, get_args
+
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError, SourceError, UsageError
+from shardkit.training.fill.broadcast import fill_broadcast
+from shardkit.training.fill.direct import divide, fill_direct, regions_of
+from shardkit.training.fill.factorise import fill_factors
+from shardkit.training.fill.reading import Filled, Supply, Weights, match
+from shardkit.training.fill.samples import kept_open, take_samples, versions
+from shardkit.training.ranks.agree import agree, agreed, gather_json, say, world
+from shardkit.training.ranks.local import LocalShard
+from shardkit.transfer.checks import CheckedSource
+
+_FITTING = "comparing the source with the model"
+_COMPARING = "comparing the ranks' sources"
+
+Strategy = Literal["auto", "direct", "broadcast"]
+SourceRank = Literal["global", "node", "replica"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """How shards are filled from a source; the arguments of `finalize`.
+
+    Raises:
+        UsageError: an unknown strategy or source rank.
+    """
+
+    strategy: Strategy = "auto"
+    """"direct": every rank reads its own shards. "broadcast": source ranks read and send. "auto": direct if
+    possible."""
+    source_rank: SourceRank = "global"
+    """Which ranks read for which others."""
+    check_source: bool = True
+    """Compare what is read with the checksums in the source."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("strategy", get_args(Strategy)), ("source_rank", get_args(SourceRank))):
+            value = getattr(self, name)
+            if value not in known:
+                raise UsageError(f"{name} must be one of {', '.join(known)}, not {escape(str(value))!r}")
+
+
+def fill_compared(
+    shards: Sequence[LocalShard], own: Sequence[LocalShard], supply: Supply, options: ReadOptions
+) -> Filled:
+    """Compare what the ranks see, and fill what each of them has; every rank calls it."""
+    with kept_open() as opened:
+        sources = choose_sources(shards, supply, options, opened)
+        located = supply.weights
+        if sources is None and options.strategy == "auto" and world()[1] > 1:
+            located, seen = _locate(own, supply, opened)
+            if seen is not None:
+                supply, sources = seen, choose_sources(shards, seen, options, opened)
+        return fill(own, supply, options, sources, opened, located)
+
+
+def _locate(
+    own: Sequence[LocalShard], supply: Supply, opened: dict[str, int]
+) -> tuple[Weights | None, Supply | None]:
+    """Open what this rank reads, before any rank reads: where some cannot, others may read for them.
+
+    Every rank calls it.
+
+    Returns:
+        The opened weights. Where some ranks fail and others do not, what this rank can supply; else None.
+    """
+    assert supply.weights is not None
+    located: Weights | None = None
+    error: BaseException | None = None
+    with agreed(_FITTING):
+        wanted = match(own, supply)
+    regions = regions_of(divide(wanted)[0])
+    try:
+        located = supply.weights.located(regions, opened)
+    except BaseException as caught:  # the others must not wait
+        error = caught
+    is_source = isinstance(error, (SourceError, ResourceError))
+    agree(None if is_source else error, phase="opening the source")
+    able = gather_json(error is None, phase="opening the source")
+    if all(able):
+        return located, None
+    if not any(able):
+        agree(error, phase="opening the source")
+    return None, supply if error is None else replace(supply, weights=None, unavailable=str(error))
+
+
+def fill(
+    shards: Sequence[LocalShard],
+    supply: Supply,
+    options: ReadOptions,
+    sources: Sequence[int] | None,
+    opened: dict[str, int] | None = None,
+    located: Weights | None = None,
+) -> Filled:
+    """Fill shards from a source, one way or the other; every rank calls it.
+
+    Args:
+        shards: of this rank, materialised.
+        supply: what fills them.
+        options: how they are filled.
+        sources: from `choose_sources`.
+        opened: files that `choose_sources` has opened.
+        located: the supply's weights, if it is known already where lies what this rank reads.
+    """
+    if sources is not None:
+        filled = fill_broadcast(shards, supply, sources, check_source=options.check_source)
+    else:
+        weights = located or supply.weights
+        assert weights is not None
+        with agreed(_FITTING):
+            wanted = match(shards, replace(supply, weights=weights))
+        filled = fill_direct(wanted, weights, check_source=options.check_source, opened=opened)
+    if supply.targets:
+        computed = fill_factors(shards, supply, sources, check_source=options.check_source)
+        filled.add(computed)
+        filled.checked = CheckedSource.of_all([filled.checked, computed.checked])
+    return filled
+
+
+class _Told(NamedTuple):
+    """What a rank says of itself."""
+
+    identity: str | None
+    """Of the weights that it sees; None if it cannot open them."""
+    reason: str | None
+    """Why it cannot."""
+    is_version: bool
+    """The identity is of objects in a store, and no bytes were compared."""
+    group: str
+    """Ranks of the same group are served by one source."""
+    options: str
+
+
+def choose_sources(
+    shards: Sequence[LocalShard], supply: Supply, options: ReadOptions, opened: dict[str, int]
+) -> list[int] | None:
+    """Return the source rank of every rank, or None if each reads for itself; every rank calls it.
+
+    A source rank is the first of its group that can open the source. What was decided, and why,
+    is logged once.
+
+    Args:
+        shards: of this rank; they tell the replicas of a mesh from each other.
+        supply: whether this rank can open the source.
+        options: what the caller wants; the same on all ranks.
+        opened: from `kept_open`; gets the files of which some bytes were compared.
+
+    Raises:
+        UsageError: on all ranks: they want different things.
+        SourceError: on all ranks: too few of them can open the source for what is wanted, or source ranks see
+            different weights.
+    """
+    group = ""
+    if options.source_rank != "global":
+        group = _node() if options.source_rank == "node" else _replica(shards)
+    asked = f"{options.strategy}, {options.source_rank}, check_source={options.check_source}"
+    for compares_bytes in (False, True):
+        with agreed(_COMPARING):
+            found = _identity(supply, options, opened, compares_bytes=compares_bytes)
+        told = [_Told(*answer) for answer in gather_json([*found, group, asked], phase=_COMPARING)]
+        # In stores the same weights may be of several versions: in two regions.
+        if (
+            not any(answer.is_version for answer in told)
+            or len({answer.identity for answer in told} - {None}) == 1
+        ):
+            break
+    if any(answer.options != told[0].options for answer in told):
+        raise UsageError(
+            "the ranks do not have the same strategy, source_rank and check_source",
+            problems=[f"rank {rank}: {answer.options}" for rank, answer in enumerate(told)],
+        )
+    if options.strategy != "broadcast" and _all_read(told, options.strategy):
+        return None
+    return _sources(told, options.source_rank)
+
+
+def _identity(
+    supply: Supply, options: ReadOptions, opened: dict[str, int], *, compares_bytes: bool
+) -> tuple[str | None, str | None, bool]:
+    """Return what tells this rank's weights from others; or None, and why they cannot be read; see `_Told`."""
+    weights = supply.weights
+    if weights is None:
+        return None, supply.unavailable, False
+    if world()[1] == 1 or (options.strategy, options.source_rank) == ("broadcast", "global"):
+        return weights.identity, None, False  # nobody's weights are compared
+    try:
+        version = None if compares_bytes else versions(weights)
+        return f"{weights.identity} {version or take_samples(weights, opened)}", None, version is not None
+    except ResourceError as error:
+        return None, str(error), False
+
+
+def _all_read(told: Sequence[_Told], strategy: Strategy) -> bool:
+    """True if all ranks can read the same weights; otherwise raise, unless some may read for the others."""
+    blind = [rank for rank, answer in enumerate(told) if answer.identity is None]
+    others = [rank for rank, answer in enumerate(told) if answer.identity not in (None, told[0].identity)]
+    if not blind and not others:
+        say(f"weights: direct: all {len(told)} ranks see the same weights")
+        return True
+    problems = [f"rank {rank}: {_first_line(told[rank].reason)}" for rank in blind]
+    problems = problems or [f"rank {rank}: other weights than rank 0" for rank in others]
+    if strategy == "direct" or len(blind) == len(told):
+        raise SourceError(
+            f"{len(problems)} of {len(told)} ranks cannot read the source by themselves",
+            problems=problems,
+            hint="make it readable on every node, or use strategy='broadcast'"
+            if len(blind) < len(told)
+            else None,
+        )
+    say(f"weights: broadcast, not direct: {problems[0]}", logging.WARNING if others else logging.INFO)
+    return False
+
+
+def _sources(told: Sequence[_Told], source_rank: SourceRank) -> list[int]:
+    """Return the source rank of every rank: the first of its group that can open the source."""
+    source_of: dict[str, int] = {}
+    for rank, answer in enumerate(told):
+        if answer.identity is not None:
+            source_of.setdefault(answer.group, rank)
+    problems = [
+        f"rank {rank}: {_first_line(answer.reason)}"
+        for rank, answer in enumerate(told)
+        if answer.group not in source_of
+    ]
+    SourceError.raise_for(
+        problems,
+        f"no rank of some {source_rank} can open the source" if source_of else "no rank can open the source",
+        hint="source_rank='global' needs only one rank that can" if source_of else None,
+    )
+    first = min(source_of.values())
+    others = [rank for rank in source_of.values() if told[rank].identity != told[first].identity]
+    SourceError.raise_for(
+        [f"rank {rank}: other weights than rank {first}" for rank in others],
+        "source ranks see different weights",
+        hint="copy the same weights to every node, or use source_rank='global'",
+    )
+    return [source_of[answer.group] for answer in told]
+
+
+def _first_line(reason: str | None) -> str:
+    """Return why a rank cannot open the source, in one line."""
+    return (reason or "cannot open the source").splitlines()[0]
+
+
+def _node() -> str:
+    """Name this rank's node: torchrun numbers the nodes; without it the host's name tells them apart."""
+    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+
+
+def _replica(shards: Sequence[LocalShard]) -> str:
+    """Return the place on the axes that replicate every sharded tensor: `dp_replicate` of an HSDP mesh."""
+    widest = max(
+        (shard.replicas.mesh for shard in shards if shard.replicas.mesh is not None),
+        key=lambda mesh: mesh.size(),
+        default=None,
+    )
+    coordinate = widest.get_coordinate() if widest is not None else None
+    if coordinate is None:
+        return ""
+    axes = set(range(len(coordinate)))
+    for shard in shards:
+        if shard.replicas.mesh == widest:
+            axes.intersection_update(shard.replicas.axes)
+    return str([coordinate[axis] for axis in sorted(axes)])
