@@ -18,8 +18,6 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardkit._torch import non_persistent_buffers
-from shardkit.core.placements import HeldRegion
-from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
 from shardkit.training.fill.reading import Filled
@@ -32,7 +30,7 @@ from shardkit.training.model.fit import ModelInitializationContext, supply_of
 from shardkit.training.model.initialise import fill_initialised
 from shardkit.training.model.states import hand_over, read_states
 from shardkit.training.ranks.agree import agreed, device_for, world
-from shardkit.training.ranks.local import LocalShard, Replicas, allocate, distinct, full_name
+from shardkit.training.ranks.local import LocalShard, allocate, distinct, full_name
 
 # accelerate 1.15, utils/dataclasses.py: if either is on, accelerate replaces param_init_fn by a function that
 # leaves memory as it is, and rank 0 sends that to all.
@@ -183,14 +181,8 @@ class UnitFiller:
                     continue
                 inside.update(fqns)
                 if name not in hidden:
-                    found[id(tensor)] = LocalShard(
-                        names=self._groups.get(fqns[0], (fqns[0],)),
-                        kind="parameter" if isinstance(tensor, nn.Parameter) else "buffer",
-                        persistent=True,
-                        parts=(HeldRegion(full_region(tuple(tensor.shape)), (0,) * tensor.ndim),),
-                        replicas=Replicas(mesh=None),
-                        whole=tensor,
-                    )
+                    kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                    found[id(tensor)] = LocalShard.plain(self._groups.get(fqns[0], (fqns[0],)), tensor, kind)
         LayoutError.raise_for(
             strangers,
             "FSDP1 wraps parameters on meta that are not in the prepared model",

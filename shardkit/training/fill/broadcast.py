@@ -9,7 +9,7 @@ will not come.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -39,12 +39,12 @@ from shardkit.training.ranks.agree import (
     broadcast_json,
     device_for,
     from_bytes,
-    lost,
     to_bytes,
+    wire,
     world,
 )
 from shardkit.training.ranks.local import LocalShard, flat_bytes, window
-from shardkit.transfer.checks import SourceCheck
+from shardkit.transfer.checks import CheckedSource, SourceCheck
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.plan import chunk_ranges
 from shardkit.transfer.sources import SourceFiles
@@ -94,16 +94,18 @@ def fill_broadcast(
         if (kept := [i for i in items if i.region.num_elements])
     }
     sent = [Sent(items[0].entry, _narrower(items[0])) for items in tensors]
-    filled, error = Filled(), None
-    with torch.no_grad(), one_thread_each(True):
+    filled, reader, error = Filled(), None, None
+    with contextlib.ExitStack() as stack:
         if sources[rank] == rank:
             assert supply.weights is not None
-            receivers = [other for other, source in enumerate(sources) if source == rank and other != rank]
-            catalog = supply.weights.catalog
-            check = SourceCheck(catalog) if check_source else None
-            error = _Sender(catalog, sent, mine, receivers, filled, check).run()
-        else:
-            error = _Receiver(sources[rank], sent, mine, filled).run()
+            names = {each.entry.fqn for each in sent}
+            reader = WeightReader(stack, supply.weights.catalog, names, check_source=check_source)
+        error = send_parts(reader, sources, sent, mine, filled)
+        if reader is not None and error is None:
+            try:
+                filled.checked = reader.finish()
+            except BaseException as caught:  # Ctrl-C too: the others must not wait
+                error = caught
     agree(error, phase=_PHASE)
     if check_source:  # several sources read the same bytes: the first one's count
         filled.checked = together([filled.checked] if rank == min(sources) else [])
@@ -232,15 +234,6 @@ def packed_layout(
     return parts, at
 
 
-@contextlib.contextmanager
-def _wire() -> Iterator[None]:
-    """Tell errors of the process group from all others."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise lost(_PHASE, error) from error
-
-
 def _within(regions: Iterable[Region], band: Region) -> Iterator[Region]:
     """Yield what each of some regions has in a band."""
     for region in regions:
@@ -259,6 +252,79 @@ def _into(items: Sequence[Wanted], part: Region) -> torch.Tensor:
     return item.target[window(relative_to(part, item.region.offsets))]
 
 
+class WeightReader:
+    """Reads tensors for a rank and for those that it serves, and compares them with the source's checksums.
+
+    Args:
+        stack: closes its files.
+        catalog: where they lie.
+        names: of the tensors, in the catalog.
+        check_source: compare what is read with the checksums in the source.
+    """
+
+    def __init__(
+        self, stack: contextlib.ExitStack, catalog: Catalog, names: Collection[str], *, check_source: bool
+    ) -> None:
+        self.catalog, self._names = catalog, names
+        self._check = SourceCheck(catalog) if check_source else None
+        self._files = stack.enter_context(SourceFiles(catalog.files, check=self._check))
+        self._files.expect(chunk_ranges(catalog, names), 1)
+        self._reader = stack.enter_context(self._files.reader())
+        self._worker = ReadWorker(self._reader)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that were read."""
+        return self._worker.filled.read_bytes
+
+    def read(self, entry: TensorEntry, box: Region, target: torch.Tensor) -> None:
+        """Fill memory with a box of a tensor."""
+        for read in plan_reads(entry, self.catalog, box, target, entry.fqn):
+            self._worker.fill(read)
+        self._worker.finish()
+
+    def finish(self) -> CheckedSource:
+        """Compare all that was read, and return how much that was.
+
+        Raises:
+            IntegrityError, ResourceError: as `SourceFiles.finish`.
+        """
+        self._reader.take_runs()
+        self._files.finish(hint=DAMAGED)
+        return CheckedSource() if self._check is None else self._check.summary(self._names)
+
+
+def send_parts(
+    reader: WeightReader | None,
+    sources: Sequence[int],
+    sent: Sequence[Sent],
+    mine: Mapping[int, Sequence[Wanted]],
+    filled: Filled,
+) -> BaseException | None:
+    """Bring each rank its parts of some tensors, read by its source rank; every rank calls it.
+
+    Args:
+        reader: of this rank, if it reads for any.
+        sources: the source rank of every rank.
+        sent: the tensors; the same on all ranks.
+        mine: what this rank holds of each, by number.
+        filled: counts what comes.
+
+    Returns:
+        What went wrong here, instead of raising it: the others must not wait.
+    """
+    rank, _ = world()
+    with torch.no_grad(), one_thread_each(True):
+        if sources[rank] != rank:
+            return _Receiver(sources[rank], sent, mine, filled).run()
+        assert reader is not None
+        receivers = [other for other, source in enumerate(sources) if source == rank and other != rank]
+        before = reader.read_bytes
+        error = _Sender(reader, sent, mine, receivers, filled).run()
+        filled.read_bytes += reader.read_bytes - before
+        return error
+
+
 class _Receiver:
     """Takes what a source sends, straight into memory where it can."""
 
@@ -273,7 +339,7 @@ class _Receiver:
     def run(self) -> Exception | None:
         """Receive everything; return an error instead of raising it, so that the source need not wait."""
         regions = {number: [item.region for item in items] for number, items in self._mine.items()}
-        with _wire():
+        with wire(_PHASE):
             _send_json(list(regions.items()), self._source, self._device)
         for step in build_steps(self._sent):
             if not self._receive_packed(step, regions):
@@ -284,7 +350,7 @@ class _Receiver:
     def _receive_packed(self, step: BroadcastStep, regions: Mapping[int, Sequence[Region]]) -> bool:
         parts, nbytes = packed_layout(step, self._sent, regions)
         message = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        with _wire():
+        with wire(_PHASE):
             dist.recv(message, self._source)
         if int(message[0]) != _OK:
             return False
@@ -308,7 +374,7 @@ class _Receiver:
             straight = target.dtype == dtype and target.device == self._device and target.is_contiguous()
             staged = None if straight else self._room(turn, part.num_elements * dtype.itemsize)
             turn += 1
-            with _wire():
+            with wire(_PHASE):
                 work = dist.irecv(flat_bytes(target) if staged is None else staged, self._source)
             assert work is not None
             pending.append((work, number, part, staged))
@@ -321,7 +387,7 @@ class _Receiver:
         return self._staged[turn % _IN_FLIGHT][:nbytes]
 
     def _finish(self, work: dist.Work, number: int, part: Region, staged: torch.Tensor | None) -> None:
-        with _wire():
+        with wire(_PHASE):
             work.wait()
         if staged is not None:
             self._take(number, part, staged)
@@ -343,15 +409,13 @@ class _Sender:
 
     def __init__(
         self,
-        catalog: Catalog,
+        reader: WeightReader,
         sent: Sequence[Sent],
         mine: Mapping[int, Sequence[Wanted]],
         receivers: Sequence[int],
         filled: Filled,
-        check: SourceCheck | None,
     ) -> None:
-        self._check = check
-        self._catalog, self._sent, self._mine, self._filled = catalog, sent, mine, filled
+        self._reader, self._sent, self._mine, self._filled = reader, sent, mine, filled
         self._device = _device_for(mine)
         self._receivers, self._regions = receivers, dict[int, dict[int, list[Region]]]()
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _IN_FLIGHT
@@ -362,37 +426,21 @@ class _Sender:
     def run(self) -> BaseException | None:
         """Send everything, or what can be read and then a failed status; return what went wrong."""
         for receiver in self._receivers:
-            with _wire():
+            with wire(_PHASE):
                 wanted = _receive_json(receiver, self._device)
             self._regions[receiver] = {
                 number: [Region(tuple(offsets), tuple(sizes)) for offsets, sizes in regions]
                 for number, regions in wanted
             }
-        with SourceFiles(self._catalog.files, check=self._check) as files, files.reader() as reader:
-            self._worker = ReadWorker(reader)
-            files.expect(chunk_ranges(self._catalog, {each.entry.fqn for each in self._sent}), 1)
-            for step in build_steps(self._sent):
-                self._send_packed(step)
-                if self._error is not None:
-                    break
-                for band in step.bands:
-                    self._send_band(band.number, band.box)
-            for turn in range(_IN_FLIGHT):
-                self._wait(turn)
-            self._filled.read_bytes += self._worker.filled.read_bytes
-            reader.take_runs()
-            return self._error or self._compared(files)
-
-    def _compared(self, files: SourceFiles) -> BaseException | None:
-        """Return the error that the source's checksums show now that all of it has been read; None if they agree."""
-        try:
-            files.finish(hint=DAMAGED)
-            if self._check is not None:
-                names = {each.entry.fqn for each in self._sent}
-                self._filled.checked = self._check.summary(names)
-        except BaseException as error:  # Ctrl-C too: the others must not wait
-            return error
-        return None
+        for step in build_steps(self._sent):
+            self._send_packed(step)
+            if self._error is not None:
+                break
+            for band in step.bands:
+                self._send_band(band.number, band.box)
+        for turn in range(_IN_FLIGHT):
+            self._wait(turn)
+        return self._error
 
     def _send_packed(self, step: BroadcastStep) -> None:
         # One message for all ranks that hold the same parts, as replicas do.
@@ -446,9 +494,7 @@ class _Sender:
         if self._error is not None:
             return whole
         try:
-            for read in plan_reads(entry, self._catalog, box, whole, entry.fqn):
-                self._worker.fill(read)
-            self._worker.finish()
+            self._reader.read(entry, box, whole)
             items = self._mine.get(number, ())
             for part in _parts(items, box):
                 _into(items, part).copy_(whole[window(relative_to(part, box.offsets))])
@@ -458,13 +504,13 @@ class _Sender:
         return whole
 
     def _send(self, content: torch.Tensor, receiver: int) -> None:
-        with _wire():
+        with wire(_PHASE):
             work = dist.isend(flat_bytes(content), receiver)
         assert work is not None
         self._pending[self._turn].append((work, content))
 
     def _wait(self, turn: int) -> None:
-        with _wire():
+        with wire(_PHASE):
             for work, _ in self._pending[turn]:
                 work.wait()
         self._pending[turn].clear()

@@ -16,7 +16,7 @@ from shardkit.core.regions import Region, intersect
 from shardkit.core.text import MIB
 from shardkit.files.digest import crc32
 from shardkit.training.fill.reading import Filled, Wanted, Weights, compare_together, plan_reads, run_reads
-from shardkit.training.ranks.agree import agreed, device_for, gather_json, lost, world
+from shardkit.training.ranks.agree import agreed, device_for, gather_json, wire, world
 from shardkit.training.ranks.local import flat_bytes
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.sources import SourceFiles
@@ -161,7 +161,7 @@ def copy_to_replicas(shared: Sequence[Shared], filled: Filled) -> None:
         ResourceError: a rank died, or did not come within the process group's timeout.
     """
     pending: list[dist.Work] = []
-    try:
+    with wire("copying shards to their replicas"):
         for item, reader in shared:
             for at, (group, source) in enumerate(_steps(item, reader)):
                 if at:  # this group passes on what the last one brought
@@ -170,8 +170,6 @@ def copy_to_replicas(shared: Sequence[Shared], filled: Filled) -> None:
             if reader != _index(item):
                 filled.elements[item.shard.fqn] += item.target.numel()
         _finish(pending)
-    except RuntimeError as error:
-        raise lost("copying shards to their replicas", error) from error
 
 
 def _finish(pending: list[dist.Work]) -> None:

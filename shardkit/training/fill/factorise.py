@@ -14,31 +14,28 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from shardkit.core.catalog import TensorEntry
+from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Region, full_region
-from shardkit.core.text import MIB, count, escape
+from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
 from shardkit.osft.plan import FACTORS, Target
 from shardkit.osft.svd import Factors, check_factors, factorise
+from shardkit.training.fill.broadcast import Sent, WeightReader, send_parts
 from shardkit.training.fill.orthogonal import prove_orthogonal
 from shardkit.training.fill.reading import (
-    DAMAGED,
     Filled,
     Supply,
-    Weights,
-    plan_reads,
-    run_reads,
+    Wanted,
     together,
     torch_dtype,
 )
-from shardkit.training.ranks.agree import agreed, broadcast_json, device_for, gather_json, lost, say, world
+from shardkit.training.ranks.agree import agreed, broadcast_json, device_for, gather_json, say, wire, world
 from shardkit.training.ranks.local import LocalShard, flat_bytes, window
-from shardkit.transfer.checks import CheckedSource, SourceCheck
-from shardkit.transfer.sources import SourceFiles
+from shardkit.transfer.checks import CheckedSource
 
 _PHASE = "computing factors"
-_PIECE_NBYTES = 16 * MIB  # of a weight that is sent to its owner
 _NUM_PEERS = 32  # whom a rank sends to at once
-_OK, _FAILED = 1, 2
 
 Round = tuple[Target | None, ...]
 """The target of each rank."""
@@ -85,17 +82,19 @@ def fill_factors(
     with agreed(_PHASE):
         held = _held(shards, supply.targets)
     exchange = _Exchange(held, supply.targets)
-    measured: list[tuple[str, float, float]] = []
+    measured, read = list[tuple[str, float, float]](), Filled()
     with contextlib.ExitStack() as stack:
         with agreed(_PHASE):
-            reader = _reader(supply, sources, rounds, check_source=check_source)
-            if reader is not None:
-                stack.enter_context(reader.files)
-        delivery = _Delivery(reader, sources, broadcast_json(_dtypes(supply), min(sources), phase=_PHASE))
+            reader, entries = _reader(stack, supply, sources, rounds, check_source=check_source)
+        dtypes = broadcast_json(_dtypes(supply), min(sources), phase=_PHASE)
+        sent = {
+            each.path: _sent(each, entries.get(each.path), BY_NAME[dtypes[each.path]])
+            for each in supply.targets
+        }
         for number, each in enumerate(rounds):
             _say_progress(number, rounds)
             target, found = each[rank], None
-            weight, error = delivery.run(each)
+            weight, error = _deliver(reader, sources, [sent[one.path] for one in each if one], read)
             with agreed(_PHASE):
                 if error is not None:
                     raise error
@@ -106,7 +105,7 @@ def fill_factors(
             exchange.run(each, found)
         with agreed(_PHASE):
             checked = reader.finish() if reader is not None else CheckedSource()
-    filled = Filled(elements=exchange.elements, read_bytes=reader.filled.read_bytes if reader else 0)
+    filled = Filled(elements=exchange.elements, read_bytes=read.read_bytes)
     filled.checked = together([checked])
     prove_orthogonal(held, supply.targets, supply.svd)
     _say_how_good(measured)
@@ -138,132 +137,55 @@ def _dtypes(supply: Supply) -> dict[str, str]:
 
 
 def _reader(
-    supply: Supply, sources: Sequence[int], rounds: Sequence[Round], *, check_source: bool
-) -> _Reader | None:
-    """Return the reader of the weights for the ranks that this one serves; None if it serves none."""
+    stack: contextlib.ExitStack,
+    supply: Supply,
+    sources: Sequence[int],
+    rounds: Sequence[Round],
+    *,
+    check_source: bool,
+) -> tuple[WeightReader | None, dict[str, TensorEntry]]:
+    """Return the reader of the weights for the ranks that this one serves, and these by path; None if it serves none."""
     rank, _ = world()
     if rank not in sources:
-        return None
-    assert supply.weights is not None
-    served = [
-        target
+        return None, {}
+    weights = supply.weights
+    assert weights is not None
+    names = {
+        target.path: weights.names[target.weight]
         for each in rounds
         for target, source in zip(each, sources, strict=True)
         if target is not None and source == rank
-    ]
-    return _Reader(supply.weights, served, check_source=check_source)
+    }
+    wanted = {name: [full_region(weights.entry(name).shape)] for name in names.values()}
+    catalog = weights.located(wanted).catalog
+    reader = WeightReader(stack, catalog, set(names.values()), check_source=check_source)
+    return reader, {path: catalog.tensors[name] for path, name in names.items()}
 
 
-class _Reader:
-    """Reads whole weights, one at a time.
+def _sent(target: Target, entry: TensorEntry | None, dtype: DType) -> Sent:
+    """Return how a weight is sent: as it is stored. The entry is that of a rank which reads it."""
+    if entry is None:
+        shape = (target.rows, target.columns)
+        entry = TensorEntry(fqn=target.weight, dtype=dtype, shape=shape, first_chunk=0, num_chunks=0)
+    return Sent(entry, torch_dtype(dtype))
 
-    Args:
-        weights: opened by this rank.
-        targets: whose weights will be read.
-        check_source: compare what is read with the checksums in the source.
+
+def _deliver(
+    reader: WeightReader | None, sources: Sequence[int], sent: Sequence[Sent], filled: Filled
+) -> tuple[torch.Tensor | None, BaseException | None]:
+    """Return this rank's weight of a round, on the CPU in its stored dtype, or None, and what went wrong here.
+
+    It is read here, or sent by this rank's source.
     """
-
-    def __init__(self, weights: Weights, targets: Sequence[Target], *, check_source: bool) -> None:
-        self._names = {target.path: weights.names[target.weight] for target in targets}
-        wanted = {name: [full_region(weights.entry(name).shape)] for name in self._names.values()}
-        self._catalog = weights.located(wanted).catalog
-        check = SourceCheck(self._catalog) if check_source else None
-        self.files = SourceFiles(self._catalog.files, check=check)
-        self.filled = Filled()
-
-    def read(self, target: Target) -> torch.Tensor:
-        """Return a target's weight on the CPU, in its stored dtype."""
-        entry = self._catalog.tensors[self._names[target.path]]
-        whole = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-        reads = plan_reads(entry, self._catalog, full_region(entry.shape), whole, target.weight)
-        self.filled.add(run_reads(reads, self.files))
-        return whole
-
-    def finish(self) -> CheckedSource:
-        """Compare what was read with the source's checksums, and return how much that was."""
-        self.files.finish(hint=DAMAGED)
-        check = self.files.check
-        return CheckedSource() if check is None else check.summary(set(self._names.values()))
-
-
-class _Delivery:
-    """Brings each rank the weight of its target: read here, or sent by its source rank.
-
-    Args:
-        reader: of this rank; None if it serves nobody.
-        sources: the source rank of every rank.
-        dtypes: name of the stored dtype of each target's weight, by path.
-    """
-
-    def __init__(self, reader: _Reader | None, sources: Sequence[int], dtypes: Mapping[str, str]) -> None:
-        self._reader, self._sources, self._dtypes = reader, sources, dtypes
-        self._device = device_for(None, torch.device("cpu")) if world()[1] > 1 else torch.device("cpu")
-
-    def run(self, targets: Round) -> tuple[torch.Tensor | None, BaseException | None]:
-        """Return this rank's weight, or None, and what went wrong here; nobody is left waiting."""
-        rank, _ = world()
-        mine, error = targets[rank], None
-        for owner, target in enumerate(targets):
-            if target is not None and self._sources[owner] == rank != owner:
-                error = self._serve(target, owner, error)
-        if mine is None or error is not None:
-            return None, error
-        if self._sources[rank] != rank:
-            return self._receive(mine), None
-        assert self._reader is not None
-        try:
-            return self._reader.read(mine), None
-        except BaseException as caught:  # Ctrl-C too: the others must not wait
-            return None, caught
-
-    def _serve(self, target: Target, owner: int, error: BaseException | None) -> BaseException | None:
-        """Read a weight and send it, or the news that it cannot be read."""
-        weight = None
-        assert self._reader is not None
-        try:
-            weight = self._reader.read(target) if error is None else None
-        except BaseException as caught:
-            error = caught
-        with _wire():
-            dist.send(torch.tensor([_FAILED if weight is None else _OK], device=self._device), owner)
-            for piece in _pieces(weight):
-                dist.send(piece.to(self._device), owner)
-        return error
-
-    def _receive(self, target: Target) -> torch.Tensor | None:
-        source = self._sources[world()[0]]
-        dtype = getattr(torch, self._dtypes[target.path])
-        weight = torch.empty((target.rows, target.columns), dtype=dtype)
-        status = torch.zeros(1, dtype=torch.int64, device=self._device)
-        with _wire():
-            dist.recv(status, source)
-            if int(status) != _OK:
-                return None
-            for piece in _pieces(weight):
-                staged = (
-                    piece if piece.device == self._device else torch.empty_like(piece, device=self._device)
-                )
-                dist.recv(staged, source)
-                if staged is not piece:
-                    piece.copy_(staged)
-        return weight
-
-
-def _pieces(weight: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """Yield the bytes of a weight in parts of bounded size."""
-    if weight is not None:
-        memory = flat_bytes(weight)
-        for start in range(0, len(memory), _PIECE_NBYTES):
-            yield memory[start : start + _PIECE_NBYTES]
-
-
-@contextlib.contextmanager
-def _wire() -> Iterator[None]:
-    """Tell errors of the process group from all others."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise lost(_PHASE, error) from error
+    rank, _ = world()
+    if rank >= len(sent):
+        return None, send_parts(reader, sources, sent, {}, filled)
+    entry, dtype = sent[rank]
+    weight = torch.empty(entry.shape, dtype=dtype)
+    mine = Wanted(LocalShard.plain((entry.fqn,), weight), entry, full_region(entry.shape), weight)
+    error = send_parts(reader, sources, sent, {rank: [mine]}, filled)
+    is_here = filled.elements.pop(entry.fqn, 0) == weight.numel()
+    return weight if is_here and error is None else None, error
 
 
 class _Exchange:
@@ -295,7 +217,7 @@ class _Exchange:
             assert found is not None
             self._keep(target, found)
         for first in range(1, num_ranks, _NUM_PEERS):
-            wire, staged = list[dist.P2POp](), list[tuple[torch.Tensor, torch.Tensor]]()
+            moves, staged = list[dist.P2POp](), list[tuple[torch.Tensor, torch.Tensor]]()
             # Each rank sends to the one that is `shift` above it: every pair meets in the same step.
             for shift in range(first, min(first + _NUM_PEERS, num_ranks)):
                 above, below = (rank + shift) % num_ranks, (rank - shift) % num_ranks
@@ -303,19 +225,19 @@ class _Exchange:
                     for key in self._regions[above][target.path]:
                         if key not in cut:
                             cut[key] = self._slice(found, *key)
-                        wire.append(dist.P2POp(dist.isend, flat_bytes(cut[key]), above))
+                        moves.append(dist.P2POp(dist.isend, flat_bytes(cut[key]), above))
                 for arriving, memory in self._memory(targets[below]):
-                    wire.append(dist.P2POp(dist.irecv, flat_bytes(arriving), below))
+                    moves.append(dist.P2POp(dist.irecv, flat_bytes(arriving), below))
                     staged.append((arriving, memory))
-            self._move(wire, staged)
+            self._move(moves, staged)
 
     def _slice(self, found: Factors, name: str, region: Region) -> torch.Tensor:
         return found.tensors[name][window(region)].to(self._device).contiguous()
 
-    def _move(self, wire: list[dist.P2POp], staged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _move(self, moves: list[dist.P2POp], staged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Carry out sends and receives, and put what arrived beside its place into it."""
-        with _wire():
-            for work in dist.batch_isend_irecv(wire) if wire else ():
+        with wire(_PHASE):
+            for work in dist.batch_isend_irecv(moves) if moves else ():
                 work.wait()
         with torch.no_grad():
             for arrived, memory in staged:

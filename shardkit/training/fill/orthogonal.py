@@ -18,7 +18,7 @@ from shardkit.core.text import escape
 from shardkit.errors import IntegrityError
 from shardkit.osft.plan import LOW, Svd, Target
 from shardkit.osft.svd import PROMISED
-from shardkit.training.ranks.agree import agreed, device_for, lost
+from shardkit.training.ranks.agree import agreed, device_for, wire
 from shardkit.training.ranks.local import LocalShard, window
 
 _NUM_VECTORS = 16
@@ -133,10 +133,8 @@ def _sums(shares: Iterable[tuple[LocalShard, torch.Tensor]]) -> list[torch.Tenso
 
 def _sum_over(group: dist.ProcessGroup, share: torch.Tensor) -> torch.Tensor:
     whole = share.to(device_for(group))
-    try:
+    with wire(_PHASE):
         dist.all_reduce(whole, group=group)
-    except RuntimeError as error:
-        raise lost(_PHASE, error) from error
     return whole.cpu()
 
 

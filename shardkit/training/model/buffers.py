@@ -24,7 +24,7 @@ from shardkit.errors import LayoutError
 from shardkit.files.digest import crc32
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import is_transformers, meta_twins
-from shardkit.training.ranks.agree import agreed, device_for, gather_json, lost, say, world
+from shardkit.training.ranks.agree import agreed, device_for, gather_json, say, wire, world
 from shardkit.training.ranks.local import (
     ModuleTensor,
     buffer_places,
@@ -316,15 +316,13 @@ def equalise_buffers(model: nn.Module) -> list[str]:
         return []
     say(f"buffers differed between ranks and are now those of rank 0: {listed(differing)}", logging.WARNING)
     held = {place.fqn: place.tensor for place in buffer_places(model)}
-    try:
+    with wire("sending buffers"):
         for fqn in differing:
             value = held[fqn]
             sent = value.detach().to(device_for(None, value.device), copy=True).contiguous()
             dist.broadcast(flat_bytes(sent), 0)
             with torch.no_grad():
                 value.copy_(sent)
-    except RuntimeError as error:
-        raise lost("sending buffers", error) from error
     return _differing(model)
 
 

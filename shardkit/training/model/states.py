@@ -12,13 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.dtypes import BY_NAME
-from shardkit.core.placements import HeldRegion
-from shardkit.core.regions import full_region
 from shardkit.core.text import count, listed
 from shardkit.training.fill.reading import Weights, torch_dtype
 from shardkit.training.model.fit import ModelInitializationContext
 from shardkit.training.ranks.agree import gather_json, say
-from shardkit.training.ranks.local import ExpectedTensor, LocalShard, Replicas, full_name
+from shardkit.training.ranks.local import ExpectedTensor, LocalShard, full_name
 
 _KIND = "extra state"
 # torch.nn.Module.state_dict: "Any extra state is under this suffix".
@@ -75,7 +73,7 @@ def states_to_read(model: nn.Module, weights: Weights | None) -> tuple[list[Loca
     for fqn, (name, shape) in described.items():
         dtype = torch_dtype(BY_NAME[name])
         if fqn in expected and dtype == expected[fqn].dtype != torch.uint8:
-            shards.append(_shard(fqn, torch.empty(tuple(shape), dtype=dtype)))
+            shards.append(LocalShard.plain((fqn,), torch.empty(tuple(shape), dtype=dtype), _KIND))
         else:
             left.append(fqn)
     if not left:
@@ -86,17 +84,6 @@ def states_to_read(model: nn.Module, weights: Weights | None) -> tuple[list[Loca
     )
     say(f"weights: {note}")
     return shards, note
-
-
-def _shard(fqn: str, memory: torch.Tensor) -> LocalShard:
-    return LocalShard(
-        names=(fqn,),
-        kind=_KIND,
-        persistent=True,
-        parts=(HeldRegion(full_region(tuple(memory.shape)), (0,) * memory.ndim),),
-        replicas=Replicas(mesh=None),
-        whole=memory,
-    )
 
 
 def hand_over(model: nn.Module, filled: Sequence[LocalShard]) -> None:

@@ -94,15 +94,13 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, phase: st
         return [from_bytes(to_bytes(value))]
     size, device = dist.get_world_size(group), device_for(group)
     mine = to_bytes(value, device)
-    try:
+    with wire(phase):
         lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
         dist.all_gather(lengths, torch.tensor([len(mine)], device=device), group)
         padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8, device=device)
         padded[: len(mine)] = mine
         gathered = [torch.empty_like(padded) for _ in range(size)]
         dist.all_gather(gathered, padded, group)
-    except RuntimeError as error:  # gloo and nccl raise nothing narrower
-        raise lost(phase, error) from error
     return [from_bytes(part[: int(length)]) for part, length in zip(gathered, lengths, strict=True)]
 
 
@@ -152,15 +150,26 @@ def broadcast_json(value: Any, source: int, *, phase: str = "sending") -> Any:
         return from_bytes(to_bytes(value))
     device = device_for()
     content = to_bytes(value, device) if rank == source else torch.empty(0, device=device)
-    try:
+    with wire(phase):
         length = torch.tensor([len(content)], device=device)
         dist.broadcast(length, source)
         if rank != source:
             content = torch.empty(int(length), dtype=torch.uint8, device=device)
         dist.broadcast(content, source)
-    except RuntimeError as error:
-        raise lost(phase, error) from error
     return from_bytes(content)
+
+
+@contextlib.contextmanager
+def wire(phase: str) -> Iterator[None]:
+    """Communicate in a block; nothing else may be in it.
+
+    Raises:
+        ResourceError: a rank died, or did not come within the process group's timeout.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # gloo and nccl raise nothing narrower
+        raise lost(phase, error) from error
 
 
 def lost(phase: str, error: BaseException) -> LostRank:

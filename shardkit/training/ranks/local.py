@@ -145,6 +145,14 @@ class LocalShard:
     whole: torch.Tensor
     """What the module has: a DTensor or a plain tensor."""
 
+    @classmethod
+    def plain(cls, names: tuple[str, ...], whole: torch.Tensor, kind: str = "parameter") -> LocalShard:
+        """Return a whole tensor that every rank holds and that is in the state dict."""
+        parts, replicas = parts_of(whole)
+        return cls(
+            names=names, kind=kind, persistent=True, parts=tuple(parts), replicas=replicas, whole=whole
+        )
+
     @property
     def fqn(self) -> str:
         """Its first name."""

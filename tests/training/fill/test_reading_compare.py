@@ -194,7 +194,7 @@ def test_columns_of_a_ranks_own_copy_are_compared(case: Columns, out: Path) -> N
     model = nn.Module()
     empty = distribute_tensor(torch.zeros(sizes), mesh, [Shard(dim)])
     model.register_parameter("weight", nn.Parameter(empty))
-    with mock.patch("shardkit.training.finalize.take_samples", return_value=""):
+    with mock.patch("shardkit.training.fill.strategy.take_samples", return_value=""):
         if damage is None:
             shardkit.load_into(model, path)
             assert torch.equal(model.weight.to_local(), mine)
