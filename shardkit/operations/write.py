@@ -25,8 +25,8 @@ from shardkit._version import __version__
 from shardkit.core.catalog import Catalog, FileStamp
 from shardkit.core.dtypes import DType, short_dtype
 from shardkit.core.result import Result
-from shardkit.core.text import KIB, MIB, count, escape, listed, parse_size
-from shardkit.core.threads import NoProgress, Progress, TimedProgress, choose_jobs
+from shardkit.core.text import count, escape, listed
+from shardkit.core.threads import NoProgress, Progress, TimedProgress
 from shardkit.errors import IncompleteError, Interrupted, ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.shared import has_commits
@@ -38,7 +38,8 @@ from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.destination import check_destination, check_replaceable, check_space, free_bytes
 from shardkit.operations.environment import mixed_versions
 from shardkit.operations.leftovers import name_unknown
-from shardkit.operations.parts.agreement import Agreement, Command, Committing, NotThere, Share
+from shardkit.operations.options import WriteOptions
+from shardkit.operations.parts.agreement import Agreement, Committing, NotThere, Share
 from shardkit.operations.parts.divided import Describer, Divided, PartResult
 from shardkit.operations.parts.foreign import foreign_in, kept, name_foreign, set_foreign_apart
 from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
@@ -70,94 +71,12 @@ from shardkit.transfer.journal import (
 )
 from shardkit.transfer.plan import TransferPlan
 
-DIGESTS = ("crc32", "none")
 _NOTES = 3
 """What parts note of their files; those of another version of shardkit may not be put together with ours."""
 _OF_ONE_MACHINE = "computed_by"
 """What of a job the bits of its factors depend upon, beside the weights."""
 _VERSIONS = "traced_with"
 """Those that a job was decided with, by package: another run or part may have others, if it decides the same."""
-_MIN_MEMORY, _MIN_MEMORY_PER_JOB = 2 * MIB, 512 * KIB
-
-OnWarning = Callable[[str], object]
-"""Is told a warning."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moving:
-    """How bytes move, and what they are compared with on the way."""
-
-    jobs: int | None = None
-    """Threads; None for as many as `choose_jobs` says."""
-    max_memory: str | int = 256 * MIB
-    """Bytes for all buffers, as a number or as "512MiB"."""
-    digest: str = "crc32"
-    """"crc32" or "none": the checksum of what is written."""
-    check_source: bool = True
-    """Compare what is read with the checksums that the source records."""
-    source_manifest: str | os.PathLike[str] | None = None
-    """A manifest of the source that lies elsewhere."""
-
-    def execute_options(self) -> ExecuteOptions:
-        """Return these options as the engine takes them.
-
-        Raises:
-            UsageError: no such digest, too few threads, or too little memory for them.
-        """
-        if self.digest not in DIGESTS:
-            raise UsageError(f"--digest {escape(self.digest)!r} is not one of {', '.join(DIGESTS)}")
-        budget = parse_size(self.max_memory)
-        jobs = choose_jobs(self.jobs)
-        if self.jobs is None:
-            jobs = max(min(jobs, budget // _MIN_MEMORY_PER_JOB), 1)
-        if budget < _MIN_MEMORY:
-            raise UsageError(f"--max-memory must be at least 2MiB, not {self.max_memory}")
-        if budget < jobs * _MIN_MEMORY_PER_JOB:
-            raise UsageError(
-                f"--max-memory {self.max_memory} is too little for --jobs {jobs}: each needs at least 512KiB",
-                hint="a few threads are as fast as many: leave --jobs out",
-            )
-        return ExecuteOptions(
-            jobs=jobs,
-            max_memory_bytes=budget,
-            digests=self.digest != "none",
-            check_source=self.check_source,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Writing:
-    """What may happen at the destination."""
-
-    overwrite: bool = False
-    """Replace an output of the same kind."""
-    dry_run: bool = False
-    """Decide and check everything, and write nothing."""
-    resume: bool = True
-    """Go on with what a dead run of the same plan left."""
-    share: Share | None = None
-    """What of the job this process carries out, where several do; None for all of it."""
-    command: Command | None = None
-    """The call that other processes repeat; there is one where there is a share."""
-    recorded: Sequence[str] = ()
-    """What was asked for of the record of the output, and the plan does not tell: "sha256", "manifest"."""
-
-    @property
-    def ends(self) -> bool:
-        """True if the output is there, and nobody else does what comes after it."""
-        return isinstance(self.share, Committing) and self.share.ends
-
-    def check(self) -> None:
-        """Refuse what a part cannot do.
-
-        Raises:
-            UsageError: it is asked to begin anew.
-        """
-        if self.share is not None and not self.resume:
-            raise UsageError(
-                "--part goes without --no-resume: what any part has finished counts",
-                hint="shardkit status gives up what all parts have written, with `--abort`",
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,42 +267,31 @@ class Writer:
     """One run of a verb that writes a directory. Its methods are called in the order in which they stand here.
 
     Args:
-        verb: what the progress is called.
-        moving: how bytes move.
-        writing: what may happen at the destination.
+        options: of the verb. Each warning is told once, as soon as it is known: a person may want to stop before anything is
+            written.
         kind: of the output: what may be replaced, and which file makes it an output in a store.
         looks_late: what lies at the destination is looked into by `check_beside`, which knows what the job puts there.
-        progress: told of the bytes as they move.
-        on_warning: told each warning as soon as it is known: a person may want to stop before anything is written.
 
     Raises:
-        UsageError: `moving` asks for what cannot be done.
+        UsageError: the options cannot be carried out.
     """
 
     def __init__(
-        self,
-        verb: str,
-        moving: Moving,
-        writing: Writing,
-        *,
-        kind: OutputKind = OutputKind.SHARDED,
-        looks_late: bool = False,
-        progress: Progress | None = None,
-        on_warning: OnWarning | None = None,
+        self, options: WriteOptions, *, kind: OutputKind = OutputKind.SHARDED, looks_late: bool = False
     ) -> None:
-        writing.check()
+        options.check()
         self._begun = time.monotonic()
-        self._verb, self._moving, self._kind = verb, moving, kind
+        self._verb, self._kind = options.verb, kind
         self._made: Made | None = None if looks_late else {}
-        self._progress, self._on_warning = TimedProgress(progress or NoProgress()), on_warning
+        self._progress, self._told = TimedProgress(options.progress or NoProgress()), set[str]()
         self._infinite: dict[tuple[str, DType], None] = {}
-        self.options = replace(moving.execute_options(), infinite=self._is_infinite)
+        self.options = replace(options.execute_options(), infinite=self._is_infinite)
         """How the engine moves bytes."""
         self.path = ""
         """The destination, absolute, once it has been checked."""
         self.was_there = False
         """True once what is at the destination is known to be what would be written."""
-        self.writing = writing
+        self.writing = options
         self.ends = False
         """True once the output is there, and what comes after it is this process's to do."""
         self.can_read = True
@@ -463,18 +371,17 @@ class Writer:
         return MAX_SENT_NBYTES if self._target is not None and self.writing.share is not None else 0
 
     def warn(self, warnings: Iterable[str]) -> None:
-        """Tell warnings."""
-        if self._on_warning is not None:
-            for warning in warnings:
-                self._on_warning(warning)
+        """Tell the warnings that were not told before."""
+        for warning in warnings:
+            if self.writing.on_warning is not None and warning not in self._told:
+                self.writing.on_warning(warning)
+            self._told.add(warning)
 
     def find_manifests(self, catalogs: Sequence[Catalog], source: str) -> SourceManifests:
         """Return the manifests to compare the source with; arguments and errors as `recorded.find_manifests`."""
-        moving = self._moving
-        found = find_manifests(
-            catalogs, source, given=moving.source_manifest, check_source=moving.check_source
-        )
-        self._warnings = (*(() if moving.check_source else (OFF,)), *found.warnings)
+        given, check_source = self.writing.source_manifest, self.writing.check_source
+        found = find_manifests(catalogs, source, given=given, check_source=check_source)
+        self._warnings = (*(() if check_source else (OFF,)), *found.warnings)
         self.warn(self._warnings)
         self._facts["source_manifests"] = tuple(found.paths)
         return found
@@ -903,7 +810,6 @@ class Writer:
     def _agreement(self, job: Job, share: Share, factors: FactoredJob | None = None) -> Agreement:
         """Return the parts' agreement: the plan, and the content of the descriptions."""
         command = self.writing.command
-        assert command is not None
         made_of = {**_shared_ingredients(job), "settings": command.settings(), "notes": _NOTES}
         agreement = Agreement(
             plan=hash_of(made_of),

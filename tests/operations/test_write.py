@@ -21,7 +21,8 @@ from shardkit.files.staging import journal_of
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.formats.owned import OutputKind
-from shardkit.operations.write import Describe, Moving, Writer, Writing
+from shardkit.operations.options import WriteOptions
+from shardkit.operations.write import Describe, Writer
 from shardkit.transfer.checks import OFF
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.journal import read_finished
@@ -108,8 +109,8 @@ def write(
 ) -> dict[str, object]:
     """Do what a verb does; return what it can say."""
     job = job or copy_of(source)
-    options = Writing(**writing)  # type: ignore[arg-type]
-    writer = Writer("copy", Moving(jobs=1), options, kind=OutputKind.HUB, looks_late=True)
+    options = WriteOptions(jobs=1, **writing)  # type: ignore[arg-type]
+    writer = Writer(options, kind=OutputKind.HUB, looks_late=True)
     writer.check_destination(str(out), str(source))
     writer.check_beside({}, {})
     writer.find_manifests([job.plan.catalog], str(source))
@@ -421,24 +422,24 @@ def test_a_dead_run_beside_an_output_that_exists(source: Path, out: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("moving", "said"),
+    ("options", "said"),
     [
-        (Moving(digest="md5"), "--digest 'md5' is not one of crc32, none"),
-        (Moving(jobs=0), "--jobs must be at least 1, not 0"),
-        (Moving(max_memory="1MiB"), "--max-memory must be at least 2MiB, not 1MiB"),
-        (Moving(jobs=5, max_memory="2MiB"), "--max-memory 2MiB is too little for --jobs 5"),
+        (WriteOptions(digest="md5"), "--digest 'md5' is not one of crc32, none"),
+        (WriteOptions(jobs=0), "--jobs must be at least 1, not 0"),
+        (WriteOptions(max_memory="1MiB"), "--max-memory must be at least 2MiB, not 1MiB"),
+        (WriteOptions(jobs=5, max_memory="2MiB"), "--max-memory 2MiB is too little for --jobs 5"),
     ],
     ids=["digest", "jobs", "memory", "memory for jobs"],
 )
-def test_what_cannot_be_moved_is_refused_first(moving: Moving, said: str) -> None:
+def test_what_cannot_be_moved_is_refused_first(options: WriteOptions, said: str) -> None:
     with pytest.raises(UsageError) as caught:
-        Writer("copy", moving, Writing())
+        Writer(options)
     assert said in str(caught.value.to_json()["message"])
 
 
 def test_a_source_that_is_not_compared_is_warned_of(source: Path, out: Path) -> None:
     told: list[str] = []
-    writer = Writer("copy", Moving(check_source=False), Writing(), on_warning=told.append)
+    writer = Writer(WriteOptions(check_source=False, on_warning=told.append))
     writer.find_manifests([copy_of(source).plan.catalog], str(source))
     assert told == [OFF]
     assert writer.facts(["the verb's own"])["warnings"] == ("the verb's own", OFF)

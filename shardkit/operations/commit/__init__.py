@@ -20,6 +20,7 @@ from shardkit.files.stores import is_remote
 from shardkit.operations.commit.places import Place, place_of
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
 from shardkit.operations.leftovers import Leftover, remove, warn_before
+from shardkit.operations.options import OnWarning
 from shardkit.operations.parts.agreement import (
     Agreement,
     Command,
@@ -33,7 +34,7 @@ from shardkit.operations.parts.shared_factors import without_factors
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
 from shardkit.operations.uploading.status import StoredStatus
-from shardkit.operations.write import OnWarning, WriteResult
+from shardkit.operations.write import WriteResult
 from shardkit.transfer.checks import Unchecked
 
 _VERBS: Mapping[str, Callable[..., WriteResult]] = {

@@ -6,14 +6,13 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import MIB, escape, listed, parse_size
-from shardkit.core.threads import OnStep, Progress, silent
+from shardkit.core.keywords import keywords_of
+from shardkit.core.text import escape, listed
 from shardkit.errors import UsageError
 from shardkit.files import storage, stores
 from shardkit.files.links import may_follow_links
@@ -24,75 +23,23 @@ from shardkit.formats.fold import folded_base, take_folded
 from shardkit.formats.hub.assets import is_weights
 from shardkit.formats.hub.base import Base, find_base, open_base
 from shardkit.formats.hub.directory import model_class_of
-from shardkit.formats.hub.tokenizer import open_tokenizer
 from shardkit.formats.owned import HUB_INDEX, OutputKind, is_text
 from shardkit.formats.registry import stray_weights
-from shardkit.keys.select import Naming
-from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as, parse_rules
+from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as
 from shardkit.operations.consolidate.assets import earlier_assets
-from shardkit.operations.consolidate.job import ConsolidateJob, ConsolidateOptions, build_job
-from shardkit.operations.consolidate.run import ClassCheck, HubDescriptions, Recording
-from shardkit.operations.destination import is_file_of, label_of, write_sidecar
-from shardkit.operations.parts.agreement import Command, Share, as_share
-from shardkit.operations.parts.pool import Executor, in_pool
+from shardkit.operations.consolidate.job import ConsolidateJob, build_job
+from shardkit.operations.consolidate.options import ConsolidateOptions
+from shardkit.operations.consolidate.run import ClassCheck, HubDescriptions
+from shardkit.operations.destination import check_sidecar, is_file_of, label_of, write_sidecar
+from shardkit.operations.parts.pool import in_pool
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken, adapter_file, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
-from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
-
-_SHARD_SIZE = "5GB"  # as transformers and huggingface_hub have it
+from shardkit.operations.write import Writer, WriteResult
 
 
 @may_follow_links
-def consolidate(
-    checkpoint: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    base: str | os.PathLike[str] | None = None,
-    base_revision: str | None = None,
-    tokenizer: str | os.PathLike[str] | None = None,
-    dtype: str = "keep",
-    dtype_rules: Sequence[str] = (),
-    max_shard_size: str | int | None = None,
-    single_file: bool = False,
-    weights: str = "model",
-    root: str | None = None,
-    strip_prefix: Sequence[str] = (),
-    add_prefix: str = "",
-    rename: Sequence[str] = (),
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    fill_from_base: Sequence[str] = (),
-    allow_missing: bool = False,
-    allow_unexpected: bool = False,
-    keys: str | os.PathLike[str] = "auto",
-    ask_class: bool = True,
-    dequantize: bool = False,
-    keep_factors: bool = False,
-    merge_lora: bool = False,
-    adapter_config: str | None = None,
-    check_source: bool = True,
-    source_manifest: str | os.PathLike[str] | None = None,
-    manifest: bool = False,
-    manifest_file: str | os.PathLike[str] | None = None,
-    sha256: bool = False,
-    overwrite: bool = False,
-    strict: bool = False,
-    dry_run: bool = False,
-    resume: bool = True,
-    part: str | Share | None = None,
-    executor: Executor | Literal["ray"] | None = None,
-    num_parts: int | None = None,
-    digest: str = "crc32",
-    jobs: int | None = None,
-    max_memory: str | int = 256 * MIB,
-    push_to_hub: str | None = None,
-    private: bool = False,
-    branch: str | None = None,
-    follow_links: bool = False,
-    progress: Progress | None = None,
-    on_warning: OnWarning | None = None,
-    on_step: OnStep | None = None,
-) -> ConsolidateResult:
+@keywords_of(ConsolidateOptions)
+def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
     """Write a sharded checkpoint as a Hub model: safetensors, config, tokenizer.
 
     Args:
@@ -165,173 +112,23 @@ def consolidate(
         ResourceError: disk, permission or network.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
-    dtype = short_dtype(dtype)
-    if executor is not None or num_parts is not None:
-        return in_pool(consolidate, locals())
-    command, share = None if part is None else Command.of("consolidate", locals()), as_share(part)
-    naming = Naming(
-        weights=weights,
-        root=root,
-        strip_prefix=tuple(strip_prefix),
-        add_prefix=add_prefix,
-        rename=tuple(rename),
-        include=tuple(include),
-        exclude=tuple(exclude),
-    )
-    options = ConsolidateOptions(
-        naming=naming,
-        fill_from_base=tuple(fill_from_base),
-        allow_missing=allow_missing,
-        allow_unexpected=allow_unexpected,
-        dtype=dtype,
-        dtype_rules=parse_rules(dtype_rules),
-        max_shard_bytes=_shard_limit(_SHARD_SIZE if max_shard_size is None else max_shard_size, single_file),
-        follows_base=max_shard_size is None and not single_file,
-        digest=digest,
-        keep_factors=keep_factors,
-        merge_lora=merge_lora,
-        adapter_config=adapter_config,
-        keys=os.fspath(keys),
-        ask_class=ask_class,
-        tokenizer=None if tokenizer is None else open_tokenizer(stores.as_path(tokenizer)),
-    )
-    moving = Moving(
-        jobs=jobs,
-        max_memory=max_memory,
-        digest=digest,
-        check_source=check_source,
-        source_manifest=source_manifest,
-    )
-    writing = Writing(
-        overwrite=overwrite,
-        dry_run=dry_run,
-        resume=resume,
-        share=share,
-        command=command,
-        recorded=[name for name, asked in (("sha256", sha256), ("manifest", manifest)) if asked],
-    )
-    request = _Request(
-        checkpoint=stores.as_path(checkpoint),
-        output=None if output is None else os.fspath(output),
-        base=None if base is None else os.fspath(base),
-        base_revision=base_revision,
-        strict=strict,
-        ask_class=ask_class,
-        dequantize=dequantize,
-    )
-    recording = Recording(manifest=manifest, manifest_file=manifest_file, sha256=sha256)
-    publishing = _HubUpload(repo_id=push_to_hub, private=private, branch=branch)
-
-    told = set[str]()
-
-    def warn_once(text: str) -> None:
-        if on_warning is not None and text not in told:
-            on_warning(text)
-        told.add(text)
-
-    writer = Writer(
-        "consolidate",
-        moving,
-        writing,
-        kind=OutputKind.HUB,
-        looks_late=True,
-        progress=progress,
-        on_warning=warn_once,
-    )
-    return _consolidate(request, options, recording, publishing, writer, on_step or silent)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """What is read, and what is asked about it."""
-
-    checkpoint: str
-    output: str | None
-    base: str | None
-    base_revision: str | None
-    strict: bool
-    ask_class: bool
-    dequantize: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HubUpload:
-    """Where the finished directory is uploaded."""
-
-    repo_id: str | None
-    private: bool
-    branch: str | None
-
-    def check(self, output: str | None) -> None:
-        """Refuse what could not be uploaded, before anything is read.
-
-        Raises:
-            UsageError: the options lack a repo, or its name is not a repo id, or the output goes into a store.
-            ResourceError: huggingface_hub is missing.
-        """
-        if self.repo_id is not None and is_remote(output):
-            raise UsageError(
-                "--push-to-hub uploads a local directory, and the output goes into a store",
-                hint="leave one of the two out",
-            )
-        if self.repo_id is not None:
-            from shardkit.formats.hub.repo import check_push
-
-            check_push(self.repo_id)
-        elif self.private or self.branch is not None:
-            raise UsageError("--private and --branch belong to --push-to-hub, which is not given")
-
-    def push(self, directory: str, names: Iterable[str]) -> tuple[str | None, list[str]]:
-        """Upload a directory where a repo is named; return the repo's address, and notes.
-
-        Args:
-            directory: the finished output.
-            names: of its files beside the weights.
-        """
-        if self.repo_id is None:
-            return None, []
-        from shardkit.formats.hub.repo import push
-
-        texts = filter(is_text, names)
-        pushed = push(directory, self.repo_id, private=self.private, branch=self.branch, by_people=texts)
-        repo, notes = escape(self.repo_id), list[str]()
-        if pushed.kept:
-            notes.append(f"{repo} keeps its own {listed(pushed.kept)}; ours stayed in {escape(directory)}")
-        if pushed.removed:
-            notes.append(f"{repo}: {listed(pushed.removed)} of its earlier, quantised weights was removed")
-        return pushed.address, notes
-
-
-def _consolidate(
-    request: _Request,
-    options: ConsolidateOptions,
-    recording: Recording,
-    publishing: _HubUpload,
-    writer: Writer,
-    on_step: OnStep,
-) -> ConsolidateResult:
-    if request.base_revision is not None and request.base is None:
-        raise UsageError("--base-revision belongs to --base, which is not given")
-    recording.check()
-    publishing.check(request.output)
-    adapter = adapter_file(request.checkpoint)
-    taken = take(request.checkpoint, strict=request.strict)
+    if options.is_pooled:
+        return in_pool(consolidate, options.given)
+    writer = Writer(options, kind=OutputKind.HUB, looks_late=True)
+    checkpoint = stores.as_path(options.checkpoint)
+    beside = adapter_file(checkpoint)
+    taken = take(checkpoint, strict=options.strict)
     resolved = taken.resolved
     writer.warn(resolved.warnings)
-    beside = request.checkpoint if adapter else resolved.path
-    output = default_output(beside) if request.output is None else request.output
-    path = writer.check_destination(output, resolved.path)
-    share = writer.writing.share
-    made = os.path.join(path, HUB_INDEX) if is_remote(path) else path
-    is_parts = share is not None and storage.lexists(made)
-    may_be_ours = writer.writing.overwrite or writer.exists or is_parts
-    sidecar = recording.check_file([path, resolved.path], overwrite=may_be_ours)
+    output = (
+        default_output(checkpoint if beside else resolved.path) if options.output is None else options.output
+    )
+    path = writer.check_destination(os.fspath(output), resolved.path)
+    sidecar = _find_sidecar(options, writer, resolved.path)
     writer.describes_elsewhere = sidecar is not None
-    opened, base = _open(taken, request, options)
+    opened, base = _open(taken, options)
     # What is there is compared as a whole, whatever this process would write of it.
-    moved = None if writer.exists else share
-    as_read = not writer.writing.dry_run
-    job = build_job(opened, base, options, share=moved, as_read=as_read, on_step=on_step)
+    job = build_job(opened, base, options, share=None if writer.exists else options.share)
     if is_remote(path):
         job = job.marked(writer.hash_in_store(job)[:8])
     writer.open_all = job.whole
@@ -340,17 +137,36 @@ def _consolidate(
         {} if base is None else earlier_assets(base),
     )
     writer.warn(job.warnings)
-    manifests = writer.find_manifests(
-        [job.catalog, *(module.catalog for module in job.modules)], resolved.path
+    settled, pushed = _write(job, writer, resolved.path, sidecar)
+    return _result(
+        settled,
+        resolved,
+        writer.facts((*resolved.warnings, *settled.warnings)),
+        notes=(*resolved.notes, *job.notes, *settled.notes[len(job.notes) :], *pushed.notes),
+        pushed_to=pushed.address,
     )
-    written, pushed = list[bytes](), list[tuple[str | None, list[str]]]()
-    with ClassCheck(job, is_on=request.ask_class, warn=writer.warn, on_step=on_step) as asked:
+
+
+def _write(
+    job: ConsolidateJob, writer: Writer, source: str, sidecar: str | None
+) -> tuple[ConsolidateJob, _Pushed]:
+    """Carry out a job and do what comes after; return it with what the model's class says, and what was uploaded.
+
+    Args:
+        job: what was decided.
+        writer: has checked the destination.
+        source: the checkpoint's directory.
+        sidecar: where the manifest goes apart from the output, if anywhere.
+    """
+    options, written, pushed = job.options, list[bytes](), list[_Pushed]()
+    catalogs = [job.catalog, *(module.catalog for module in job.modules)]
+    manifests = writer.find_manifests(catalogs, source)
+    with ClassCheck(job, writer.warn) as asked:
         describe = partial(
             HubDescriptions,
             job,
             manifests,
             moving=writer.options,
-            recording=recording,
             on_manifest=written.append,
             on_written=asked.settle,
         )
@@ -358,23 +174,54 @@ def _consolidate(
         def publish() -> None:
             asked.settle()
             if sidecar is not None:
-                _write_record(sidecar, written[-1], writer.writing)
-            pushed.append(publishing.push(path, [asset.name for asset in job.assets]))
+                _write_record(sidecar, written[-1], overwrite=options.overwrite)
+            pushed.append(_push(options, writer.path, [asset.name for asset in job.assets]))
 
         writer.write(job, describe, needed_bytes=job.needed_bytes, after=publish)
-        settled = asked.settle() if writer.ends or writer.writing.dry_run else job
-    address, kept = pushed[0] if pushed else (None, [])
-    return _result(
-        settled,
-        resolved,
-        writer.facts((*resolved.warnings, *settled.warnings)),
-        given=request.checkpoint,
-        notes=(*resolved.notes, *job.notes, *settled.notes[len(job.notes) :], *kept),
-        pushed_to=address,
+        settled = asked.settle() if writer.ends or options.dry_run else job
+    return settled, pushed[0] if pushed else _Pushed()
+
+
+class _Pushed(NamedTuple):
+    """What became of an upload."""
+
+    address: str | None = None
+    """Of the repo; None if nothing was uploaded."""
+    notes: tuple[str, ...] = ()
+
+
+def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> _Pushed:
+    """Upload a finished output where a repo is named; `names` are those of its files beside the weights."""
+    if options.push_to_hub is None:
+        return _Pushed()
+    from shardkit.formats.hub.repo import push
+
+    pushed = push(
+        directory,
+        options.push_to_hub,
+        private=options.private,
+        branch=options.branch,
+        by_people=filter(is_text, names),
     )
+    repo, notes = escape(options.push_to_hub), list[str]()
+    if pushed.kept:
+        notes.append(f"{repo} keeps its own {listed(pushed.kept)}; ours stayed in {escape(directory)}")
+    if pushed.removed:
+        notes.append(f"{repo}: {listed(pushed.removed)} of its earlier, quantised weights was removed")
+    return _Pushed(pushed.address, tuple(notes))
 
 
-def _write_record(path: str, data: bytes, writing: Writing) -> None:
+def _find_sidecar(options: ConsolidateOptions, writer: Writer, source: str) -> str | None:
+    """Return where the manifest goes apart from the output, if anywhere; otherwise as `check_sidecar`."""
+    if options.manifest_file is None:
+        return None
+    path = writer.path
+    made = os.path.join(path, HUB_INDEX) if is_remote(path) else path
+    may_be_ours = options.overwrite or writer.exists or (options.share is not None and storage.lexists(made))
+    return check_sidecar(os.fspath(options.manifest_file), overwrite=may_be_ours, outside=[path, source])
+
+
+def _write_record(path: str, data: bytes, *, overwrite: bool) -> None:
     """Write the manifest to its own place, unless it is there already.
 
     Raises:
@@ -383,12 +230,12 @@ def _write_record(path: str, data: bytes, writing: Writing) -> None:
     """
     if is_file_of(path, data):
         return
-    if storage.lexists(path) and not writing.overwrite:
+    if storage.lexists(path) and not overwrite:
         raise UsageError(
             f"{escape(path)} exists, and is not the manifest that this command writes",
             hint="move it somewhere else, or choose another --manifest-file, and run the same command again",
         )
-    write_sidecar(path, data, overwrite=writing.overwrite)
+    write_sidecar(path, data, overwrite=overwrite)
 
 
 def default_output(checkpoint: str) -> str:
@@ -396,26 +243,16 @@ def default_output(checkpoint: str) -> str:
     return os.path.join(os.path.dirname(storage.absolute(checkpoint)), label_of(checkpoint) + EXPORT_ENDING)
 
 
-def _shard_limit(max_shard_size: str | int, single_file: bool) -> int | None:
-    if single_file:
-        return None
-    limit = parse_size(max_shard_size)
-    if limit < 1:
-        raise UsageError(f"--max-shard-size must be at least one byte, not {max_shard_size}")
-    return limit
-
-
-def _open(taken: Taken, request: _Request, options: ConsolidateOptions) -> tuple[Checkpoint, Base | None]:
+def _open(taken: Taken, options: ConsolidateOptions) -> tuple[Checkpoint, Base | None]:
     """Open the checkpoint and its base, both with plain and dense weights where they can be made.
 
     Raises:
         UsageError, SourceError, IntegrityError, LayoutError, ResourceError: as opening and `open_base` do.
     """
-    dtype = dequantized_as(options.dtype, options.dtype_rules)
-    is_asked = request.dequantize
+    dtype, is_asked = dequantized_as(options.dtype, options.rules), options.dequantize
     opened = take_folded(take_plain(taken.open(), dequantize=is_asked, dtype=dtype, by_content=is_asked))
-    given = request.base
-    base = find_base(opened) if given is None else open_base(given, revision=request.base_revision)
+    given = None if options.base is None else os.fspath(options.base)
+    base = find_base(opened) if given is None else open_base(given, revision=options.base_revision)
     return opened, None if base is None else folded_base(plain_base(base))
 
 
@@ -537,7 +374,6 @@ def _result(
     resolved: ResolvedCheckpoint,
     facts: dict[str, Any],
     *,
-    given: str,
     notes: tuple[str, ...],
     pushed_to: str | None,
 ) -> ConsolidateResult:
@@ -547,7 +383,6 @@ def _result(
         job: with the answer of the model's class, if it was asked.
         resolved: the checkpoint that was taken.
         facts: of `Writer.facts`.
-        given: the checkpoint, as it was given.
         notes: all of them.
         pushed_to: address of the repo.
     """
@@ -555,7 +390,7 @@ def _result(
     is_asked = answer is not None and answer.failure is None
     return ConsolidateResult(
         **facts,
-        checkpoint=given,
+        checkpoint=stores.as_path(job.options.checkpoint),
         resolved=resolved.path,
         reason=resolved.reason,
         step=resolved.step,

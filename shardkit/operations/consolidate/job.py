@@ -17,7 +17,7 @@ from types import MappingProxyType
 from shardkit.core.catalog import Catalog, renumber, subset
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, in_shell, listed
-from shardkit.core.threads import OnStep, silent
+from shardkit.core.threads import OnStep
 from shardkit.errors import LayoutError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest
 from shardkit.formats.contract import Checkpoint
@@ -60,7 +60,6 @@ from shardkit.operations.apart import take_apart
 from shardkit.operations.casts import (
     BASE,
     KEEP,
-    DtypeRule,
     Dtypes,
     check_choice,
     choose_dtypes,
@@ -81,6 +80,7 @@ from shardkit.operations.consolidate.assets import (
 from shardkit.operations.consolidate.fit import BaseFit, base_shapes, check_fit
 from shardkit.operations.consolidate.fold_or_keep import Written, take_factors
 from shardkit.operations.consolidate.globs import Sieve, make_sieve
+from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.consolidate.vocabulary import RowsChange, check_tokenizer, follow_vocabulary
 from shardkit.operations.keys import AUTO, NONE, load_rules
 from shardkit.operations.parts.agreement import Share
@@ -93,42 +93,6 @@ from shardkit.transfer.sources import is_far
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
 _NO_TIES = Ties(dropped={}, diverged=(), untied=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConsolidateOptions:
-    """What a person asks for."""
-
-    naming: Naming
-    """Which tensors are wanted, and what becomes of their names."""
-    fill_from_base: tuple[str, ...] = ()
-    """Globs of the base's names: what the checkpoint lacks of them is taken from the base."""
-    allow_missing: bool = False
-    """Tensors of the base may be missing."""
-    allow_unexpected: bool = False
-    """There may be tensors that the base does not have."""
-    dtype: str = "keep"
-    """"keep", "base", "bf16", "fp16" or "fp32"."""
-    dtype_rules: tuple[DtypeRule, ...] = ()
-    """Other dtypes for some tensors, by their names in the output."""
-    max_shard_bytes: int | None = None
-    """Most bytes of tensors in a file; None makes one file."""
-    follows_base: bool = False
-    """Divide the tensors over files as the base does, if it has the same."""
-    digest: str = "crc32"
-    """"crc32" or "none"."""
-    keep_factors: bool = False
-    """Write the factors of OSFT as they are."""
-    merge_lora: bool = False
-    """Add an adapter to the weights that it was trained on."""
-    adapter_config: str | None = None
-    """An adapter's settings: a file, or the directory that it lies in."""
-    keys: str = AUTO
-    """Key rules: "auto" takes a shipped set that knows all names; "none"; a file's path, or the name of a shipped set."""
-    ask_class: bool = True
-    """The class that the config names may be asked what its tensors are on the Hub."""
-    tokenizer: Tokenizer | None = None
-    """Its files lie beside the weights, in place of the base's tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +136,7 @@ class ConsolidateJob:
     @property
     def decided(self) -> dict[str, object]:
         """See `operations.write.Job`."""
-        tokenizer = self.options.tokenizer
+        tokenizer = self.options.new_tokenizer
         return {"description": self.describe(), "tokenizer": tokenizer and tokenizer.content}
 
     @property
@@ -214,7 +178,7 @@ class ConsolidateJob:
             ties=tuple((kept, dropped) for dropped, kept in self.ties.dropped.items()),
             dequantized=self.checkpoint.dequantized.method if self.checkpoint.dequantized else None,
             dtype=self.options.dtype,
-            dtype_rules=tuple((rule.glob, rule.dtype) for rule in self.options.dtype_rules) or None,
+            dtype_rules=tuple((rule.glob, rule.dtype) for rule in self.options.rules) or None,
             digest=self.options.digest,
             tensors={
                 tensor.fqn: manifest.HubTensor(
@@ -237,8 +201,6 @@ def build_job(
     options: ConsolidateOptions,
     *,
     share: Share | None = None,
-    as_read: bool = False,
-    on_step: OnStep = silent,
 ) -> ConsolidateJob:
     """Decide what a checkpoint becomes.
 
@@ -247,8 +209,6 @@ def build_job(
         base: given or found, or None.
         options: what is asked for.
         share: what this process carries out: it opens the records of these files alone. None for all.
-        as_read: it may open them when they are read; in a store that saves requests.
-        on_step: told that the model's class is asked, before the seconds that this takes.
 
     Raises:
         UsageError: an option has no such value, or cannot be carried out.
@@ -257,13 +217,13 @@ def build_job(
         LayoutError: names or shapes differ from those of the given base.
     """
     _check_options(checkpoint, base, options)
-    named = _name(checkpoint, base, options, on_step)
+    named = _name(checkpoint, base, options)
     chosen, selection, fit, base = named.chosen, named.selection, named.fit, named.vocabulary.base
     tensors, dtypes = _tensors(named, checkpoint, base, options)
     written = take_factors(tensors, chosen.catalog, checkpoint.folded, keep=options.keep_factors)
     output = _images(written.tensors, base, options, chosen.kind)
-    check_tokenizer(options.tokenizer, base, {tensor.fqn: tensor.shape for tensor in written.tensors})
-    assets, changed = _assets(chosen, base, named.ties, written.tensors, options.tokenizer)
+    check_tokenizer(options.new_tokenizer, base, {tensor.fqn: tensor.shape for tensor in written.tensors})
+    assets, changed = _assets(chosen, base, named.ties, written.tensors, options.new_tokenizer)
     modules, untaken = trained_modules(
         checkpoint,
         base,
@@ -273,7 +233,7 @@ def build_job(
         dtype=options.dtype,
         takes=options.naming.weights == "model" and not options.naming.chooses_names,
     )
-    catalog = _opened(written, _images_of(output, share), as_read=as_read and share is not None)
+    catalog = _opened(written, _images_of(output, share), as_read=share is not None and not options.dry_run)
     unloadable: tuple[str, ...] = ()
     if chosen.kind != "adapter":
         unloadable = (*selection.unloadable, *fit.missing, *_gap_warnings(tensors, base, options))
@@ -324,7 +284,13 @@ def _images_of(output: SafetensorsImages, share: Share | None) -> list[Safetenso
 
 
 def _opened(written: Written, images: Iterable[SafetensorsImage], *, as_read: bool) -> Catalog:
-    """Return a catalog of raw extents, in which what goes into other files than these may have no chunks."""
+    """Return a catalog of raw extents, in which what goes into other files than these may have no chunks.
+
+    Args:
+        written: the tensors of all files.
+        images: the files of this process.
+        as_read: records may be opened when they are read; in a store that saves requests.
+    """
     catalog = written.catalog
     if catalog.open_records is None:
         return catalog
@@ -368,17 +334,17 @@ class _Named:
         yield from self.chosen.warnings
 
 
-def _name(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions, on_step: OnStep) -> _Named:
+def _name(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions) -> _Named:
     """Choose the tensors, name them, and compare them with the base's; errors as for `build_job`."""
-    ask = partial(_ask_class, on_step=on_step)
+    ask = partial(_ask_class, on_step=options.tell_step)
     sieve, selection, chosen = _sifted(checkpoint, base, options, ask)
     vocabulary = RowsChange(base=base)
     if chosen.kind != "adapter":
-        vocabulary = follow_vocabulary(checkpoint, base, _shapes_in(chosen), options.tokenizer)
+        vocabulary = follow_vocabulary(checkpoint, base, _shapes_in(chosen), options.new_tokenizer)
     if vocabulary.changed:  # names that differ from the base's are found by shapes
         base = vocabulary.base
         sieve, selection, chosen = _sifted(checkpoint, base, options, ask)
-    chosen, answer, by_class, tied = _name_as_saved(chosen, selection, checkpoint, base, options, on_step)
+    chosen, answer, by_class, tied = _name_as_saved(chosen, selection, checkpoint, base, options)
     chosen, ties, fit, renamed = _fit(chosen, selection, checkpoint, vocabulary, options, sieve, ask, tied)
     selection = sieve.tell(selection, chosen)
     selection = replace(selection, renamed=(*selection.renamed, *by_class, *renamed))
@@ -406,7 +372,7 @@ def _sifted(
         checkpoint,
         base,
         Naming() if options.merge_lora else options.naming,
-        options.keys,
+        options.key_rules,
         select=partial(_select, checkpoint, base),
         ask=ask,
     )
@@ -433,7 +399,7 @@ def _tensors(
     if folded and not options.keep_factors and options.dtype in (KEEP, BASE):
         nbytes = {name: stored.tensors[source].nbytes for source, name in names.items()}
         held, said = held_folded(held, folded, nbytes, base)
-    dtypes = choose_dtypes(held, names, options.dtype, options.dtype_rules, base, checkpoint.path)
+    dtypes = choose_dtypes(held, names, options.dtype, options.rules, base, checkpoint.path)
     dtypes = replace(dtypes, notes=(*said, *dtypes.notes))
     tensors = tuple(
         OutputTensor(name, source, dtypes.chosen[name], stored.tensors[source].shape)
@@ -468,13 +434,13 @@ def _choose(
             selection = replace(
                 selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings)
             )
-    if options.keys not in (AUTO, NONE):
-        rules, padding = load_rules(options.keys), _padding(checkpoint, options)
+    if options.key_rules not in (AUTO, NONE):
+        rules, padding = load_rules(options.key_rules), _padding(checkpoint, options)
         return _apply_rules(selection, chosen, base, rules, sieve, naming, padding)
     if chosen.kind != "adapter" and naming.root is None and not naming.changes_names:
         chosen = _take_apart(chosen, selection.live, saved_derived(checkpoint))
         if (
-            options.keys == AUTO
+            options.key_rules == AUTO
             and chosen.kind == "model"
             and (sieve.takes_rules or not naming.chooses_names)
         ):
@@ -484,7 +450,7 @@ def _choose(
 
 def _padding(checkpoint: Checkpoint, options: ConsolidateOptions) -> Padding:
     """Return the facts about a padded vocabulary."""
-    tokens = options.tokenizer.tokens if options.tokenizer is not None else None
+    tokens = options.new_tokenizer.tokens if options.new_tokenizer is not None else None
     return replace(checkpoint.padding or Padding(), tokens=tokens)
 
 
@@ -639,7 +605,6 @@ def _name_as_saved(
     checkpoint: Checkpoint,
     base: Base | None,
     options: ConsolidateOptions,
-    on_step: OnStep,
 ) -> tuple[Chosen, ClassAnswer | None, tuple[KeyRule, ...], tuple[tuple[str, ...], ...]]:
     """Where no base's weights and no manifest tell the Hub's names, take those that `save_pretrained` would give.
 
@@ -666,7 +631,7 @@ def _name_as_saved(
     sources = {selection.live.get(source, name): source for source, name in chosen.names.items()}
     try:
         shapes = {name: tensors[source].shape for name, source in sources.items()}
-        form = ask_hub_form(base.directory, shapes, on_start=lambda: on_step(asking(config)))
+        form = ask_hub_form(base.directory, shapes, on_start=lambda: options.tell_step(asking(config)))
     except ShardkitError:  # without the class the names stay as they are
         return chosen, None, (), ()
     if form.made is None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardkit.core.catalog import FileStamp
 from shardkit.core.text import count, escape
-from shardkit.core.threads import NoProgress, OnStep
-from shardkit.errors import IntegrityError, ResourceError, ShardkitError, UsageError
+from shardkit.core.threads import NoProgress
+from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import combine, crc32, sha256_of
 from shardkit.formats.contract import OpenedHubModel
@@ -26,47 +26,11 @@ from shardkit.layout.traced import ClassAnswer, ClassQuestion, asking
 from shardkit.operations.companions import BesideFile, copy_file
 from shardkit.operations.consolidate.assets import Asset, TrainedModule
 from shardkit.operations.consolidate.job import ConsolidateJob
-from shardkit.operations.destination import check_sidecar
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 
 _PART = ".part"
 _SWITCHED_OFF = "--ask-class off"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
-    """What is recorded of the output, and where."""
-
-    manifest: bool = False
-    """Put `shardkit.json` into the output."""
-    manifest_file: str | os.PathLike[str] | None = None
-    """Write the same there."""
-    sha256: bool = False
-    """Take the sha256 of every file too; of the weights when they are finished, by reading them once more."""
-
-    @property
-    def is_wanted(self) -> bool:
-        """True if a manifest is to be written."""
-        return self.manifest or self.manifest_file is not None
-
-    def check(self) -> None:
-        """Refuse to take a sha256 that nothing would record.
-
-        Raises:
-            UsageError: no manifest is to be written.
-        """
-        if self.sha256 and not self.is_wanted:
-            raise UsageError(
-                "--sha256 goes into a manifest, and none is to be written",
-                hint="add --manifest, or --manifest-file FILE",
-            )
-
-    def check_file(self, outside: Sequence[str], *, overwrite: bool) -> str | None:
-        """Return where the manifest goes apart from the output, if anywhere; otherwise as `check_sidecar`."""
-        if self.manifest_file is None:
-            return None
-        return check_sidecar(os.fspath(self.manifest_file), overwrite=overwrite, outside=outside)
 
 
 class HubDescriptions:
@@ -77,7 +41,6 @@ class HubDescriptions:
         manifests: of the checkpoint. Copied files are compared with them.
         directory: where the files go; the weights lie there too.
         moving: how to write the weights of modules.
-        recording: what the manifest is to say, and whether it lies in the output.
         on_manifest: gets the manifest.
         on_written: called when all weights are on disk, before the rest is written.
         shards: where the weights lie, if not in `directory`: in a store, which has compared their CRC-32s.
@@ -90,15 +53,14 @@ class HubDescriptions:
         directory: str,
         *,
         moving: ExecuteOptions,
-        recording: Recording,
         on_manifest: Callable[[bytes], object],
         on_written: Callable[[], object],
         shards: str | None = None,
     ) -> None:
         self._job, self._directory, self._shards = job, directory, shards or directory
-        self._recording, self._on_manifest = recording, on_manifest
+        self._on_manifest = on_manifest
         self._manifests, self._has_digests = manifests, job.options.digest != "none"
-        self._sha256, self._moving = recording.sha256, moving
+        self._sha256, self._moving = job.options.sha256, moving
         self._on_written = on_written
         self._hashes: dict[str, str] = {}
 
@@ -143,7 +105,7 @@ class HubDescriptions:
         index = self._job.output.index()
         if index is not None:
             others.append(self._entry(self._job.output.index_name, index))
-        if self._recording.is_wanted:
+        if self._job.options.is_recorded:
             self._write_manifest(digests, others)
         if index is not None:
             # The index makes a model of a directory of several files. So it gets its name only when it is whole.
@@ -161,7 +123,7 @@ class HubDescriptions:
             for name in digests.keys() - self._hashes.keys():  # of an interrupted run
                 self._hashes[name] = self._sha256_of(digests[name])
         data = manifest.dump(self._manifest(digests, others))
-        if self._recording.manifest:
+        if self._job.options.manifest:
             self._write_synced(manifest.NAME, data)
         self._on_manifest(data)
 
@@ -293,21 +255,17 @@ class ClassCheck:
 
     Args:
         job: the decided job.
-        is_on: False asks nobody.
         warn: is told what the class says, once somebody waits for the answer.
-        on_step: told that somebody waits.
     """
 
-    def __init__(
-        self, job: ConsolidateJob, *, is_on: bool, warn: Callable[[Iterable[str]], None], on_step: OnStep
-    ) -> None:
-        self._job, self._is_on, self._warn, self._on_step = job, is_on, warn, on_step
+    def __init__(self, job: ConsolidateJob, warn: Callable[[Iterable[str]], None]) -> None:
+        self._job, self._warn = job, warn
         self._step = ""
         self._question: ClassQuestion | None = None
         self._is_settled = not _may_ask(job)
 
     def __enter__(self) -> ClassCheck:
-        if self._is_on and not self._is_settled and self._job.answer is None:
+        if self._job.options.ask_class and not self._is_settled and self._job.answer is None:
             config = next(asset.read() for asset in self._job.assets if asset.name == CONFIG)
             shapes = {tensor.fqn: tensor.shape for tensor in self._job.tensors}
             content = json.loads(config)
@@ -323,7 +281,7 @@ class ClassCheck:
         if not self._is_settled:
             self._is_settled = True
             if self._question is not None and self._question.is_open:
-                self._on_step(self._step)
+                self._job.options.tell_step(self._step)
             answer = self._question.answer() if self._question else self._job.answer
             answer = answer or ClassAnswer(failure=_SWITCHED_OFF)
             told = self._job.unloadable

@@ -10,42 +10,39 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from shardkit import formats
-from shardkit.core.dtypes import short_dtype
-from shardkit.core.mesh import Mesh, parse_mesh
-from shardkit.core.text import MIB, escape, in_shell
-from shardkit.core.threads import OnStep, Progress, silent
+from shardkit.core.keywords import keywords_of
+from shardkit.core.mesh import Mesh
+from shardkit.core.text import escape, in_shell
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
 from shardkit.files.stores import is_remote
+from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import take_plain
 from shardkit.formats.hub.directory import loader_of
 from shardkit.formats.registry import recognise
-from shardkit.layout.choice.parallel_rules import parse_parallel_rules
 from shardkit.layout.layout import Layout, TensorLayout
-from shardkit.operations.casts import dequantized_as, parse_rules
+from shardkit.operations.casts import dequantized_as
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space, default_output
 from shardkit.operations.holdings import Holdings
-from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.parts.part import Part
-from shardkit.operations.parts.pool import Executor, in_pool
+from shardkit.operations.parts.pool import in_pool
 from shardkit.operations.preshard.decompose import OsftResult, OsftRun
 from shardkit.operations.preshard.held import hold_job
-from shardkit.operations.preshard.job import PreshardJob, PreshardOptions, build_job
-from shardkit.operations.preshard.profiles import find_profile, write_companions
+from shardkit.operations.preshard.job import PreshardJob, build_job
+from shardkit.operations.preshard.options import PreshardOptions
+from shardkit.operations.preshard.profiles import write_companions
 from shardkit.operations.resolve import stands_for
-from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
-from shardkit.osft.plan import OsftPlan, as_plain, as_plan
+from shardkit.operations.write import Writer, WriteResult
 
 _MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies what is smaller
 
@@ -95,46 +92,8 @@ class PreshardResult(WriteResult):
 
 
 @may_follow_links
-def preshard(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    world_size: int | None = None,
-    mesh: str | None = None,
-    wrap: str = "auto",
-    parallel_rules: Sequence[str] = (),
-    stages: str = "auto",
-    layout: str = "auto",
-    keys: str | os.PathLike[str] = "none",
-    names: str = "live",
-    profile: str = "plain",
-    attribute: str | None = None,
-    device: str | None = None,
-    osft: OsftPlan | float | None = None,
-    dtype: str | None = None,
-    dtype_rules: Sequence[str] = (),
-    dequantize: bool = False,
-    revision: str | None = None,
-    variant: str | None = None,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    holdings: bool = False,
-    resume: bool = True,
-    part: str | Share | None = None,
-    executor: Executor | Literal["ray"] | None = None,
-    num_parts: int | None = None,
-    digest: str = "crc32",
-    sha256: bool = False,
-    check_source: bool = True,
-    source_manifest: str | os.PathLike[str] | None = None,
-    jobs: int | None = None,
-    max_memory: str | int | None = None,
-    trust_remote_code: bool = False,
-    follow_links: bool = False,
-    progress: Progress | None = None,
-    on_warning: OnWarning | None = None,
-    on_step: OnStep | None = None,
-) -> PreshardResult:
+@keywords_of(PreshardOptions)
+def preshard(options: PreshardOptions) -> PreshardResult:
     """Write `source` as a DCP checkpoint with one file for each shard coordinate of a mesh.
 
     Args:
@@ -202,96 +161,62 @@ def preshard(
         IncompleteError: a process died that computed factors; what was finished is kept.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
-    dtype = None if dtype is None else short_dtype(dtype)
-    if executor is not None or num_parts is not None:
-        return in_pool(preshard, locals())
-    given = {**locals(), "osft": as_plain(osft)}
-    command, share = None if part is None else Command.of("preshard", given), as_share(part)
-    source, plan = os.fspath(source), as_plan(osft)
-    dtype = dtype or ("keep" if plan is None else "fp32")
-    parsed = parse_mesh(mesh, world_size)
-    options = PreshardOptions(
-        wrap=wrap,
-        parallel=parse_parallel_rules(parallel_rules),
-        stages=stages,
-        layout=layout,
-        keys=os.fspath(keys),
-        names=names,
-        profile=find_profile(profile),
-        attribute=attribute,
-        device=device,
-        osft=plan,
-        dtype=dtype,
-        dtype_rules=parse_rules(dtype_rules),
-        digest=digest,
-        trust_remote_code=trust_remote_code,
-    )
-    options.profile.head(attribute)
-    options.profile.check_device(device)
-    writer = Writer(
-        "preshard",
-        Moving(
-            jobs=jobs,
-            max_memory=256 * MIB if max_memory is None else max_memory,
-            digest=digest,
-            check_source=check_source,
-            source_manifest=source_manifest,
-        ),
-        Writing(
-            overwrite=overwrite,
-            dry_run=dry_run,
-            resume=resume,
-            share=share,
-            command=command,
-            recorded=["sha256"] if sha256 else [],
-        ),
-        progress=progress,
-        on_warning=on_warning,
-    )
+    if options.is_pooled:
+        return in_pool(preshard, options.given)
+    source, output, writer = os.fspath(options.source), options.output, Writer(options)
     if is_remote(output):
-        options.profile.check_in_store()
+        options.trainer.check_in_store()
     local = source if storage.exists(source) else None
     if output is not None:  # before anything is downloaded
         writer.check_destination(os.fspath(output), local)
-    try:
-        headers_only = dry_run or writer.exists
-        opened = formats.open(
-            source, format="hub", revision=revision, variant=variant, headers_only=headers_only
-        )
-    except SourceError as error:
-        raise _of_a_training(source, parsed, error) from error
-    assert opened.hub is not None  # what it asked for
-    writer.can_read = not (writer.exists and opened.hub.download_bytes)
-    writer.find_manifests([opened.hub.catalog], local or opened.hub.directory)
-    as_dtype = dequantized_as(dtype, options.dtype_rules)
-    plain = take_plain(opened, dequantize=dequantize, dtype=as_dtype, by_content=True)
+    checkpoint = _open(source, options, writer)
+    model = checkpoint.hub
+    assert model is not None  # what was asked for
+    writer.can_read = not (writer.exists and model.download_bytes)
+    writer.find_manifests([model.catalog], local or model.directory)
+    as_dtype = dequantized_as(options.cast, options.rules)
+    plain = take_plain(checkpoint, dequantize=options.dequantize, dtype=as_dtype, by_content=True)
     assert plain.hub is not None
-    chosen = default_output(plain.hub.label, local, parsed) if output is None else output
+    chosen = default_output(plain.hub.label, local, options.ranks) if output is None else output
     path = writer.check_destination(os.fspath(chosen), local, local if output is None else None)
 
-    job = build_job(plain, parsed, options, on_step or silent)
+    job = build_job(plain, options)
     room = _room(job, path)
     run = OsftRun.of(
-        plan,
+        options.plan,
         job.factored,
         jobs=writer.options.jobs,
-        max_memory=max_memory,
+        max_memory=options.max_memory,
         sending_bytes=writer.sending_bytes,
     )
     writer.warn(job.warnings)
     writer.write(
         job,
-        partial(_describe, job, run, sha256=sha256),
+        partial(_describe, job, run, sha256=options.sha256),
         needed_bytes=room.needed_bytes,
         share_extents=room.shared_bytes > 0,
         factors=run,
     )
-    facts = {**writer.facts(job.warnings)}
+    facts = writer.facts(job.warnings)
     became = facts["part"]
-    mine = share if isinstance(share, Part) and not (became and became.is_committed) else None
+    mine = options.share if isinstance(options.share, Part) and not (became and became.is_committed) else None
     facts["osft"] = None if run is None else run.result(mine, record_bytes=writer.record_bytes)
     result = _result(job, source, facts, shares_extents=room.shared_bytes > job.plan.written_bytes // 2)
-    return replace(result, holdings=hold_job(job)) if holdings else result
+    return replace(result, holdings=hold_job(job)) if options.holdings else result
+
+
+def _open(source: str, options: PreshardOptions, writer: Writer) -> Checkpoint:
+    """Open the source as a Hub model; errors as `formats.open`."""
+    try:
+        return formats.open(
+            source,
+            format="hub",
+            revision=options.revision,
+            variant=options.variant,
+            headers_only=options.dry_run or writer.exists,
+        )
+    except SourceError as error:
+        raise _of_a_training(source, options.ranks, error) from error
 
 
 def _of_a_training(source: str, mesh: Mesh, error: SourceError) -> SourceError:

@@ -15,7 +15,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, format_size, listed
-from shardkit.core.threads import OnStep, silent
+from shardkit.core.threads import silent
 from shardkit.errors import UsageError
 from shardkit.formats.contract import Checkpoint, Dequantized, OpenedHubModel
 from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
@@ -27,11 +27,10 @@ from shardkit.keys.rule_sets import foreign_type
 from shardkit.keys.rules import RuleSet, bind_names
 from shardkit.layout.choice.choose import make_layout
 from shardkit.layout.choice.factored import factor_layout
-from shardkit.layout.choice.parallel_rules import ParallelRule, data_axes, parallelise
+from shardkit.layout.choice.parallel_rules import data_axes, parallelise
 from shardkit.layout.layout import Layout, declare
 from shardkit.layout.own_code import of_directory
 from shardkit.operations.casts import (
-    DtypeRule,
     apply_rules,
     check_cast,
     held_dtypes,
@@ -43,8 +42,8 @@ from shardkit.operations.describe_files import FilesOutput
 from shardkit.operations.environment import traced_with
 from shardkit.operations.keys import NONE, load_rules
 from shardkit.operations.preshard.decompose import check_osft, computed_by, describe_osft
+from shardkit.operations.preshard.options import PreshardOptions
 from shardkit.operations.preshard.profiles import (
-    PROFILES,
     Assets,
     Profile,
     below,
@@ -55,7 +54,7 @@ from shardkit.operations.preshard.profiles import (
     with_config,
 )
 from shardkit.operations.write import ReadFile
-from shardkit.osft.plan import OsftPlan, factor_of, stored_targets
+from shardkit.osft.plan import factor_of, stored_targets
 from shardkit.transfer.bound import bind
 from shardkit.transfer.converted import group_nbytes, opaque_groups
 from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactoredWeight, add_factors, factored_weight
@@ -65,46 +64,6 @@ from shardkit.transfer.sources import same_bytes
 
 _MODULES_SINCE = 5
 """Of transformers: fused experts, and converters from the Hub's names to those in memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreshardOptions:
-    """What a person asks for."""
-
-    wrap: str = "auto"
-    """Wrap policy, as `--wrap` takes it."""
-    parallel: tuple[ParallelRule, ...] = ()
-    """Rules for tensor and expert parallelism, instead of the plans of the model's class."""
-    stages: str = "auto"
-    """Of pipeline parallelism, as `--stages` takes it."""
-    layout: str = "auto"
-    """Where it comes from, as `--layout` takes it."""
-    keys: str = NONE
-    """Key rules, as `--keys` takes them."""
-    names: str = "live"
-    """"live" or "hub"."""
-    profile: Profile = PROFILES["plain"]
-    """The trainer whose form the directory gets."""
-    attribute: str | None = None
-    """Where the trainer's module holds the model; None for the profile's own."""
-    device: str | None = None
-    """Device type of the mesh, for a profile whose files name it; None for CUDA."""
-    osft: OsftPlan | None = None
-    """Which weights become factors; None if none do."""
-    dtype: str = "keep"
-    """"keep", "bf16", "fp16" or "fp32"."""
-    dtype_rules: tuple[DtypeRule, ...] = ()
-    """Other dtypes for some tensors, by their names in the output."""
-    digest: str = "crc32"
-    """"crc32" or "none"."""
-    trust_remote_code: bool = False
-    """The model's own code may run, in the process that traces the layout, and in this one where it converts tensors in a
-    way that is not known here."""
-
-    @property
-    def root(self) -> str:
-        """What stands before the model's own names: "model."."""
-        return self.profile.head(self.attribute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,38 +116,34 @@ def _hex(files: Mapping[str, bytes]) -> dict[str, str]:
     return {name: data.hex() for name, data in files.items()}
 
 
-def build_job(
-    checkpoint: Checkpoint, mesh: Mesh, options: PreshardOptions, on_step: OnStep = silent
-) -> PreshardJob:
-    """Decide how a Hub model is stored for `mesh`.
+def build_job(checkpoint: Checkpoint, options: PreshardOptions) -> PreshardJob:
+    """Decide how a Hub model is stored for a mesh.
 
     Args:
         checkpoint: an opened Hub model.
-        mesh: the device mesh of the job that will load it.
         options: what is asked for.
-        on_step: told what takes seconds.
 
     Raises:
         UsageError: an option does not have such a value, or a policy matches nothing.
         LayoutError: model and source do not fit each other.
     """
     assert checkpoint.hub is not None
-    model, profile = checkpoint.hub, options.profile
-    check_cast("--dtype", options.dtype)
+    model, profile = checkpoint.hub, options.trainer
+    check_cast("--dtype", options.cast)
     check_cast("--names", options.names, ("live", "hub"))
     check_cast("--layout", options.layout, ("auto", "traced", "declared"))
     _check_keys(options)
-    if options.osft is not None:
-        check_osft(profile, mesh, options.keys)
+    if options.plan is not None:
+        check_osft(profile, options.ranks, options.key_rules)
     _check_no_factors(model, options)
-    layout = _placed(_choose_layout(model, mesh, options, on_step), options)
+    layout = _placed(_choose_layout(model, options), options)
     return _job_of(checkpoint, layout, options, find_assets(profile, model))
 
 
 def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, assets: Assets) -> PreshardJob:
     """Return the job of a layout."""
     assert checkpoint.hub is not None
-    model, profile = checkpoint.hub, options.profile
+    model, profile = checkpoint.hub, options.trainer
     whole = tuple(_taken_whole(model, layout))
     factored = tuple(factored_weight(target, layout.sources) for target in layout.factored.values())
     model = replace(model, catalog=_bound(model, layout, factored, options))
@@ -197,8 +152,8 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
     dense = {fqn: source for fqn, source in sources.items() if source not in made_of}
     held = held_dtypes(model.catalog, dense, checkpoint.dequantized, layout.made)
-    dtypes, notes = _choose_dtypes(held, layout, options.dtype)
-    dtypes = apply_rules(options.dtype_rules, held, dtypes)
+    dtypes, notes = _choose_dtypes(held, layout, options.cast)
+    dtypes = apply_rules(options.rules, held, dtypes)
     dtypes |= dict.fromkeys(sources.keys() - dense.keys(), FACTOR_DTYPE)
     content = _StoredContent(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes, made_of=made_of)
     part = _part(model, content, options, checkpoint.dequantized)
@@ -230,7 +185,7 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
                 gaps_of(checkpoint).lines("the source") if layout.origin == "declared" else ()
             ),  # no class was asked
             *not_for_stock(layout),
-            *(foreign_type(load_rules(options.keys), model.config) if options.keys != NONE else ()),
+            *(foreign_type(load_rules(options.key_rules), model.config) if options.key_rules != NONE else ()),
             *whole,
             *warnings,
             *rounded_wide(held, dtypes),
@@ -254,8 +209,8 @@ def _check_keys(options: PreshardOptions) -> None:
     Raises:
         UsageError: those of the files are asked for, and key rules give others.
     """
-    if options.names == "hub" and (options.keys != NONE or options.profile.key_sets):
-        other = "--keys" if options.keys != NONE else f"--profile {options.profile.name}"
+    if options.names == "hub" and (options.key_rules != NONE or options.trainer.key_sets):
+        other = "--keys" if options.key_rules != NONE else f"--profile {options.trainer.name}"
         raise UsageError(
             f"--names hub keeps the names of the files, and {other} gives those of key rules",
             hint="leave out one of the two",
@@ -270,9 +225,9 @@ def _check_no_factors(model: OpenedHubModel, options: PreshardOptions) -> None:
         LayoutError: they are not complete.
     """
     paths = {path for name in model.catalog.tensors if (path := factor_of(name)) is not None}
-    is_declared = options.names == "hub" or options.layout == "declared" or options.keys != NONE
+    is_declared = options.names == "hub" or options.layout == "declared" or options.key_rules != NONE
     is_declared |= options.layout == "auto" and not model.config
-    if paths and (options.osft is not None or not is_declared):
+    if paths and (options.plan is not None or not is_declared):
         raise UsageError(
             f"the source has {count(len(paths), 'weight')} as factors of OSFT: {listed([escape(path) for path in paths])}",
             hint="shardkit.prepare and finalize start from it as it is; --layout declared without --osft stores the "
@@ -292,12 +247,12 @@ def _bound(
     return add_factors(catalog, factored) if factored else catalog
 
 
-def _choose_layout(model: OpenedHubModel, mesh: Mesh, options: PreshardOptions, on_step: OnStep) -> Layout:
+def _choose_layout(model: OpenedHubModel, options: PreshardOptions) -> Layout:
     """Return which rank holds which regions, under the model's own names; errors as for `build_job`."""
-    laid_on = data_axes(mesh) if options.parallel else mesh
-    keys = options.keys
-    if keys == NONE and options.profile.key_sets:
-        keys = choose_keys(options.profile, model.config)
+    laid_on = data_axes(options.ranks) if options.parallel else options.ranks
+    keys = options.key_rules
+    if keys == NONE and options.trainer.key_sets:
+        keys = choose_keys(options.trainer, model.config)
     if options.layout == "traced" and (keys != NONE or options.names == "hub"):
         what = "key rules make" if keys != NONE else "--names hub stores"
         raise UsageError(
@@ -307,21 +262,21 @@ def _choose_layout(model: OpenedHubModel, mesh: Mesh, options: PreshardOptions, 
         layout = _lay_out_by_rules(model, laid_on, options.wrap, load_rules(keys))
     elif options.names == "hub":
         layout = declare(model.catalog.tensors, laid_on, options.wrap, model.config, reason="--names hub")
-        if options.osft is not None:
-            layout = factor_layout(layout, options.osft, model.catalog.tensors, model.config)
+        if options.plan is not None:
+            layout = factor_layout(layout, options.plan, model.catalog.tensors, model.config)
     else:
         layout = make_layout(
             model,
             laid_on,
             options.wrap,
             stages=options.stages,
-            dtype=CASTS.get(options.dtype),
-            osft=options.osft,
+            dtype=CASTS.get(options.cast),
+            osft=options.plan,
             trust_remote_code=options.trust_remote_code,
             origin=options.layout,
-            on_step=on_step,
+            on_step=options.on_step or silent,
         )
-    return parallelise(layout, mesh, options.parallel) if options.parallel else layout
+    return parallelise(layout, options.ranks, options.parallel) if options.parallel else layout
 
 
 def _placed(layout: Layout, options: PreshardOptions) -> Layout:
@@ -330,7 +285,7 @@ def _placed(layout: Layout, options: PreshardOptions) -> Layout:
     Raises:
         UsageError: it cannot load them, or nothing is around the model.
     """
-    profile = options.profile
+    profile = options.trainer
     layout = below(layout, options.root)
     if profile.form == "safetensors":
         return unstrided(layout)
@@ -363,11 +318,11 @@ def _part(
     dequantized: Dequantized | None,
 ) -> DcpOutput | FilesOutput:
     """Return the files of ranks, in the form that the profile stores tensors in."""
-    if options.profile.form == "dcp":
+    if options.trainer.form == "dcp":
         return _dcp_part(model, content, options, dequantized)
     layout, sources = content.layout, content.sources
     arguments = layout, content.dtypes, sources, content.aliases
-    is_verls = options.profile.form == "verl"
+    is_verls = options.trainer.form == "verl"
     return FilesOutput(
         output=rank_images(*arguments, options.device or "cuda") if is_verls else shard_images(*arguments),
         format="verl" if is_verls else "dcp-hf",
@@ -375,7 +330,7 @@ def _part(
         identity=model.identity,
         aliases=content.aliases,
         opaque={fqn: made for fqn, made in _derived(content).items() if isinstance(made, Opaque)},
-        cast=options.dtype,
+        cast=options.cast,
         digest=options.digest,
     )
 
@@ -400,14 +355,14 @@ def _dcp_part(
         derived=derived,
         file_names=_names_of_derived(layout, derived, options.root),
         osft=None
-        if options.osft is None
-        else describe_osft(options.osft, layout, content.dtypes, options.root),
+        if options.plan is None
+        else describe_osft(options.plan, layout, content.dtypes, options.root),
         root=options.root,
-        paths=options.profile.paths(fqn for name in layout.tensors for fqn in (name, *aliases.get(name, ()))),
+        paths=options.trainer.paths(fqn for name in layout.tensors for fqn in (name, *aliases.get(name, ()))),
         identity=model.identity,
         dequantized=dequantized.method if dequantized is not None else None,
-        cast=options.dtype,
-        dtype_rules=options.dtype_rules,
+        cast=options.cast,
+        dtype_rules=options.rules,
         digest=options.digest,
     )
 

@@ -8,13 +8,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from shardkit.core.dtypes import short_dtype
-from shardkit.core.mesh import parse_mesh
-from shardkit.core.text import MIB
-from shardkit.core.threads import Progress
-from shardkit.errors import MeshError, UsageError
+from shardkit.core.keywords import keywords_of
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.files.links import may_follow_links
@@ -23,18 +19,12 @@ from shardkit.formats.recorded import SourceManifests
 from shardkit.operations.companions import copy_file
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.destination import default_output, label_of
-from shardkit.operations.parts.agreement import Command, Share, as_share
-from shardkit.operations.parts.pool import Executor, in_pool
+from shardkit.operations.parts.pool import in_pool
 from shardkit.operations.reshard.job import ReshardJob, build_job, take_apart
+from shardkit.operations.reshard.options import ReshardOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, adapter_file, take
 from shardkit.operations.uploading.place import check_one_folder
-from shardkit.operations.write import (
-    Moving,
-    OnWarning,
-    Writer,
-    WriteResult,
-    Writing,
-)
+from shardkit.operations.write import Writer, WriteResult
 
 
 def copy_files(
@@ -93,32 +83,8 @@ class ReshardResult(WriteResult):
 
 
 @may_follow_links
-def reshard(
-    checkpoint: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    world_size: int | None = None,
-    mesh: str | None = None,
-    dtype: str = "keep",
-    optimizer_dtype: str = "keep",
-    no_optimizer: bool = False,
-    overwrite: bool = False,
-    strict: bool = False,
-    dry_run: bool = False,
-    resume: bool = True,
-    part: str | Share | None = None,
-    executor: Executor | Literal["ray"] | None = None,
-    num_parts: int | None = None,
-    digest: str = "crc32",
-    sha256: bool = False,
-    check_source: bool = True,
-    source_manifest: str | os.PathLike[str] | None = None,
-    jobs: int | None = None,
-    max_memory: str | int = 256 * MIB,
-    follow_links: bool = False,
-    progress: Progress | None = None,
-    on_warning: OnWarning | None = None,
-) -> ReshardResult:
+@keywords_of(ReshardOptions)
+def reshard(options: ReshardOptions) -> ReshardResult:
     """Write a sharded checkpoint anew, for another mesh: model, optimizer and everything else.
 
     Args:
@@ -159,54 +125,22 @@ def reshard(
         ResourceError: disk or permission.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
-    dtype, optimizer_dtype = short_dtype(dtype), short_dtype(optimizer_dtype)
-    if executor is not None or num_parts is not None:
-        return in_pool(reshard, locals())
-    command, share = None if part is None else Command.of("reshard", locals()), as_share(part)
-    source, parsed = stores.as_path(checkpoint), parse_mesh(mesh, world_size)
-    if no_optimizer and optimizer_dtype != "keep":
-        raise UsageError(
-            "--optimizer-dtype converts what --no-optimizer leaves out", hint="drop one of the two"
-        )
-    if parsed.pp > 1:
-        raise MeshError(
-            f"--mesh {parsed}: which stage holds what needs the model",
-            hint="leave pp out; stock dcp.load reads what is written into any stage",
-        )
-    writer = Writer(
-        "reshard",
-        Moving(
-            jobs=jobs,
-            max_memory=max_memory,
-            digest=digest,
-            check_source=check_source,
-            source_manifest=source_manifest,
-        ),
-        Writing(
-            overwrite=overwrite,
-            dry_run=dry_run,
-            resume=resume,
-            share=share,
-            command=command,
-            recorded=["sha256"] if sha256 else [],
-        ),
-        looks_late=True,
-        progress=progress,
-        on_warning=on_warning,
-    )
-    taken = take(source, strict=strict, whole_steps=True)
+    if options.is_pooled:
+        return in_pool(reshard, options.given)
+    source, writer = stores.as_path(options.checkpoint), Writer(options, looks_late=True)
+    taken = take(source, strict=options.strict, whole_steps=True)
     resolved = taken.resolved
     writer.warn(resolved.warnings)
-    named = source if adapter_file(source) else resolved.path
-    chosen = default_output(label_of(named), named, parsed) if output is None else output
+    named, output = source if adapter_file(source) else resolved.path, options.output
+    chosen = default_output(label_of(named), named, options.ranks) if output is None else output
     writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
-    parts = take_apart(taken, source, no_optimizer=no_optimizer, check_source=check_source)
+    parts = take_apart(taken, source, no_optimizer=options.no_optimizer, check_source=options.check_source)
     writer.check_beside({}, {f"{folder}/": () for folder in parts.empty})  # no manifest lists them
     writer.warn(parts.warnings)
     manifests = writer.find_manifests([part.catalog for part in parts.parts], resolved.path)
     if is_remote(writer.path):
         check_one_folder([part.folder for part in parts.parts])
-    job = build_job(parts, parsed, dtype=dtype, optimizer_dtype=optimizer_dtype, digest=digest)
+    job = build_job(parts, options)
     chunks = sum(len(part.output.catalog.chunks) for part in job.folders.values())
     copied = sum(file.stamp.size for file in parts.files)
     writer.write(
@@ -214,8 +148,8 @@ def reshard(
         partial(
             FolderDescriptions,
             job.folders,
-            partial(copy_files, home_of(resolved.path), job, manifests, sha256=sha256),
-            sha256=sha256,
+            partial(copy_files, home_of(resolved.path), job, manifests, sha256=options.sha256),
+            sha256=options.sha256,
         ),
         needed_bytes=job.plan.written_bytes + chunks * DESCRIPTION_BYTES + copied,
     )

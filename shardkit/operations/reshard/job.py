@@ -66,6 +66,7 @@ from shardkit.operations.casts import check_cast
 from shardkit.operations.companions import BesideFile, Survey, check_survey, leave_out, survey
 from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.reshard.left_out import OF_A_RANK, around, unread
+from shardkit.operations.reshard.options import ReshardOptions
 from shardkit.operations.resolve import Taken
 from shardkit.osft.plan import factor_of, shard_dim
 from shardkit.transfer.plan import TransferPlan, build_plan
@@ -526,37 +527,34 @@ class ReshardJob:
         return self.parts.siblings
 
 
-def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, digest: str) -> ReshardJob:
-    """Decide how a checkpoint is stored for `mesh`.
+def build_job(parts: Parts, options: ReshardOptions) -> ReshardJob:
+    """Decide how a checkpoint is stored for a mesh. Scalars, such as an optimizer's `step`, keep their dtype.
 
     Args:
         parts: the checkpoint, taken apart.
-        mesh: of the job that will load it.
-        dtype: "keep", "bf16", "fp16" or "fp32", for floating tensors outside the optimizer. Scalars stay as they are.
-        optimizer_dtype: the same for the optimizer's state. Its scalars (`step`) stay as they are.
-        digest: "crc32" or "none".
+        options: what is asked for.
 
     Raises:
         UsageError: an option does not have such a value, or is about tensors that are copied as they are.
         SourceError: there is nothing to reshard.
     """
-    check_cast("--dtype", dtype)
-    check_cast("--optimizer-dtype", optimizer_dtype)
+    check_cast("--dtype", options.dtype)
+    check_cast("--optimizer-dtype", options.optimizer_dtype)
     if not any(part.catalog.tensors for part in parts.parts):
         raise SourceError("the checkpoint holds no tensors")
-    if parts.weights_beside is not None and dtype != "keep":
+    if parts.weights_beside is not None and options.dtype != "keep":
         raise UsageError(
-            f"--dtype {dtype}: the weights in {escape(parts.weights_beside)} are copied as they are and cannot be "
+            f"--dtype {options.dtype}: the weights in {escape(parts.weights_beside)} are copied as they are and cannot be "
             "converted",
             hint="shardkit consolidate converts them, with `--dtype`",
         )
-    folders = {part.folder: _part_job(part, mesh, dtype, optimizer_dtype, digest) for part in parts.parts}
+    folders = {part.folder: _part_job(part, options) for part in parts.parts}
     output = JoinedImages({folder: job.output for folder, job in folders.items()})
     catalog = join_catalogs({part.folder: part.catalog for part in parts.parts})
     notes = [note for part in parts.parts for note in part.notes]
     return ReshardJob(
         parts=parts,
-        mesh=mesh,
+        mesh=options.ranks,
         folders=folders,
         output=output,
         plan=build_plan(output, catalog),
@@ -564,18 +562,18 @@ def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, dig
     )
 
 
-def _part_job(part: CheckpointFolder, mesh: Mesh, cast: str, optimizer_cast: str, digest: str) -> PartJob:
+def _part_job(part: CheckpointFolder, options: ReshardOptions) -> PartJob:
     aliases = _aliases(part.catalog, part.objects, {group[0] for group in part.recorded.ties if group})
     repeated = {name for others in aliases.values() for name in others}
     kept = [name for name in part.catalog.tensors if name not in repeated]
     objects = frozenset(part.objects)
     entries = part.catalog.tensors
     optimizer = optimizer_state((entries[name] for name in kept if name not in objects), objects, part.folder)
-    layout = replace(_layout(part, kept, mesh), omitted=part.recorded.omitted)
+    layout = replace(_layout(part, kept, options.ranks), omitted=part.recorded.omitted)
 
     def dtype_of(name: str) -> DType:
         entry, is_optimizer = entries[name], name in optimizer
-        wanted = CASTS.get(optimizer_cast if is_optimizer else cast)
+        wanted = CASTS.get(options.optimizer_dtype if is_optimizer else options.dtype)
         is_cast = name not in objects and is_convertible(entry, is_optimizer=is_optimizer)
         is_cast = is_cast and (is_optimizer or factor_of(name) is None)  # OSFT needs all digits of factors
         return wanted if wanted is not None and is_cast else entry.dtype
@@ -594,17 +592,17 @@ def _part_job(part: CheckpointFolder, mesh: Mesh, cast: str, optimizer_cast: str
                 for file in part.catalog.files
             )
         ),
-        cast=cast,
-        digest=digest,
+        cast=options.dtype,
+        digest=options.digest,
         paths=part.paths,
         key_rules=part.key_rules,
         tells_hub_names=part.tells_hub_names,
         derived=part.derived,
         file_names=part.file_names,
         root=part.root,
-        osft=_osft(part.osft, cast),
+        osft=_osft(part.osft, options.dtype),
         vocab_size=part.vocab_size,
-        optimizer_cast=optimizer_cast,
+        optimizer_cast=options.optimizer_dtype,
         objects=part.objects,
         optimizer=optimizer,
         output=DcpImages(layout, dtypes, sources, _no_phase, objects=objects),

@@ -7,44 +7,31 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from shardkit.core.text import parse_size
+from shardkit.core.keywords import keywords_of
 from shardkit.core.threads import NoProgress, Progress, choose_jobs
-from shardkit.errors import UsageError
 from shardkit.files import storage, stores
 from shardkit.files.digest import place_of
 from shardkit.files.links import may_follow_links
 from shardkit.formats.contract import Checkpoint
 from shardkit.operations.holdings import Holdings, hold, hold_files
-from shardkit.operations.resolve import stands_for, take
+from shardkit.operations.resolve import Taken, stands_for, take
 from shardkit.operations.verify.bytes import check_files, check_sample
 from shardkit.operations.verify.gaps import check_gaps
+from shardkit.operations.verify.options import VerifyOptions
 from shardkit.operations.verify.orthonormality import check_factors
-from shardkit.operations.verify.result import Level, Report, VerifyResult
+from shardkit.operations.verify.result import Report, VerifyResult
 from shardkit.operations.verify.store import check_stored
 from shardkit.operations.verify.structure import Structure, check_structure
 
+if TYPE_CHECKING:
+    from shardkit.operations.verify.against import Against, AgainstRepo
+
 
 @may_follow_links
-def verify(
-    path: str | os.PathLike[str],
-    *,
-    full: bool = False,
-    read: str | int | None = None,
-    seed: int = 0,
-    manifest: str | os.PathLike[str] | None = None,
-    against: str | os.PathLike[str] | None = None,
-    rounded: bool = False,
-    strict: bool = False,
-    hub: str | None = None,
-    revision: str | None = None,
-    store: bool = False,
-    ask_class: bool = False,
-    jobs: int | None = None,
-    holdings: bool = False,
-    follow_links: bool = False,
-    progress: Progress | None = None,
-) -> VerifyResult:
+@keywords_of(VerifyOptions)
+def verify(options: VerifyOptions) -> VerifyResult:
     """Check a checkpoint of any format. Only a legacy `.bin` needs torch.
 
     Everything that is wrong is in the result's `problems`, including files that the system cannot read. Only what
@@ -84,69 +71,60 @@ def verify(
             That is raised before anything is read.
         ResourceError: a directory cannot be listed, or the Hub cannot be reached.
     """
-    given = path = stores.as_path(path)
-    share, size = _parse_read(read)
-    if full and read is not None:
-        raise UsageError("a full check reads everything: give either --full or --read")
-    if revision is not None and hub is None:
-        raise UsageError("--revision belongs to --hub, which is not given")
-    for option, is_given in (("--rounded", rounded), ("--strict", strict)):
-        if is_given and against is None:
-            raise UsageError(f"{option} belongs to --against, which is not given")
-    if store and (full or read or against or hub or ask_class or holdings):
-        raise UsageError("--store reads no bytes: give it without what reads or draws them")
-    num_threads, progress = choose_jobs(jobs), progress or NoProgress()
-    other = take(against, strict=True) if strict and against is not None else None
-    level: Level = "store" if store else "full" if full else "structure" if read is None else "sample"
-    report = Report(progress=progress)
+    options.check()
+    path, num_threads = stores.as_path(options.path), choose_jobs(options.jobs)
+    other = take(options.against, strict=True) if options.strict and options.against is not None else None
+    report = Report(progress=options.progress or NoProgress())
     if storage.lexists(path):
         taken = stands_for(path, strict=True)
         path = taken.path
         report.warnings += taken.warnings
         report.add_notes(taken.notes)
-    manifest_path = None if manifest is None else os.fspath(manifest)
-    if store:
-        check_stored(path, manifest_path, report, progress)
-        return _result(given, path, level, None, report, seed=None, against=None, repo=None, commit=None)
+    manifest_path = None if options.manifest is None else os.fspath(options.manifest)
+    if options.store:
+        check_stored(path, manifest_path, report, report.progress)
+        return _result(options, path, None, report)
     structure = check_structure(path, report, manifest_path=manifest_path)
     if structure.checkpoint is not None:
-        check_gaps(structure.checkpoint, report, ask_class=ask_class)
-    compared = None
-    if against is not None:
-        from shardkit.operations.verify.against import Against
-
-        opened = structure.checkpoint
-        compared = Against(path, opened, stores.as_path(against), other, rounded=rounded, progress=progress)
-    repo = None
-    if hub is not None:
-        from shardkit.operations.verify.against import AgainstRepo
-
-        repo = AgainstRepo(structure.directory, hub, revision, num_threads)
-    if level == "full":
+        check_gaps(structure.checkpoint, report, ask_class=options.ask_class)
+    compared = _opened(options, path, structure, other, report.progress)
+    repo = _listed(options, structure, num_threads)
+    if options.level == "full":
         check_files(structure.files, report, num_threads)
-    elif level == "sample":
-        wanted = size if share is None else -int(-report.tensor_bytes * share // 100)
-        check_sample(structure.files, report, num_threads, num_bytes=wanted, seed=seed)
+    elif options.level == "sample":
+        num_bytes = options.sample_bytes(report.tensor_bytes)
+        check_sample(structure.files, report, num_threads, num_bytes=num_bytes, seed=options.seed)
     if structure.checkpoint is not None:
-        check_factors(structure.checkpoint, report, full=full)
+        check_factors(structure.checkpoint, report, full=options.full)
     if compared is not None:
         compared.check(report)
     if repo is not None:
         repo.check(report)
-    return replace(
-        _result(
-            given,
-            path,
-            level,
-            structure.checkpoint,
-            report,
-            seed=seed if level == "sample" else None,
-            against=None if against is None else os.fspath(against),
-            repo=hub,
-            commit=None if repo is None else repo.commit,
-        ),
-        holdings=_hold(structure) if holdings else None,
+    result = _result(
+        options, path, structure.checkpoint, report, commit=None if repo is None else repo.commit
     )
+    return replace(result, holdings=_hold(structure) if options.holdings else None)
+
+
+def _opened(
+    options: VerifyOptions, path: str, structure: Structure, other: Taken | None, progress: Progress
+) -> Against | None:
+    """Return the checkpoint to compare with, opened; None if there is none. `other` is what was taken before."""
+    if options.against is None:
+        return None
+    from shardkit.operations.verify.against import Against
+
+    given = stores.as_path(options.against)
+    return Against(path, structure.checkpoint, given, other, rounded=options.rounded, progress=progress)
+
+
+def _listed(options: VerifyOptions, structure: Structure, num_threads: int) -> AgainstRepo | None:
+    """Return the repo to compare with; None if there is none."""
+    if options.hub is None:
+        return None
+    from shardkit.operations.verify.against import AgainstRepo
+
+    return AgainstRepo(structure.directory, options.hub, options.revision, num_threads)
 
 
 def _hold(structure: Structure) -> Holdings:
@@ -161,49 +139,26 @@ def _hold(structure: Structure) -> Holdings:
     return hold(catalog, names=lambda file: names.get(place_of(file.path), file.name))
 
 
-def _parse_read(read: str | int | None) -> tuple[float | None, int]:
-    """Return (percent or None, bytes)."""
-    if read is None:
-        return None, 0
-    text = str(read).strip()
-    if not text.endswith("%"):
-        return None, parse_size(read)
-    try:
-        share = float(text[:-1])
-    except ValueError:
-        share = -1
-    if not 0 < share <= 100:
-        raise UsageError(
-            f"not a share: {text!r}", hint="write a percentage such as 5%, or a size such as 50GiB"
-        )
-    return share, 0
-
-
 def _result(
+    options: VerifyOptions,
     path: str,
-    resolved: str,
-    level: Level,
     checkpoint: Checkpoint | None,
     report: Report,
-    *,
-    seed: int | None,
-    against: str | None,
-    repo: str | None,
-    commit: str | None,
+    commit: str | None = None,
 ) -> VerifyResult:
     return VerifyResult(
-        path=path,
-        resolved=resolved,
-        level=level,
+        path=stores.as_path(options.path),
+        resolved=path,
+        level=options.level,
         format=checkpoint.format if checkpoint is not None else None,
         writer=checkpoint.writer if checkpoint is not None else None,
         manifests=tuple(report.manifests),
-        against=against,
+        against=None if options.against is None else os.fspath(options.against),
         num_compared_tensors=report.num_compared_tensors,
         num_rounded_tensors=report.num_rounded_tensors,
-        repo=repo,
+        repo=options.hub,
         commit=commit,
-        seed=seed,
+        seed=options.seed if options.level == "sample" else None,
         num_files=len(report.files),
         num_tensors=report.num_tensors,
         num_chunks=report.num_chunks,

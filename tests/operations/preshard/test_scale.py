@@ -16,11 +16,11 @@ from tests.formats.reading import chunk_list_of
 # (`ru_maxrss` would also count the process that was forked, which may be larger).
 PLAN = """
 import json, os, sys
-from shardkit.core.mesh import parse_mesh
 from shardkit.formats.dcp.writer import write_metadata
 from shardkit import formats
-from shardkit.operations.preshard.job import PreshardOptions, build_job
-job = build_job(formats.open(sys.argv[1]), parse_mesh(None, 1024), PreshardOptions(digest="none"))
+from shardkit.operations.preshard.job import build_job
+from shardkit.operations.preshard.options import PreshardOptions
+job = build_job(formats.open(sys.argv[1]), PreshardOptions(sys.argv[1], world_size=1024, digest="none"))
 with open(sys.argv[2], "wb") as file:
     write_metadata(file, job.output.catalog, job.aliases)
 with open("/proc/self/status") as status:

@@ -1,0 +1,152 @@
+"""The options of consolidate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+from shardkit.core.text import MIB, parse_size
+from shardkit.core.threads import OnStep, silent
+from shardkit.errors import UsageError
+from shardkit.files import stores
+from shardkit.files.stores import is_remote
+from shardkit.formats.hub.tokenizer import Tokenizer, open_tokenizer
+from shardkit.keys.select import Naming
+from shardkit.operations.casts import DtypeRule, parse_rules
+from shardkit.operations.options import WriteOptions
+
+_SHARD_SIZE = "5GB"  # as transformers and huggingface_hub have it
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsolidateOptions(WriteOptions):
+    """The keywords of `consolidate`."""
+
+    verb: ClassVar[str] = "consolidate"
+    checkpoint: str | os.PathLike[str] = field(kw_only=False)
+    output: str | os.PathLike[str] | None = field(default=None, kw_only=False)
+    base: str | os.PathLike[str] | None = None
+    base_revision: str | None = None
+    tokenizer: str | os.PathLike[str] | None = None
+    dtype: str = "keep"
+    dtype_rules: Sequence[str] = ()
+    max_shard_size: str | int | None = None
+    single_file: bool = False
+    weights: str = "model"
+    root: str | None = None
+    strip_prefix: Sequence[str] = ()
+    add_prefix: str = ""
+    rename: Sequence[str] = ()
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    fill_from_base: Sequence[str] = ()
+    allow_missing: bool = False
+    allow_unexpected: bool = False
+    keys: str | os.PathLike[str] = "auto"
+    ask_class: bool = True
+    dequantize: bool = False
+    keep_factors: bool = False
+    merge_lora: bool = False
+    adapter_config: str | None = None
+    manifest: bool = False
+    manifest_file: str | os.PathLike[str] | None = None
+    strict: bool = False
+    max_memory: str | int = 256 * MIB
+    push_to_hub: str | None = None
+    private: bool = False
+    branch: str | None = None
+    on_step: OnStep | None = None
+
+    @cached_property
+    def naming(self) -> Naming:
+        """Which tensors are wanted, and what becomes of their names."""
+        return Naming(
+            weights=self.weights,
+            root=self.root,
+            strip_prefix=tuple(self.strip_prefix),
+            add_prefix=self.add_prefix,
+            rename=tuple(self.rename),
+            include=tuple(self.include),
+            exclude=tuple(self.exclude),
+        )
+
+    @cached_property
+    def rules(self) -> tuple[DtypeRule, ...]:
+        """Other dtypes for some tensors."""
+        return parse_rules(self.dtype_rules)
+
+    @property
+    def tell_step(self) -> OnStep:
+        """Is told what takes seconds and moves no bytes."""
+        return self.on_step or silent
+
+    @property
+    def key_rules(self) -> str:
+        """Key rules: "auto" takes a shipped set that knows all names; "none"; a file's path, or a shipped set's name."""
+        return os.fspath(self.keys)
+
+    @property
+    def follows_base(self) -> bool:
+        """Divide the tensors over files as the base does, if it has the same."""
+        return self.max_shard_size is None and not self.single_file
+
+    @property
+    def max_shard_bytes(self) -> int | None:
+        """Most bytes of tensors in a file; None makes one file."""
+        if self.single_file:
+            return None
+        return parse_size(_SHARD_SIZE if self.max_shard_size is None else self.max_shard_size)
+
+    @cached_property
+    def new_tokenizer(self) -> Tokenizer | None:
+        """What lies beside the weights in place of the base's tokenizer."""
+        return None if self.tokenizer is None else open_tokenizer(stores.as_path(self.tokenizer))
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if a manifest is to be written."""
+        return self.manifest or self.manifest_file is not None
+
+    @property
+    def recorded(self) -> list[str]:
+        """See `WriteOptions`."""
+        return [*super().recorded, *(["manifest"] if self.manifest else [])]
+
+    def check(self) -> None:
+        """As `WriteOptions.check`.
+
+        Raises:
+            UsageError: they do not go together, or one has no such value.
+            SourceError: the tokenizer is none.
+            ResourceError: huggingface_hub is missing.
+        """
+        super().check()
+        _ = self.rules, self.new_tokenizer  # what is wrong with them is said now
+        most = self.max_shard_bytes
+        if most is not None and most < 1:
+            raise UsageError(f"--max-shard-size must be at least one byte, not {self.max_shard_size}")
+        if self.base_revision is not None and self.base is None:
+            raise UsageError("--base-revision belongs to --base, which is not given")
+        if self.sha256 and not self.is_recorded:
+            raise UsageError(
+                "--sha256 goes into a manifest, and none is to be written",
+                hint="add --manifest, or --manifest-file FILE",
+            )
+        self._check_push()
+
+    def _check_push(self) -> None:
+        if self.push_to_hub is None:
+            if self.private or self.branch is not None:
+                raise UsageError("--private and --branch belong to --push-to-hub, which is not given")
+            return
+        if is_remote(self.output):
+            raise UsageError(
+                "--push-to-hub uploads a local directory, and the output goes into a store",
+                hint="leave one of the two out",
+            )
+        from shardkit.formats.hub.repo import check_push
+
+        check_push(self.push_to_hub)

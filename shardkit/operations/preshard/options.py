@@ -1,0 +1,98 @@
+"""The options of preshard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+from shardkit.core.mesh import Mesh, parse_mesh
+from shardkit.core.threads import OnStep
+from shardkit.layout.choice.parallel_rules import ParallelRule, parse_parallel_rules
+from shardkit.operations.casts import DtypeRule, parse_rules
+from shardkit.operations.options import WriteOptions
+from shardkit.operations.parts.agreement import Command
+from shardkit.operations.preshard.profiles import Profile, find_profile
+from shardkit.osft.plan import OsftPlan, as_plain, as_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreshardOptions(WriteOptions):
+    """The keywords of `preshard`."""
+
+    verb: ClassVar[str] = "preshard"
+    source: str | os.PathLike[str] = field(kw_only=False)
+    output: str | os.PathLike[str] | None = field(default=None, kw_only=False)
+    world_size: int | None = None
+    mesh: str | None = None
+    wrap: str = "auto"
+    parallel_rules: Sequence[str] = ()
+    stages: str = "auto"
+    layout: str = "auto"
+    keys: str | os.PathLike[str] = "none"
+    names: str = "live"
+    profile: str = "plain"
+    attribute: str | None = None
+    device: str | None = None
+    osft: OsftPlan | float | None = None
+    dtype: str | None = None
+    dtype_rules: Sequence[str] = ()
+    dequantize: bool = False
+    revision: str | None = None
+    variant: str | None = None
+    holdings: bool = False
+    trust_remote_code: bool = False
+    on_step: OnStep | None = None
+
+    @cached_property
+    def ranks(self) -> Mesh:
+        """Of the job that will load the output."""
+        return parse_mesh(self.mesh, self.world_size)
+
+    @cached_property
+    def plan(self) -> OsftPlan | None:
+        """Which weights become factors; None if none do."""
+        return as_plan(self.osft)
+
+    @property
+    def cast(self) -> str:
+        """ "keep", "bf16", "fp16" or "fp32"."""
+        return self.dtype or ("keep" if self.plan is None else "fp32")
+
+    @cached_property
+    def rules(self) -> tuple[DtypeRule, ...]:
+        """Other dtypes for some tensors."""
+        return parse_rules(self.dtype_rules)
+
+    @cached_property
+    def parallel(self) -> tuple[ParallelRule, ...]:
+        """Rules for tensor and expert parallelism, instead of the plans of the model's class."""
+        return parse_parallel_rules(self.parallel_rules)
+
+    @property
+    def key_rules(self) -> str:
+        """Key rules: "none", a file's path, or the name of a shipped set."""
+        return os.fspath(self.keys)
+
+    @cached_property
+    def trainer(self) -> Profile:
+        """The trainer whose form the directory gets."""
+        return find_profile(self.profile)
+
+    @property
+    def root(self) -> str:
+        """What stands before the model's own names: "model."."""
+        return self.trainer.head(self.attribute)
+
+    @property
+    def command(self) -> Command:
+        """See `WriteOptions`."""
+        return Command.of(self.verb, {**self.given, "osft": as_plain(self.osft)})
+
+    def check(self) -> None:
+        """As `WriteOptions.check`."""
+        super().check()
+        _ = self.ranks, self.parallel, self.root, self.rules  # what is wrong with them is said now
+        self.trainer.check_device(self.device)

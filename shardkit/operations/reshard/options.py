@@ -1,0 +1,53 @@
+"""The options of reshard."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+from shardkit.core.mesh import Mesh, parse_mesh
+from shardkit.core.text import MIB
+from shardkit.errors import MeshError, UsageError
+from shardkit.operations.options import WriteOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshardOptions(WriteOptions):
+    """The keywords of `reshard`."""
+
+    verb: ClassVar[str] = "reshard"
+    checkpoint: str | os.PathLike[str] = field(kw_only=False)
+    output: str | os.PathLike[str] | None = field(default=None, kw_only=False)
+    world_size: int | None = None
+    mesh: str | None = None
+    dtype: str = "keep"
+    optimizer_dtype: str = "keep"
+    no_optimizer: bool = False
+    strict: bool = False
+    max_memory: str | int = 256 * MIB
+
+    @cached_property
+    def ranks(self) -> Mesh:
+        """Of the job that will load the output."""
+        return parse_mesh(self.mesh, self.world_size)
+
+    def check(self) -> None:
+        """As `WriteOptions.check`.
+
+        Raises:
+            MeshError: there are stages, or it is no mesh.
+            UsageError: options do not go together.
+        """
+        super().check()
+        ranks = self.ranks
+        if self.no_optimizer and self.optimizer_dtype != "keep":
+            raise UsageError(
+                "--optimizer-dtype converts what --no-optimizer leaves out", hint="drop one of the two"
+            )
+        if ranks.pp > 1:
+            raise MeshError(
+                f"--mesh {ranks}: which stage holds what needs the model",
+                hint="leave pp out; stock dcp.load reads what is written into any stage",
+            )
