@@ -20,6 +20,9 @@ def convert(source: str) -> str:
         assert_type(error.hint, str | None)
         raise
     assert_type(back, ConsolidateResult)
+    consolidate(written.output, "out", base="model", include=["*.weight"], max_shard_size="2GB")
+    consolidate(written.output, dtype=16)  # type: ignore[arg-type]
+    consolidate(written.output, bogus=True)  # type: ignore[call-arg]
     assert_type(shardkit.verify(back.output), shardkit.VerifyResult)
     assert_type(shardkit.__version__, str)
     return str(back.output)

@@ -27,7 +27,8 @@ from shardkit.cli.output import (
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import escape, format_size
 from shardkit.formats.hub.adapter import ADAPTER, is_adapter_file
-from shardkit.operations.diff import SORTS, DiffResult, TensorDiff, diff
+from shardkit.operations.diff import DiffResult, TensorDiff, diff
+from shardkit.operations.diff.options import SORTS
 
 if TYPE_CHECKING:
     from shardkit.operations.diff.values import TensorStats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import get_type_hints
 
 import click
@@ -14,6 +14,7 @@ import shardkit
 from shardkit import UsageError
 from shardkit.core.text import parse_size
 from shardkit.operations.consolidate.options import ConsolidateOptions
+from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.preshard.options import PreshardOptions
 from shardkit.operations.reshard.options import ReshardOptions
 from shardkit.operations.verify.options import VerifyOptions
@@ -21,6 +22,7 @@ from tests.cli.test_surface import command
 
 OPTIONS = {
     "consolidate": ConsolidateOptions,
+    "diff": DiffOptions,
     "preshard": PreshardOptions,
     "reshard": ReshardOptions,
     "verify": VerifyOptions,
@@ -32,7 +34,8 @@ OF_PYTHON = {"progress", "on_warning", "on_step", "holdings"}
 OTHERWISE = {
     # One plan in Python is several options of the command.
     "preshard": {"osft_targets", "osft_ranks", "osft_svd"},
-    # Of the page, not of the checkpoint.
+    # Of the page and the picture.
+    "diff": {"overwrite", "picture"},
     "verify": {"overwrite"},
 }
 verbs = pytest.mark.parametrize("verb", OPTIONS)
@@ -48,15 +51,18 @@ def test_click_has_the_fields(verb):
     assert typed - OF_A_COMMAND - OTHERWISE.get(verb, set()) == fields_of(verb).keys() - OF_PYTHON
 
 
+def paths_of(verb):
+    parameters = inspect.signature(getattr(shardkit, verb)).parameters.values()
+    return [each.name for each in parameters if each.default is each.empty]
+
+
 @verbs
 def test_click_has_the_defaults(verb, monkeypatch):
     for name in ("SHARDKIT_JOBS", "SHARDKIT_MAX_MEMORY"):
         monkeypatch.delenv(name, raising=False)
-    given = command(verb).make_context(verb, ["x"]).params
-    chosen = OPTIONS[verb](
-        "x", **{name: given[name] for name in given.keys() & fields_of(verb).keys() - {positional(verb)}}
-    )
-    default = OPTIONS[verb]("x")
+    default = OPTIONS[verb](*paths_of(verb))
+    given = command(verb).make_context(verb, paths_of(verb)).params
+    chosen = replace(default, **{name: given[name] for name in given.keys() & fields_of(verb).keys()})
     for name in fields_of(verb):
         one, other = getattr(chosen, name), getattr(default, name)
         if name == "max_memory":
@@ -64,30 +70,25 @@ def test_click_has_the_defaults(verb, monkeypatch):
         assert one == other, name
 
 
-def positional(verb):
-    return next(iter(inspect.signature(getattr(shardkit, verb)).parameters))
-
-
 @verbs
-def test_click_has_the_choices(verb, tiny, run):
+def test_click_has_the_choices(verb, tiny):
     """The library refuses any other value, and names the ones that click has."""
     shardkit.preshard(tiny, "sharded", world_size=1)
-    source = tiny if verb == "preshard" else "sharded"
-    needed = {} if verb in ("consolidate", "verify") else {"world_size": 1}
+    paths = {"preshard": [tiny, "out"], "diff": [tiny, tiny]}.get(verb, ["sharded", "out"])
+    needed = {"world_size": 1} if "world_size" in fields_of(verb) else {}
     for param in command(verb).params:
         if isinstance(param.type, click.Choice) and param.name in fields_of(verb) and param.callback is None:
             with pytest.raises(UsageError, match="'bogus' is not") as caught:
-                getattr(shardkit, verb)(source, "out", **needed, **{param.name: "bogus"})
-            assert str(caught.value.message).split(" is not ")[1].removeprefix("one of ") == ", ".join(
-                param.type.choices
-            )
+                getattr(shardkit, verb)(*paths, **needed, **{param.name: "bogus"})
+            said = caught.value.message.partition(" is not ")[2].removeprefix("one of ")
+            assert said == ", ".join(param.type.choices)
 
 
 @verbs
 def test_the_signature_has_the_fields(verb):
     parameters = inspect.signature(getattr(shardkit, verb)).parameters
     assert {name: (each.annotation, each.default) for name, each in parameters.items()} == {
-        name: (field.type, inspect.Parameter.empty if name == positional(verb) else field.default)
+        name: (field.type, inspect.Parameter.empty if name in paths_of(verb) else field.default)
         for name, field in fields_of(verb).items()
     }
     assert get_type_hints(getattr(shardkit, verb)).keys() == {*parameters, "return"}

@@ -128,7 +128,7 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
     writer.describes_elsewhere = sidecar is not None
     opened, base = _open(taken, options)
     # What is there is compared as a whole, whatever this process would write of it.
-    job = build_job(opened, base, options, share=None if writer.exists else options.share)
+    job = build_job(opened, base, options, None if writer.exists else options.share)
     if is_remote(path):
         job = job.marked(writer.hash_in_store(job)[:8])
     writer.open_all = job.whole

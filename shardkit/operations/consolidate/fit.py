@@ -24,6 +24,8 @@ from shardkit.keys.quantised import method_of
 from shardkit.keys.ties import tied_names
 from shardkit.keys.tokens import TokenRows
 from shardkit.layout.traced import ModelNames
+from shardkit.operations.consolidate.options import ConsolidateOptions
+from shardkit.operations.consolidate.vocabulary import RowsChange
 
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
 _OTHER_NAMES = (
@@ -67,60 +69,48 @@ def base_shapes(base: Base | None) -> dict[str, Shape] | None:
 
 def check_fit(
     shapes: Mapping[str, Shape],
-    base: Base | None,
+    vocabulary: RowsChange,
     ties: Iterable[Collection[str]],
     asked: ModelNames | None,
+    options: ConsolidateOptions,
     *,
     checkpoint: str,
-    fill: Sequence[str] = (),
-    allow_missing: bool,
-    allow_unexpected: bool,
-    is_part: bool,
     is_plain: bool = True,
     why_not_rules: Sequence[str] = (),
-    rows: Sequence[TokenRows] = (),
-    hint: str = "",
 ) -> BaseFit:
     """Compare the output with the base. A base that a person gave is binding; one that was found is not.
 
     Args:
         shapes: by name in the output.
-        base: None, or one without known tensors, has nothing to compare with.
+        vocabulary: the base, with the output's rows; None, or one without known tensors, has nothing to compare with.
         ties: groups of names that are one parameter.
         asked: what the model's class says of the base's names, where it was asked.
+        options: what is asked for.
         checkpoint: its path, for a command that a hint shows.
-        fill: globs of names to take from the base, if the output lacks them.
-        allow_missing: names of the base may be missing.
-        allow_unexpected: there may be others.
-        is_part: a person asked for a part of the model.
         is_plain: no weights of the checkpoint are quantised.
         why_not_rules: why key rules that know all names of the output, or most, were not applied.
-        rows: vocabularies of which the base's shapes have the output's rows here.
-        hint: what to do about other rows; empty if there are none.
 
     Raises:
         SourceError: the given base is an adapter.
         LayoutError: the given base is quantised in a way that is not known here; or lists every name that is missing,
             unexpected or of another shape, and what is asked of the base but is no part by itself.
     """
+    base, theirs = vocabulary.base, base_shapes(vocabulary.base)
     if base is not None and base.is_given:
-        refuse_adapter(base)
-        if is_plain:
-            _refuse_quantised(base)
-    theirs = base_shapes(base)
+        _refuse_base(base, is_plain=is_plain)
     if base is None or theirs is None:
         return BaseFit()
-    label = escape(base.label)
+    label, allow_missing = escape(base.label), options.allow_missing
     found, carried, said = _explain(compare_with_base(shapes, theirs, ties=ties), theirs, asked, label)
-    is_here = base.catalog is not None and not is_part
+    is_here = base.catalog is not None and not options.naming.chooses_part
     if carried:
         what = f"taken from {label} as they are" if is_here else "not written"
         said.append(f"{what}, the model computes them or has no place for them: {listed(carried)}")
-    filling = _fill(found.missing, base, frozenset(carried), fill)
+    filling = _fill(found.missing, base, frozenset(carried), options.fill_from_base)
     found = replace(found, missing=filling.left)
-    said += [*filling.notes(fill, label)]
+    said += filling.notes(options.fill_from_base, label)
     carried = [*(carried if is_here else ()), *filling.names]
-    short = list(_short(carried, base, rows))
+    short = list(_short(carried, base, vocabulary.changed))
     if short and allow_missing:
         said.append(f"not written, they have the rows of the base's vocabulary: {listed(short)}")
         carried = [name for name in carried if name not in short]
@@ -128,43 +118,51 @@ def check_fit(
         notes=tuple(said), is_whole=not (found.missing or found.wrong_shapes), carried=tuple(carried)
     )
     if found.is_equal and not filling.refused and (allow_missing or not short):
-        what = "names, and shapes but for the rows of the vocabulary," if rows else "names and shapes"
+        what = (
+            "names, and shapes but for the rows of the vocabulary,"
+            if vocabulary.changed
+            else "names and shapes"
+        )
         return replace(fit, notes=(f"{what} are the same as in {label}", *said))
     if not base.is_given:
         told = tuple(_differences(found, f"the weights in {label}"))
         num_lost = 1 if found.missing else 0
         return replace(fit, missing=told[:num_lost], warnings=told[num_lost:])
     experts = list[str]()
-    if not (allow_missing and allow_unexpected):
+    if not (allow_missing and options.allow_unexpected):
         found, experts = _take_out_experts(found, shapes, theirs)
-    problems = [
-        *filling.refused,
-        *experts,
-        *([] if allow_missing else _misfits("missing", found.missing, found.unexpected)),
-        *([] if allow_unexpected else _misfits("unexpected", found.unexpected, found.missing)),
-        *(
-            f"shape: {escape(name)}: {list(ours)}, in the base {list(base)}"
-            for name, base, ours in found.wrong_shapes
-        ),
-        *(
-            []
-            if allow_missing
-            else [f"rows: {escape(name)}: the base's, and the vocabulary has others" for name in short]
-        ),
-    ]
+    problems = [*filling.refused, *experts, *_problems(found, short, options)]
     if problems and why_not_rules and found.missing and found.unexpected:
-        raise LayoutError(
-            f"the checkpoint does not fit --base {label}: its names are a trainer's own, and no key rules fit all of them",
-            problems=why_not_rules,
-            hint=f"`shardkit keys show {in_shell(checkpoint)} --base {in_shell(base.label)}` lists names and shapes; --keys "
-            "FILE takes your own rules, and --keys NAME with --exclude GLOB a set without some tensors",
-        )
+        raise _names_of_a_trainer(base, checkpoint, why_not_rules)
     LayoutError.raise_for(
         problems,
         f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
-        hint=_FEWER if experts else _hint(found, filling, base, checkpoint, fill, hint),
+        hint=_FEWER if experts else _hint(found, filling, vocabulary, checkpoint, options.fill_from_base),
     )
     return replace(fit, notes=(*_differences(found, label), *said))
+
+
+def _names_of_a_trainer(base: Base, checkpoint: str, why_not_rules: Sequence[str]) -> LayoutError:
+    return LayoutError(
+        f"the checkpoint does not fit --base {escape(base.label)}: its names are a trainer's own, and no key rules fit all "
+        "of them",
+        problems=why_not_rules,
+        hint=f"`shardkit keys show {in_shell(checkpoint)} --base {in_shell(base.label)}` lists names and shapes; --keys "
+        "FILE takes your own rules, and --keys NAME with --exclude GLOB a set without some tensors",
+    )
+
+
+def _problems(found: BaseComparison, short: Iterable[str], options: ConsolidateOptions) -> Iterator[str]:
+    """Yield what is asked of the output and does not fit; `short` would be taken from the base with rows of its own."""
+    if not options.allow_missing:
+        yield from _misfits("missing", found.missing, found.unexpected)
+    if not options.allow_unexpected:
+        yield from _misfits("unexpected", found.unexpected, found.missing)
+    for name, theirs, ours in found.wrong_shapes:
+        yield f"shape: {escape(name)}: {list(ours)}, in the base {list(theirs)}"
+    if not options.allow_missing:
+        for name in short:
+            yield f"rows: {escape(name)}: the base's, and the vocabulary has others"
 
 
 def _take_out_experts(
@@ -252,10 +250,9 @@ def _tied_in(base: Base, wanted: Collection[str], held: Collection[str]) -> Iter
 def _hint(
     found: BaseComparison,
     filling: _TakenFromBase,
-    base: Base,
+    vocabulary: RowsChange,
     checkpoint: str,
     fill: Sequence[str],
-    about_rows: str,
 ) -> str:
     """Return the hint for a checkpoint that does not fit: a part of a larger model can be filled up."""
     if filling.refused:
@@ -265,10 +262,11 @@ def _hint(
     if found.unexpected or torn_parts(found.missing, filling.held):
         return _OTHER_NAMES
     if found.wrong_shapes:
-        return about_rows or _OTHER_SHAPES
+        return vocabulary.hint or _OTHER_SHAPES
     if not found.missing:
         return "--allow-missing leaves them out"
-    globs = [*fill, *whole_parts(found.missing, filling.held)]
+    base, globs = vocabulary.base, [*fill, *whole_parts(found.missing, filling.held)]
+    assert base is not None
     options = " ".join(f"--fill-from-base {in_shell(glob)}" for glob in globs)
     if base.catalog is None:
         return f"{options} takes them from a base on this machine: `hf download {in_shell(base.label)}` brings it here"
@@ -285,10 +283,11 @@ def _short(carried: Iterable[str], base: Base, rows: Sequence[TokenRows]) -> Ite
             yield name
 
 
-def _refuse_quantised(base: Base) -> None:
+def _refuse_base(base: Base, *, is_plain: bool) -> None:
     """Refuse a base whose config is not that of the model with plain weights which was trained."""
+    refuse_adapter(base)
     method = method_of(base.config)  # what can be dequantised has none any more
-    if method is not None:
+    if is_plain and method is not None:
         raise LayoutError(
             f"--base {escape(base.label)} is quantised ({escape(method)}), the weights of the checkpoint are not",
             hint="give as --base the model that it was quantised from",

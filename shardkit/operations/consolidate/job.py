@@ -196,11 +196,7 @@ class ConsolidateJob:
 
 
 def build_job(
-    checkpoint: Checkpoint,
-    base: Base | None,
-    options: ConsolidateOptions,
-    *,
-    share: Share | None = None,
+    checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions, share: Share | None
 ) -> ConsolidateJob:
     """Decide what a checkpoint becomes.
 
@@ -720,18 +716,13 @@ def _fit(
         ties, shapes, groups = _ties(chosen, base, asked, recorded)
     fit = check_fit(
         shapes,
-        base,
+        vocabulary,
         groups,
         asked,
+        options,
         checkpoint=checkpoint.path,
-        fill=options.fill_from_base,
-        allow_missing=options.allow_missing,
-        allow_unexpected=options.allow_unexpected,
         is_plain=not may_be_quantised(checkpoint.catalog.tensors),
-        is_part=options.naming.chooses_part,
         why_not_rules=chosen.why_not_rules,
-        rows=vocabulary.changed,
-        hint=vocabulary.hint,
     )
     if recorded.omitted and options.naming.weights == "model" and not options.naming.chooses_part:
         fit = replace(fit, notes=(*fit.notes, *_omitted_notes(dict(recorded.omitted), chosen.names.values())))

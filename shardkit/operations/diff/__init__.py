@@ -5,8 +5,6 @@ Internal: import from `shardkit`.
 
 from __future__ import annotations
 
-import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,13 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardkit.core.keywords import keywords_of
 from shardkit.core.regions import Shape
 from shardkit.core.result import Result
-from shardkit.core.text import KIB, MIB, count, escape, listed, parse_size
+from shardkit.core.text import count, listed, parse_size
 from shardkit.core.threads import NoProgress, Progress
-from shardkit.errors import UsageError
-from shardkit.files import storage, stores
+from shardkit.files import storage
 from shardkit.files.links import may_follow_links
+from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.diff.sides import (
     OF_DIFF,
     ComparisonWording,
@@ -36,16 +35,9 @@ from shardkit.transfer.plan import chunk_ranges
 from shardkit.transfer.sources import Reader, SourceFiles
 
 if TYPE_CHECKING:
-    from shardkit.operations.diff.values import Measure, RoundedSide, Roundings, TensorStats, Tolerance
+    from shardkit.operations.diff.values import Measure, RoundedSide, Roundings, TensorStats
 
-SORTS = ("name", "difference")
-_MIN_MEMORY, _MEMORY = 2 * MIB, 256 * MIB
-_BAND_BYTES = MIB  # of one side: the processor's cache keeps both while they are compared
-_BUFFERS = 8  # of a band's size: two for each side while it is gathered, and the masks
-# Values measured at once: their float64s stay in the processor's cache, and malloc keeps them.
-_MAX_VALUES = 16 * KIB
 _MAX_MISSED = 1e-5  # of the norm: a decomposition in float64 misses 4e-8, mini_trainer's in float32 2e-6
-_BYTES_PER_VALUE = 160  # that measuring takes at most: float64s of both sides, differences, masks
 
 Status = Literal[
     "equal", "close", "tied", "rounded", "folded", "only_a", "only_b", "shape", "dtype", "values"
@@ -217,43 +209,9 @@ class DiffResult(Result):
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffOptions:
-    """How to compare."""
-
-    tolerance: Tolerance | None = None
-    """None compares bits."""
-    stats: bool = False
-    """Take figures of how much tensors differ."""
-    is_sorted: bool = False
-    """What differs most comes first."""
-    max_memory_bytes: int = _MEMORY
-
-    def max_elements(self, itemsize: int, *, measured: bool) -> int:
-        """Return how many elements a band has, for the longer itemsize of both sides; measuring takes more memory."""
-        if measured:
-            each = _BYTES_PER_VALUE + _BUFFERS * itemsize
-            return max(min(_MAX_VALUES, self.max_memory_bytes // each), 1)
-        return max(min(_BAND_BYTES, self.max_memory_bytes // _BUFFERS) // itemsize, 1)
-
-
 @may_follow_links
-def diff(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
-    *,
-    rtol: float | None = None,
-    atol: float | None = None,
-    stats: bool = False,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    all_tensors: bool = False,
-    strict: bool = False,
-    sort: Literal["name", "difference"] = "name",
-    max_memory: str | int = _MEMORY,
-    follow_links: bool = False,
-    progress: Progress | None = None,
-) -> DiffResult:
+@keywords_of(DiffOptions)
+def diff(options: DiffOptions) -> DiffResult:
     """Compare two checkpoints, bit by bit or within a tolerance.
 
     Tensors are paired by the names that their model has on the Hub, whatever the trainers called them and however they
@@ -282,31 +240,17 @@ def diff(
         IntegrityError: a file changed while it was read.
         ResourceError: disk or permission.
     """
-    options = _options(rtol, atol, stats, sort, max_memory)
-    given = (stores.as_path(a), stores.as_path(b))
-    taken = (take(given[0], strict=strict), take(given[1], strict=strict))
-    return Comparison(
-        given,
-        taken,
-        options,
-        all_tensors=all_tensors,
-        include=include,
-        exclude=exclude,
-        progress=progress or NoProgress(),
-    ).compare()
+    options.check()
+    taken = (take(options.a, strict=options.strict), take(options.b, strict=options.strict))
+    return Comparison(taken, options).compare()
 
 
 class Comparison:
     """Two checkpoints that are to be compared.
 
     Args:
-        given: their paths, as a person gave them.
         taken: the checkpoints; what is open of them is not opened again.
-        options: how.
-        progress: as for `diff`.
-        all_tensors: as for `diff`.
-        include: as for `diff`.
-        exclude: as for `diff`.
+        options: what to compare, and how.
         wording: of the notes.
 
     Raises:
@@ -314,21 +258,11 @@ class Comparison:
     """
 
     def __init__(
-        self,
-        given: tuple[str, str],
-        taken: tuple[Taken, Taken],
-        options: DiffOptions,
-        *,
-        progress: Progress,
-        all_tensors: bool = False,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        wording: ComparisonWording = OF_DIFF,
+        self, taken: tuple[Taken, Taken], options: DiffOptions, wording: ComparisonWording = OF_DIFF
     ) -> None:
-        self._begun, self._options, self._progress = time.monotonic(), options, progress
-        self._a, self._b, self._notes = open_sides(
-            given, taken, all_tensors=all_tensors, include=include, exclude=exclude, wording=wording
-        )
+        self._begun, self._options = time.monotonic(), options
+        self._progress = options.progress or NoProgress()
+        self._a, self._b, self._notes = open_sides(taken, options, wording)
         self._pairs = pairs(self._a, self._b)
 
     def compare(self) -> DiffResult:
@@ -340,7 +274,7 @@ class Comparison:
         one, two = sides = self._a, self._b
         names = [pair.name for pair in self._pairs if _is_read(one, two, pair)]
         with ExitStack() as stack:
-            stack.enter_context(storage.hold_at_most(self._options.max_memory_bytes // 2))
+            stack.enter_context(storage.hold_at_most(parse_size(self._options.max_memory) // 2))
             files = [stack.enter_context(SourceFiles(side.catalog.files)) for side in sides]
             readers = [stack.enter_context(each.reader()) for each in files]
             places = max((sum(side.entry(name).num_chunks for side in sides) for name in names), default=1)
@@ -373,7 +307,7 @@ class Comparison:
     def _result(self, found: list[TensorDiff], comparing: _Comparing) -> DiffResult:
         options, one, two = self._options, self._a, self._b
         found, rounded_side = _rounded_one_way(found, comparing.roundings)
-        if options.is_sorted:
+        if options.sort == "difference":
             found.sort(key=lambda tensor: tensor.magnitude, reverse=True)
         return DiffResult(
             a=one.given,
@@ -392,27 +326,6 @@ class Comparison:
             notes=(*self._notes, *_frozen_notes(found)),
             warnings=(*one.resolved.warnings, *two.resolved.warnings),
         )
-
-
-def _options(
-    rtol: float | None, atol: float | None, stats: bool, sort: str, max_memory: str | int
-) -> DiffOptions:
-    from shardkit.operations.diff.values import Tolerance
-
-    if sort not in SORTS:
-        raise UsageError(f"--sort {escape(sort)!r} is not one of {', '.join(SORTS)}")
-    for option, number in (("--rtol", rtol), ("--atol", atol)):
-        if number is not None and not (math.isfinite(number) and number >= 0):
-            raise UsageError(f"{option} must be a number of at least 0, not {number}")
-    budget = parse_size(max_memory)
-    if budget < _MIN_MEMORY:
-        raise UsageError(f"--max-memory must be at least 2MiB, not {max_memory}")
-    is_exact = rtol is None and atol is None
-    tolerance = None if is_exact else Tolerance(rtol or 0.0, atol or 0.0)
-    is_sorted = sort == "difference"
-    return DiffOptions(
-        tolerance=tolerance, stats=stats or is_sorted, is_sorted=is_sorted, max_memory_bytes=budget
-    )
 
 
 def _rounded_one_way(
@@ -489,7 +402,7 @@ class _Comparing:
             num_outside=measure.num_outside if self._options.tolerance is not None else None,
             num_off_rounding=measure.num_off_rounding,
             first_changed=_unravel(measure.first_changed, entry.shape),
-            stats=measure.stats() if measure.num_changed and self._options.stats else None,
+            stats=measure.stats() if measure.num_changed and self._options.takes_stats else None,
         )
 
     def _status(self, name: str, measure: Measure) -> Status:
@@ -515,7 +428,7 @@ class _Comparing:
         from shardkit.operations.diff.values import Measure
 
         one, two, options = self._a.entry(name).dtype, self._b.entry(name).dtype, self._options
-        is_measured = options.stats or self._is_factors(name)
+        is_measured = options.takes_stats or self._is_factors(name)
         if is_measured and one is two and not self._has_difference(name):
             return Measure(one, two, tolerance=None, stats=False)
         measure = Measure(one, two, tolerance=options.tolerance, stats=is_measured)
@@ -527,7 +440,7 @@ class _Comparing:
     def _is_measured(self, name: str) -> bool:
         """True if more than bytes are compared, in shorter bands."""
         is_same = self._a.entry(name).dtype is self._b.entry(name).dtype
-        is_measured = self._options.stats or self._options.tolerance is not None
+        is_measured = self._options.takes_stats or self._options.tolerance is not None
         return is_measured or not is_same or self._is_factors(name)
 
     def _is_factors(self, name: str) -> bool:

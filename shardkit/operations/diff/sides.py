@@ -16,7 +16,7 @@ from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.regions import Shape, blocks, full_region
 from shardkit.core.text import MIB, count, nothing_left
 from shardkit.errors import ShardkitError, SourceError
-from shardkit.files import storage
+from shardkit.files import storage, stores
 from shardkit.files.links import link_notes
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import PLAIN, config_of, take_plain
@@ -35,6 +35,7 @@ from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.traced import ModelNames, ask_names, may_differ_in_memory
 from shardkit.operations.apart import take_apart
+from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
 from shardkit.osft.plan import factor_of
@@ -144,22 +145,13 @@ OF_DIFF = ComparisonWording(("A", "B"), "--all compares all")
 
 
 def open_sides(
-    given: tuple[str, str],
-    taken: tuple[Taken, Taken],
-    *,
-    all_tensors: bool,
-    include: Sequence[str],
-    exclude: Sequence[str],
-    wording: ComparisonWording,
+    taken: tuple[Taken, Taken], options: DiffOptions, wording: ComparisonWording
 ) -> tuple[Side, Side, list[str]]:
     """Open both checkpoints, and only the tensors of them that are compared.
 
     Args:
-        given: both paths, as they were given.
-        taken: the checkpoints that they stand for.
-        all_tensors: everything under its stored name, not the model's weights under theirs.
-        include: globs over names in the model or stored names; only these.
-        exclude: globs; not these.
+        taken: the checkpoints that the paths stand for.
+        options: what to compare.
         wording: of the notes.
 
     Returns:
@@ -178,26 +170,26 @@ def open_sides(
             if each.hub is not None and storage.isdir(each.path)
             else ()
         )
-    if not all_tensors:
+    if not options.all_tensors:
         for alike in (_both_plain, _in_one_state):
             opened, told = alike(opened, wording)
             notes += told
-    names, said = (_name_all if all_tensors else _name_model)(opened, wording)
-    kept = tuple(_filter(each, include, exclude) for each in names)
+    names, said = (_name_all if options.all_tensors else _name_model)(opened, wording)
+    kept = tuple(_filter(each, options.include, options.exclude) for each in names)
     if not any(kept) and any(names):
         known = [name for each in names for pair in each.items() for name in pair]
-        raise nothing_left(include, known, len({name for each in names for name in each}))
+        raise nothing_left(options.include, known, len({name for each in names for name in each}))
     a, b = (
         Side(
-            given=path,
+            given=stores.as_path(path),
             resolved=resolved.resolved,
             checkpoint=checkpoint,
             names=each,
             catalog=checkpoint.select(list(each.values())),
         )
-        for path, resolved, checkpoint, each in zip(given, taken, opened, kept, strict=True)
+        for path, resolved, checkpoint, each in zip((options.a, options.b), taken, opened, kept, strict=True)
     )
-    if not all_tensors:
+    if not options.all_tensors:
         a, b = _in_one_form(a, b), _in_one_form(b, a)
     return a, b, [*notes, *said]
 

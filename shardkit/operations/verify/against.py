@@ -15,7 +15,8 @@ from shardkit.files.digest import ByteReader
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.repo import Repo, RepoFile, list_repo, named_repo
-from shardkit.operations.diff import Comparison, DiffOptions, DiffResult, TensorDiff
+from shardkit.operations.diff import Comparison, DiffResult, TensorDiff
+from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.diff.sides import ComparisonWording
 from shardkit.operations.resolve import Taken, as_it_is, take
 from shardkit.operations.verify.manifest import list_files
@@ -57,9 +58,7 @@ class Against:
             sides = (mine, taken or take(other))
             diff = f"`shardkit diff {in_shell(path)} {in_shell(other)} --all`"  # verify has no --all
             wording = ComparisonWording((escape(path), escape(other)), f"{diff} compares all")
-            self._comparison = Comparison(
-                (path, other), sides, DiffOptions(), progress=progress, wording=wording
-            )
+            self._comparison = Comparison(sides, DiffOptions(path, other, progress=progress), wording)
         except SourceError as error:
             self._failure = error
 

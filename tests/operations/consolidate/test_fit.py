@@ -14,6 +14,8 @@ from shardkit.formats.hub.base import open_base
 from shardkit.keys.tokens import find_token_rows
 from shardkit.layout.traced import ModelNames
 from shardkit.operations.consolidate.fit import check_fit
+from shardkit.operations.consolidate.options import ConsolidateOptions
+from shardkit.operations.consolidate.vocabulary import RowsChange
 from tests.operations.consolidate.checkpoints import hub, weights
 from tests.operations.consolidate.test_vocabulary import CONFIG, OLD, resized
 
@@ -33,12 +35,11 @@ def test_what_the_base_alone_has_rows_of_is_not_mixed_in(tmp_path: Path) -> None
     base = replace(base, tensors={**base.tensors, **larger})
     nothing = frozenset[str]()
     asked = ModelNames({}, nothing, frozenset({spare}), nothing, nothing, (), {})
-    fit = partial(
-        check_fit, ours, base, (), asked, allow_unexpected=False, is_part=False, rows=rows, checkpoint="ck"
-    )
+    vocabulary, options = RowsChange(base=base, changed=tuple(rows)), ConsolidateOptions("ck")
+    fit = partial(check_fit, ours, vocabulary, (), asked, checkpoint="ck")
     with pytest.raises(LayoutError) as caught:
-        fit(allow_missing=False)
+        fit(options)
     assert caught.value.to_json()["hint"] == "--allow-missing leaves them out"
-    made = fit(allow_missing=True)
+    made = fit(replace(options, allow_missing=True))
     assert made.carried == ()
     assert spare in "\n".join(made.notes)

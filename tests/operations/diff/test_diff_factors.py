@@ -109,6 +109,6 @@ def test_bands_out_of_larger_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     dense = {f"{Q}.weight": torch.randn(96, 40), f"{K}.weight": torch.randn(40, 96)}
     checkpoint = save({"model": factored(dense)}, tmp_path / "step-3")
     monkeypatch.setattr(sides, "_FOLDED_BYTES", 3000)
-    monkeypatch.setattr("shardkit.operations.diff._MAX_VALUES", 130)
+    monkeypatch.setattr("shardkit.operations.diff.options._MAX_VALUES", 130)
     result = shardkit.diff(checkpoint, hub(tmp_path / "hub", dense, None))
     assert result.count("folded") == 2
