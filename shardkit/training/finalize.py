@@ -53,7 +53,7 @@ from shardkit.training.model.fit import (
 from shardkit.training.model.initialise import fill_initialised, put_rows
 from shardkit.training.model.overlap import apart, put_together, refuse_expanded
 from shardkit.training.model.states import extra_states, hand_over, read_states, states_to_read
-from shardkit.training.ranks.agree import agree, agreed, current_device, gather_json, say, world
+from shardkit.training.ranks.agree import agreed, current_device, gather_json, look_where_possible, say, world
 from shardkit.training.ranks.listings import share_listings
 from shardkit.training.ranks.local import (
     ExpectedTensor,
@@ -222,35 +222,30 @@ def _open(
         computed: FQNs of buffers that the source need not have.
     """
     expected, ties = describe(model)
-    weights: Weights | None = None
-    error: BaseException | None = None
-    factoring, own = Factoring(), own_targets(model)
+    own = own_targets(model)
     check_sources(source)
+    is_read_elsewhere = not isinstance(source, RankSource) or not source.is_here
 
     @cache
     def open_given() -> Source:
         path = source if isinstance(source, RankSource) else os.fspath(source)
         return open_source(path, dequantize=dequantize)
 
-    share_listings((source,), open_given, phase=_OPENING)
-    try:
-        if isinstance(source, RankSource) and not source.is_here:
-            raise source.elsewhere()
+    def look() -> tuple[Weights, Factoring]:
         opened = open_given()
         rules = None if keys is None else load_rules(keys)
-        if own and not has_factors(opened):
-            factoring = Factoring(targets=own, svd="exact")
+        is_dense = bool(own) and not has_factors(opened)
+        factoring = Factoring(targets=own, svd="exact") if is_dense else Factoring()
         wanted = {**factoring.read(expected), **extra_states(model)}
-        weights = find_weights(opened, wanted, ties, model=model, rules=rules)
-    except BaseException as caught:  # the others must not wait
-        error = caught
-    is_absent = isinstance(error, (SourceError, ResourceError))
-    if isinstance(source, RankSource) and source.is_here:
-        is_absent = False
-    agree(None if is_absent else error, phase=_OPENING)
-    able = gather_json(weights is not None, phase=_OPENING)
-    if not any(able):
-        agree(error, phase=_OPENING)
+        return find_weights(opened, wanted, ties, model=model, rules=rules), factoring
+
+    share_listings((source,), open_given, phase=_OPENING)
+    found, error, able = look_where_possible(
+        look,
+        lambda error: is_read_elsewhere and isinstance(error, (SourceError, ResourceError)),
+        phase=_OPENING,
+    )
+    weights, factoring = found or (None, Factoring())
     factoring = _same_factoring(factoring, own)
     used, unused = (weights.stored_names(), weights.unused) if weights is not None else ((), ())
     elsewhere, are_stages = unused_here_alone(frozenset(used), frozenset(unused))
@@ -264,7 +259,7 @@ def _open(
             made = check_fit(
                 needed, ties, weights, initialises=False, elsewhere=elsewhere, computed=computed
             ).initialised
-            if world()[0] == able.index(True):  # it reads names of one parameter that are stored apart
+            if world()[0] == able[0]:  # it reads names of one parameter that are stored apart
                 check_ties(ties, weights)
     told = gather_json(sorted(made), phase=_FITTING)
     if weights is None:

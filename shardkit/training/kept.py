@@ -12,8 +12,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ from shardkit.formats.hub.assets import (
 from shardkit.formats.hub.base import SAVED_ASSETS
 from shardkit.formats.hub.directory import repo_id_of
 from shardkit.layout.classes import is_transformers
-from shardkit.operations.consolidate.assets import dtype_of, dump_config, set_dtype
+from shardkit.operations.consolidate.assets import Asset, dtype_of, dump_config, set_dtype
 from shardkit.training.extras.diagnose import plain_class
 from shardkit.training.fill.reading import Weights
 from shardkit.training.save_target import write_small
@@ -54,7 +53,8 @@ _ADAPTERS = (
 _MAX_BYTES = 256 << 20
 _OF_TRANSFORMERS = ("transformers", "transformers_modules")  # the second: models with code of their own
 
-_Read = Callable[[], bytes]
+_Files = dict[str, Asset]
+"""By name."""
 
 
 class HubFiles(NamedTuple):
@@ -129,11 +129,11 @@ class Kept:
             OSError, ResourceError: the system or the store refuses to write.
         """
         problems = list[str]()
-        files = self._files(problems) if self._is_whole else {}
+        files, given = self._files(problems) if self._is_whole else ({}, None)
         written = list[manifest.File]()
-        for name, read in sorted(files.items()) if CONFIG in files else ():
+        for name, asset in sorted(files.items()) if CONFIG in files else ():
             try:
-                data = read()
+                data = self._config(asset, given) if name == CONFIG else asset.read()
             except (ShardkitError, OSError) as error:
                 problems.append(f"{escape(name)}: {error}")
                 continue
@@ -160,35 +160,34 @@ class Kept:
                 getattr(module, _ATTRIBUTE)._replace(last=os.path.join(path, SAVED_ASSETS)),
             )
 
-    def _files(self, problems: list[str]) -> dict[str, _Read]:
+    def _files(self, problems: list[str]) -> tuple[_Files, Asset | None]:
+        """Return the files, and the config of the Hub model, which the live model's may replace."""
         holder = None if self._holder is None else getattr(self._holder[1], _ATTRIBUTE)
-        found = dict[str, _Read]() if holder is None else _beside(holder, problems)
+        found = _Files() if holder is None else _beside(holder, problems)
         given = found.get(CONFIG)
         if self._root is not None:
             found |= _live_configs(self._root[1], problems)
-        if CONFIG in found:
-            found[CONFIG] = partial(self._config, found[CONFIG], given)
         if self._adapted is not None:
             found |= _adapter_config(self._adapted, problems)
         if holder is not None and holder.tokenizer is not None and CONFIG in found:
             live = _live_tokenizer(holder.tokenizer, problems)
             if live:
-                found = {name: read for name, read in found.items() if not is_tokenizer_file(name)} | live
-        return found
+                found = {name: each for name, each in found.items() if not is_tokenizer_file(name)} | live
+        return found, given
 
-    def _config(self, read: _Read, given: _Read | None) -> bytes:
+    def _config(self, asset: Asset, given: Asset | None) -> bytes:
         """Return config.json with the dtype of what is saved: the Hub model's own where all tensors have theirs.
 
         A small model's embedding may be most of it, and have another dtype than its layers.
         """
-        data = read()
+        data = asset.read()
         config = _parsed(data)
         prefix, holder = ("", None) if self._holder is None else self._holder
         theirs: Mapping[str, str] = getattr(holder, _ATTRIBUTE).dtypes if holder is not None else {}
         start = f"{prefix}." if prefix else ""
         both = [(dtype.name, theirs.get(name.removeprefix(start))) for name, dtype, _ in self._dtypes]
         is_same = any(other for _, other in both) and all(other in (None, own) for own, other in both)
-        said = dtype_of(_parsed(given())) if is_same and given is not None else None
+        said = dtype_of(_parsed(given.read())) if is_same and given is not None else None
         most = most_bytes((dtype, nbytes) for _, dtype, nbytes in self._dtypes)
         name = said or (most.name if most is not None else None)
         if config is None or name is None or dtype_of(config) == name:
@@ -219,9 +218,9 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _beside(files: HubFiles, problems: list[str]) -> dict[str, _Read]:
+def _beside(files: HubFiles, problems: list[str]) -> _Files:
     """Return the files beside the weights of the Hub model that a model began with."""
-    files_beside, absent = dict[str, _Read](), list[str]()
+    files_beside, absent = _Files(), list[str]()
     token = FOLLOWS_LINKS.set(files.follows_links)
     try:
         for directory in (*files.directories, files.last):
@@ -232,10 +231,10 @@ def _beside(files: HubFiles, problems: list[str]) -> dict[str, _Read]:
                 continue
             has_tokenizer = any(map(is_tokenizer_file, files_beside))
             has_config = CONFIG in files_beside
-            for name, read in there.items():
+            for name, asset in there.items():
                 is_code = name.endswith(".py") and has_config
                 if not (is_code or (has_tokenizer and is_tokenizer_file(name))):
-                    files_beside.setdefault(name, read)
+                    files_beside.setdefault(name, asset)
     finally:
         FOLLOWS_LINKS.reset(token)
     if absent and not any(map(is_tokenizer_file, files_beside)):
@@ -243,7 +242,7 @@ def _beside(files: HubFiles, problems: list[str]) -> dict[str, _Read]:
     return files_beside
 
 
-def _of_directory(directory: str, problems: list[str]) -> dict[str, _Read]:
+def _of_directory(directory: str, problems: list[str]) -> _Files:
     """Return the files of one directory, without weights, and without a card that is about the base.
 
     Raises:
@@ -258,47 +257,47 @@ def _of_directory(directory: str, problems: list[str]) -> dict[str, _Read]:
         assets = {
             name: path for name, path in assets.items() if not name.startswith(inside) and name != MODULES
         }
-    files = {name: _reader(path, name) for name, path in assets.items() if name != CARD}
+    files = {name: _copied(name, path) for name, path in assets.items() if name != CARD}
     repo_id = repo_id_of(directory)
     if repo_id is not None:
-        files[CARD] = _constant(card_of(repo_id))
+        files[CARD] = Asset(CARD, None, card_of(repo_id))
     elif CARD in assets and is_own_card(read_small(assets[CARD], CARD, _MAX_BYTES)):
-        files[CARD] = _reader(assets[CARD], CARD)
+        files[CARD] = _copied(CARD, assets[CARD])
     return files
 
 
-def _reader(path: str, name: str) -> _Read:
-    return lambda: read_small(storage.realpath(path), name, _MAX_BYTES)
+def _copied(name: str, path: str) -> Asset:
+    return Asset(name, storage.realpath(path), b"")
 
 
-def _constant(data: bytes) -> _Read:
-    return lambda: data
+def _held(name: str, path: str) -> Asset:
+    return Asset(name, None, Asset(name, path, b"").read())
 
 
-def _live_configs(model: Any, problems: list[str]) -> dict[str, _Read]:
+def _live_configs(model: Any, problems: list[str]) -> _Files:
     """Return the configs of a model of transformers, as `save_pretrained` would write them.
 
     A generation config that transformers has made of the config is none: the Hub model's own counts.
     """
-    configs = dict[str, _Read]()
+    configs = _Files()
     try:
         config = json.loads(model.config.to_json_string())
         config["architectures"] = [_class_name(model)]
         if os.path.isabs(str(config.get("_name_or_path", ""))):
             del config["_name_or_path"]
-        configs[CONFIG] = _constant(dump_config(config))
+        configs[CONFIG] = Asset(CONFIG, None, dump_config(config))
         generation = getattr(model, "generation_config", None)
         if generation is not None and not getattr(generation, "_from_model_config", False):
             content = json.loads(generation.to_json_string())
             content.pop("compile_config", None)
-            configs[GENERATION_CONFIG] = _constant(dump_config(content))
+            configs[GENERATION_CONFIG] = Asset(GENERATION_CONFIG, None, dump_config(content))
         configs |= _own_code(model)
     except Exception as error:  # code of the model's own
         problems.append(f"the config of {escape(type(model).__name__)}: {escape(str(error))}")
     return configs
 
 
-def _own_code(model: Any) -> dict[str, _Read]:
+def _own_code(model: Any) -> _Files:
     """Return the files with the code of a model that transformers does not have, as `save_pretrained` copies them.
 
     Source: transformers 5.24, dynamic_module_utils.py, custom_object_save; `_auto_class` says that there is some.
@@ -312,10 +311,10 @@ def _own_code(model: Any) -> dict[str, _Read]:
         for each in own:
             custom_object_save(each, scratch)
         names = [name for name in storage.listdir(scratch) if name.endswith(".py")]
-        return {name: _constant(read_small(os.path.join(scratch, name), name, _MAX_BYTES)) for name in names}
+        return {name: _held(name, os.path.join(scratch, name)) for name in names}
 
 
-def _adapter_config(model: Any, problems: list[str]) -> dict[str, _Read]:
+def _adapter_config(model: Any, problems: list[str]) -> _Files:
     """Return the settings of the one adapter that a PeftModel has, as its `save_pretrained` would write them."""
     settings = getattr(model, _ADAPTERS)
     if len(settings) != 1:
@@ -331,7 +330,7 @@ def _adapter_config(model: Any, problems: list[str]) -> dict[str, _Read]:
     base = config.get("base_model_name_or_path")
     if base is None or os.path.isabs(str(base)):  # a path of this machine
         config["base_model_name_or_path"] = None
-    return {ADAPTER_CONFIG: _constant(dump_config({**config, "inference_mode": True}))}
+    return {ADAPTER_CONFIG: Asset(ADAPTER_CONFIG, None, dump_config({**config, "inference_mode": True}))}
 
 
 def _class_name(model: nn.Module) -> str:
@@ -341,13 +340,13 @@ def _class_name(model: nn.Module) -> str:
     return plain_class(model) if class_name == "PreTrainedModel" else class_name
 
 
-def _live_tokenizer(tokenizer: Any, problems: list[str]) -> dict[str, _Read]:
+def _live_tokenizer(tokenizer: Any, problems: list[str]) -> _Files:
     """Return the files that a tokenizer writes of itself."""
     with tempfile.TemporaryDirectory() as scratch:
         try:
             tokenizer.save_pretrained(scratch)
             return {
-                name: _constant(read_small(path, name, _MAX_BYTES))
+                name: _held(name, path)
                 for name, path in list_assets(scratch)[0].items()
                 if is_tokenizer_file(name)
             }

@@ -60,7 +60,7 @@ from shardkit.training.model.fit import (
 from shardkit.training.model.hidden import find_hidden
 from shardkit.training.model.initialise import not_repeated
 from shardkit.training.model.states import extra_states
-from shardkit.training.ranks.agree import agreed, gather_json, say, world
+from shardkit.training.ranks.agree import agreed, broadcast_json, gather_json, look_where_possible, say, world
 from shardkit.training.ranks.listings import is_looked_at, share_listings
 from shardkit.training.ranks.local import ExpectedTensor, buffer_places, describe, places
 
@@ -129,8 +129,8 @@ class _FoundSource:
     """What a rank found."""
 
     weights: Weights | None = None
-    fit: ModelFit | None = None
-    absent: ShardkitError | None = None
+    fit: ModelFit
+    absent: BaseException | None = None
     """Why the source is not here; other ranks may have it."""
     untied: tuple[str, ...] = ()
     """FQNs that the model ties although the source has other values for them."""
@@ -236,7 +236,6 @@ def prepare(
     plain = _factor(plain, asked)
     found = _open_together(plain, asked)
     fit = found.fit
-    assert fit is not None
     if found.untied:
         plain = _untie(plain, found.untied)
     buffers = _computed_buffers(plain.model)
@@ -287,41 +286,34 @@ def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def _stored_dtype(model: str | os.PathLike[str], asked: _Asked) -> str | None:
     """Return the stored dtype for a model whose config names none: its own weights', or else the source's."""
 
-    def dtype_of(source: str | RankSource, revision: str | None) -> str | None:
+    def dtype_of(
+        source: str | RankSource | None, revision: str | None, *, of_factored: bool = False
+    ) -> str | None:
+        """Return the dtype of what a source has beside OSFT factors; None if it has none and has to have them."""
         try:
-            return first_dtype(asked.open(source, revision, asked.variant))
+            opened = None if source is None else asked.open(source, revision, asked.variant)
+            is_wanted = opened is not None and (has_factors(opened) or not of_factored)
+            return first_dtype(opened) if opened is not None and is_wanted else None
         except ShardkitError:  # opening it in earnest raises it again
             return None
 
     def look() -> str | None:
-        home, source = os.fspath(model), asked.source
+        home = os.fspath(model)
         if asked.osft is not None:
             return "float32"
         try:
-            directory = find_config(home, asked.revision if home == source else None)
+            directory = find_config(home, asked.revision if home == asked.source else None)
             config = read_config(directory) or {}
         except ShardkitError:  # building the model raises it again
             return None
         if any(config.get(key) is not None for key in ("dtype", "torch_dtype")):
             return None
         own = dtype_of(directory, None) if storage.exists(home) else None
-        if own is not None or source is None or (isinstance(source, RankSource) and not source.is_here):
-            return own
-        return dtype_of(source, asked.revision)
-
-    def of_factored() -> str | None:
-        """Return the dtype of what the source has beside OSFT factors."""
-        try:
-            if asked.source is None or (isinstance(asked.source, RankSource) and not asked.source.is_here):
-                return None
-            opened = asked.open(asked.source, asked.revision, asked.variant)
-            return first_dtype(opened) if has_factors(opened) else None
-        except ShardkitError:
-            return None
+        return own or dtype_of(asked.source, asked.revision)
 
     phase = "reading the config"
     with agreed(phase):
-        mine = [of_factored(), look()]
+        mine = [dtype_of(asked.source, asked.revision, of_factored=True), look()]
     # A rank may not see the source.
     told = gather_json(mine, phase=phase)
     return next((each for at in (0, 1) for each in (ranks[at] for ranks in told) if each), None)
@@ -345,11 +337,10 @@ def _factor(plain: _Plain, asked: _Asked) -> _Plain:
 
 def _stored_targets(plain: _Plain, asked: _Asked) -> tuple[Target, ...] | None:
     """Return the targets that the source has as factors; None if this rank cannot open it."""
-    source = asked.source
-    if source is None or (isinstance(source, RankSource) and not source.is_here):
+    if asked.source is None:
         return None
     try:
-        opened = asked.open(source, asked.revision, asked.variant)
+        opened = asked.open(asked.source, asked.revision, asked.variant)
     except ShardkitError:  # opening it in earnest raises it again
         return None
     return find_targets(opened, dense_names(plain.model, plain.expected), model=plain.model)
@@ -376,56 +367,40 @@ def _build(
 
 
 def _open_together(plain: _Plain, asked: _Asked) -> _FoundSource:
-    """Open the source on every rank that has it; these tell the others what is read and initialised."""
-    found, error = _FoundSource(), None
-    try:
-        found = _open(plain, asked)
-    except BaseException as caught:
-        error = caught
-    mine = {"has": found.weights is not None, "failed": error is not None, "digest": plain.digest(asked)}
-    told = gather_json(mine, phase=_OPENING)
-    if error is None and any(each["digest"] != told[0]["digest"] for each in told):
-        error = LayoutError(
-            "the ranks do not have the same model, seed or options",
-            hint="build the model, and call prepare, the same way on every rank; one that does not see the source"
-            " gives its path all the same",
-        )
-    holders = [rank for rank, each in enumerate(told) if each["has"]]
-    if error is None and not holders and not any(each["failed"] for each in told):
-        error = found.absent
-    leads = holders[:1] == [world()[0]]  # it reads the values of ties, for all ranks
+    """Open the source on every rank that has it; the first of these tells all what is read and initialised."""
+    told = gather_json(plain.digest(asked), phase=_OPENING)
+    with agreed(_OPENING):
+        if any(each != told[0] for each in told):
+            raise LayoutError(
+                "the ranks do not have the same model, seed or options",
+                hint="build the model, and call prepare, the same way on every rank; one that does not see the source"
+                " gives its path all the same",
+            )
+        if asked.source is None:
+            check_untied(broken_ties(plain.model), None)
+            every = frozenset(fqn for fqn, tensor in plain.expected.items() if tensor.persistent)
+            return _FoundSource(
+                fit=ModelFit(initialised=every, notes=("no source: every tensor is initialised",))
+            )
+    source = asked.source
+    mine, error, holders = look_where_possible(
+        lambda: _open(plain, source, asked), lambda error: _is_absent(source, error), phase=_OPENING
+    )
     untied = list[str]()
     with agreed(_OPENING):
-        if error is not None:
-            raise error
-        if leads:
-            untied = _untied(plain, found)
-    if holders:
-        found = replace(found, untied=tuple(gather_json(untied, phase=_OPENING)[holders[0]]))
-    if asked.source is not None and len(holders) < len(told):
-        shared = gather_json(_fit_to_json(found.fit) if leads else None, phase=_OPENING)[holders[0]]
-        found = replace(found, fit=found.fit or _fit_from_json(shared))
-    return found
+        if holders[0] == world()[0] and mine is not None:  # it reads the values of ties, for all ranks
+            untied = _untied(plain, mine[0])
+    untied, fit = broadcast_json(
+        [untied, None if mine is None else _fit_to_json(mine[1])], holders[0], phase=_OPENING
+    )
+    weights, fit = mine or (None, _fit_from_json(fit))
+    return _FoundSource(weights=weights, fit=fit, absent=error, untied=tuple(untied))
 
 
-def _open(plain: _Plain, asked: _Asked) -> _FoundSource:
-    source = asked.source
-    if source is None:
-        check_untied(broken_ties(plain.model), None)
-        every = frozenset(fqn for fqn, tensor in plain.expected.items() if tensor.persistent)
-        return _FoundSource(
-            fit=ModelFit(initialised=every, notes=("no source: every tensor is initialised",))
-        )
-    if isinstance(source, RankSource) and not source.is_here:
-        return _FoundSource(absent=source.elsewhere())
-    try:
-        opened = asked.open(source, asked.revision, asked.variant)
-        wanted = {**plain.read, **extra_states(plain.model)}
-        weights = find_weights(opened, wanted, plain.ties, model=plain.model, rules=asked.rules)
-    except ShardkitError as error:
-        if not isinstance(source, RankSource) and (isinstance(error, ResourceError) or _is_absent(source)):
-            return _FoundSource(absent=error)
-        raise
+def _open(plain: _Plain, source: str | RankSource, asked: _Asked) -> tuple[Weights, ModelFit]:
+    opened = asked.open(source, asked.revision, asked.variant)
+    wanted = {**plain.read, **extra_states(plain.model)}
+    weights = find_weights(opened, wanted, plain.ties, model=plain.model, rules=asked.rules)
     check_untied(broken_ties(plain.model), weights)
     fit = check_fit(plain.read, plain.ties, weights, missing=asked.missing, grown=plain.grown)
     lost = [target.weight for target in plain.factoring.targets if target.weight in fit.initialised]
@@ -434,11 +409,17 @@ def _open(plain: _Plain, asked: _Asked) -> _FoundSource:
         f"{escape(weights.path)} lacks weights that OSFT divides",
         hint="leave them out of osft=, or give a source that has them",
     )
-    return _FoundSource(weights=weights, fit=fit)
+    return weights, fit
 
 
-def _is_absent(source: str) -> bool:
+def _is_absent(source: str | RankSource, error: BaseException) -> bool:
     """True if a path is missing, holds no weights, or lacks files of its index: nothing is damaged."""
+    if not isinstance(error, ShardkitError):
+        return False
+    if isinstance(source, RankSource):
+        return not source.is_here
+    if isinstance(error, ResourceError):
+        return True
     try:
         if not storage.exists(source):
             return True
@@ -458,8 +439,8 @@ def _is_absent(source: str) -> bool:
     return False
 
 
-def _fit_to_json(fit: ModelFit | None) -> dict[str, Any] | None:
-    return None if fit is None else {**asdict(fit), "initialised": sorted(fit.initialised)}
+def _fit_to_json(fit: ModelFit) -> dict[str, Any]:
+    return {**asdict(fit), "initialised": sorted(fit.initialised)}
 
 
 def _fit_from_json(content: Mapping[str, Any]) -> ModelFit:
@@ -468,13 +449,12 @@ def _fit_from_json(content: Mapping[str, Any]) -> ModelFit:
     )
 
 
-def _untied(plain: _Plain, source: _FoundSource) -> list[str]:
+def _untied(plain: _Plain, weights: Weights) -> list[str]:
     """Return the names that `from_pretrained` would untie: the source has two values for one parameter."""
-    assert source.weights is not None
-    if not source.weights.follows_class or plain.grown:
-        check_ties(plain.ties, source.weights)
+    if not weights.follows_class or plain.grown:
+        check_ties(plain.ties, weights)
         return []
-    return [fqn for _, _, fqn in diverged_ties(plain.ties, source.weights)]
+    return [fqn for _, _, fqn in diverged_ties(plain.ties, weights)]
 
 
 def _untie(plain: _Plain, fqns: Sequence[str]) -> _Plain:

@@ -38,10 +38,6 @@ class RankSource:
         """Its name in messages."""
         return f"the state dict of rank {self.rank}"
 
-    def elsewhere(self) -> SourceError:
-        """Return why this rank cannot read it."""
-        return SourceError(f"rank {self.rank} alone holds the state dict")
-
     def describe(self) -> list[Any]:
         """Describe this rank's state dict as plain data, for comparison with the other ranks."""
         return [
@@ -55,8 +51,11 @@ class RankSource:
 
         Raises:
             UsageError: not a mapping of names to tensors, or a model that is wrapped by FSDP1.
-            SourceError: tensors whose values are not all here, or that are not plain; lists all of them.
+            SourceError: another rank holds it; or tensors whose values are not all here, or that are not plain, all of
+                which it lists.
         """
+        if not self.is_here:
+            raise SourceError(f"rank {self.rank} alone holds the state dict")
         return _catalog(_tensors(self._state), self.label)
 
 

@@ -16,7 +16,7 @@ from shardkit.training.fill.direct import divide, fill_direct, regions_of
 from shardkit.training.fill.factorise import fill_factors
 from shardkit.training.fill.reading import Filled, Supply, Weights, match
 from shardkit.training.fill.samples import kept_open, take_samples, versions
-from shardkit.training.ranks.agree import agree, agreed, gather_json, say, world
+from shardkit.training.ranks.agree import agreed, gather_json, look_where_possible, say, world
 from shardkit.training.ranks.local import LocalShard
 from shardkit.transfer.checks import CheckedSource
 
@@ -74,23 +74,18 @@ def _locate(
     Returns:
         The opened weights. Where some ranks fail and others do not, what this rank can supply; else None.
     """
-    assert supply.weights is not None
-    located: Weights | None = None
-    error: BaseException | None = None
+    weights = supply.weights
+    assert weights is not None
     with agreed(_FITTING):
         wanted = match(own, supply)
     regions = regions_of(divide(wanted)[0])
-    try:
-        located = supply.weights.located(regions, opened)
-    except BaseException as caught:  # the others must not wait
-        error = caught
-    is_source = isinstance(error, (SourceError, ResourceError))
-    agree(None if is_source else error, phase="opening the source")
-    able = gather_json(error is None, phase="opening the source")
-    if all(able):
+    located, error, able = look_where_possible(
+        lambda: weights.located(regions, opened),
+        lambda error: isinstance(error, (SourceError, ResourceError)),
+        phase="opening the source",
+    )
+    if len(able) == world()[1]:
         return located, None
-    if not any(able):
-        agree(error, phase="opening the source")
     return None, supply if error is None else replace(supply, weights=None, unavailable=str(error))
 
 

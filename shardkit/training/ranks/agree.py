@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from shardkit import errors
 from shardkit.errors import ResourceError, ShardkitError
 
+_Found = TypeVar("_Found")
 _log = logging.getLogger("shardkit")
 
 _KNOWN: dict[str, type[ShardkitError]] = {
@@ -222,6 +223,35 @@ def agreed(phase: str, group: dist.ProcessGroup | None = None) -> Iterator[None]
     except BaseException as caught:  # Ctrl-C too: the others must not wait
         error = caught
     agree(error, group, phase=phase)
+
+
+def look_where_possible(
+    look: Callable[[], _Found], is_absent: Callable[[BaseException], bool], *, phase: str
+) -> tuple[_Found | None, BaseException | None, list[int]]:
+    """Run a function on every rank, and go on if it succeeds on any; each rank must call it.
+
+    Args:
+        look: waits for no other rank.
+        is_absent: of an error: it does not matter if other ranks succeed.
+        phase: what is being done, for the message if a rank died.
+
+    Returns:
+        What this rank found, or else why not; and the ranks that found something.
+
+    Raises:
+        As `agree`: errors that matter, or those of all ranks if none succeeds.
+    """
+    found: _Found | None = None
+    error: BaseException | None = None
+    try:
+        found = look()
+    except BaseException as caught:  # the others must not wait
+        error = caught
+    agree(None if error is None or is_absent(error) else error, phase=phase)
+    able = [rank for rank, succeeded in enumerate(gather_json(error is None, phase=phase)) if succeeded]
+    if not able:
+        agree(error, phase=phase)
+    return found, error, able
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
