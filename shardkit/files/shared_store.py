@@ -73,7 +73,7 @@ class StoredStaging:
 
     def create(self, record: bytes) -> bool:
         """Write `plan.json`, unless another process has; return whether it was written here."""
-        return self._store.put_if(self.record, record, int(crc32(record)), None)
+        return self._store.create(self.record, record, int(crc32(record)))
 
     def read_record(self) -> bytes:
         """Return the content of `plan.json`.
@@ -252,7 +252,7 @@ class StoredRecords:
         Raises:
             FileNotFoundError: all is over.
         """
-        is_first = self._store.put_if(self._note(number), content, int(crc32(content)), None)
+        is_first = self._store.create(self._note(number), content, int(crc32(content)))
         self._check_open(self._note(number) if is_first else None)
         return is_first
 

@@ -14,7 +14,6 @@ import errno
 import hashlib
 import itertools
 import os
-import re
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,31 +22,21 @@ from typing import Any, NamedTuple
 
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
-from shardkit.files.remote import cloud, hub
-from shardkit.files.remote.contract import Listing, ObjectStat, Store, attempt, gone, short_body
+from shardkit.files.remote import hub
+from shardkit.files.remote.contract import (
+    Listing,
+    ObjectStat,
+    attempt,
+    attempt_without_object,
+    gone,
+    short_body,
+)
+from shardkit.files.remote.kinds import SCHEMES, kind_of, split, store_of
 from shardkit.files.remote.ranges import MAX_CONNECTIONS, Ranges
+from shardkit.files.remote.writers import writer_of
 
 FIRST_NUMBER = 1 << 30
 """Numbers of open objects begin here; the system has no such descriptors."""
-
-
-class _StoreKind(NamedTuple):
-    """A kind of stores."""
-
-    make: Callable[[str], Store]
-    num_parts: int
-    """Parts of a path, between "/", that name the store."""
-    pin: Callable[[str], str] = str
-    """Returns the store that a name means now."""
-    names_store: Callable[[str], bool] = bool
-    """False for what can be no store: the directory above one, and a file in that."""
-
-
-_KINDS = {
-    **{scheme: _StoreKind(cloud.Bucket, 1) for scheme in cloud.SCHEMES},
-    hub.SCHEME: _StoreKind(hub.HubStore, 2, hub.pinned, hub.names_repo),
-}
-SCHEMES = tuple(_KINDS)
 
 
 def is_remote(path: object) -> bool:
@@ -70,7 +59,7 @@ def settled(path: str, revision: str | None) -> tuple[str, str | None]:
     """
     if not path.startswith(hub.SCHEME):
         return path, revision
-    root, key = _parts(path)
+    root, key = split(path)
     return plain("/".join([hub.at_revision(root, revision), key])), None
 
 
@@ -78,7 +67,7 @@ def repo_of(path: str) -> tuple[str, str | None] | None:
     """Return the repo of a path of the Hub and its commit; None for any other path."""
     if not path.startswith(hub.SCHEME):
         return None
-    return hub.named(_parts(plain(path))[0])
+    return hub.named(split(plain(path))[0])
 
 
 def connections(path: str) -> int:
@@ -96,7 +85,6 @@ class _OpenObject:
 
 
 _lock = threading.Lock()
-_stores: dict[str, Store] = {}
 _listings: dict[str, Listing] = {}
 _single: dict[str, ObjectStat | None] = {}
 _pins: dict[str, str] = {}
@@ -108,7 +96,6 @@ def _after_fork() -> None:
     """Let a child begin anew: threads of its parent may have held the lock, and the parent's numbers mean nothing."""
     global _lock
     _lock = threading.Lock()
-    _stores.clear()
     _open.clear()
 
 
@@ -164,38 +151,17 @@ def list_anew(path: str) -> None:
     _listing(path)
 
 
-def _kind(path: str) -> _StoreKind:
-    return _KINDS[path[: path.index("://") + 3]]
-
-
-def _parts(path: str) -> tuple[str, str]:
-    """Return (what names the store, key without a "/" at its ends)."""
-    scheme, _, rest = path.partition("://")
-    parts = re.sub("/+", "/", rest).strip("/").split("/")
-    count = _KINDS[f"{scheme}://"].num_parts
-    return f"{scheme}://{'/'.join(parts[:count])}", "/".join(parts[count:])
-
-
 def plain(path: str) -> str:
     """Return a path in the form that is looked up: no "/" at its end, none twice, and of one commit.
 
     Raises:
         ShardkitError: the Hub does not say which commit a branch is, or the path names no repo.
     """
-    root, key = _parts(path)
+    root, key = split(path)
     if root not in _pins:
-        kind = _kind(root)
+        kind = kind_of(root)
         _pins[root] = kind.pin(root) if kind.names_store(root) else root
     return f"{_pins[root]}/{key}" if key else _pins[root]
-
-
-def store_of(path: str) -> tuple[Store, str]:
-    """Return (the store of a plain path, its key)."""
-    root, key = _parts(path)
-    with _lock:
-        if root not in _stores:
-            _stores[root] = _kind(root).make(root)
-        return _stores[root], key
 
 
 def _listing(path: str) -> Listing:
@@ -205,7 +171,7 @@ def _listing(path: str) -> Listing:
         listing = _listings.get(path)
     if listing is None:
         store, key = store_of(path)
-        listing = attempt(store, path, lambda: store.list(key))
+        listing = attempt_without_object(store, path, lambda: store.list(key))
         with _lock:
             _listings[path] = listing
     return listing
@@ -215,9 +181,9 @@ def _find(path: str) -> ObjectStat | bool | None:
     """Return an object; True for a directory, None for nothing."""
     path = plain(path)
     above, _, name = path.rpartition("/")
-    root, key = _parts(path)
+    root, key = split(path)
     if not key:
-        return True if _kind(root).names_store(root) else None
+        return True if kind_of(root).names_store(root) else None
     with _lock:
         listed = _listings.get(above)
     if listed is not None:
@@ -439,7 +405,5 @@ def delete(paths: Sequence[str]) -> None:
         ResourceError: it refuses, or does not answer.
     """
     if paths:
-        store, _ = store_of(plain(paths[0]))
-        keys = [_parts(path)[1] for path in paths]
-        attempt(store, paths[0], lambda: store.delete(keys))
+        writer_of(paths[0]).delete_all(paths)
     forget()

@@ -28,7 +28,7 @@ from isal.isal_zlib import crc32, crc32_combine
 
 from shardkit.core.text import MIB
 from shardkit.files.remote.contract import UploadedPart, WrittenObject
-from shardkit.files.remote.writers import writer_of
+from shardkit.files.remote.writers import is_part, writer_of
 
 FIRST_NUMBER = 1 << 40
 """Numbers of files that are written to a store begin here."""
@@ -186,7 +186,7 @@ class _File:
             stored = self._store.put(self.path, data, crc)
             return UploadedPart(1, len(data), stored.etag, crc)
         sent = self._begun.get(number + 1)
-        if sent is not None and self._store.is_part(sent, data, crc):
+        if sent is not None and is_part(sent, data, crc):
             return sent._replace(crc32=crc)
         return self._store.send_part(self.path, self._upload, number + 1, data, crc)
 

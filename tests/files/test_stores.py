@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import shardkit
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import stores
-from shardkit.files.remote import contract, ranges
+from shardkit.files.remote import contract, kinds, ranges
 from tests.files.conftest import S3, Model, Served, client
 from tests.operations.reshard.test_left_out import save_pair, veomni
 from tests.training import models
@@ -230,7 +230,7 @@ def test_an_endpoint_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         "AWS_SECRET_ACCESS_KEY": servers.SECRET,
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(stores, "_stores", {})
+    monkeypatch.setattr(kinds, "_stores", {})
     monkeypatch.setattr(contract, "FIRST_WAIT_S", 0.0)
     with pytest.raises(ResourceError, match="cannot be reached") as refused:
         shardkit.inspect("s3://bucket/x")
@@ -239,7 +239,7 @@ def test_an_endpoint_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_obstore_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "_stores", {})
+    monkeypatch.setattr(kinds, "_stores", {})
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(ResourceError, match="need obstore") as refused:
@@ -266,13 +266,13 @@ def test_profiles_are_read_with_boto3(
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_PROFILE", "lab")
-    monkeypatch.setattr(stores, "_stores", {})
+    monkeypatch.setattr(kinds, "_stores", {})
     with pytest.raises(ResourceError) as refused:  # what the tool gave had expired in 2000
         shardkit.inspect(f"{S3}/hub")
     assert servers.SECRET not in f"{refused.value} {refused.value.hint}"
     script = (tmp_path / "keys").read_text().replace("2000-01-01", "2100-01-01")
     (tmp_path / "keys").write_text(script)
-    monkeypatch.setattr(stores, "_stores", {})
+    monkeypatch.setattr(kinds, "_stores", {})
     assert shardkit.inspect(f"{S3}/hub").tensors
     assert len((tmp_path / "asked").read_text().split()) >= 2
 

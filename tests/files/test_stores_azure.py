@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import shardkit
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files import stores
-from shardkit.files.remote import cloud
+from shardkit.files.remote import cloud, kinds
 from tests.files.conftest import Model, make
 from tests.worlds import stores as servers
 
@@ -52,7 +52,7 @@ def test_every_verb_reads_from_azure(tmp_path: Path, monkeypatch: pytest.MonkeyP
             stores.read(number, 10, 0)
         stores.close_number(number)
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "AAAA")
-        stores._stores.clear()
+        kinds.forget_stores()
         stores.forget()
         with pytest.raises(ResourceError, match="denies access"):
             shardkit.inspect(f"{AZ}/hub")

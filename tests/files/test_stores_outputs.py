@@ -17,7 +17,8 @@ import shardkit
 from shardkit.errors import UsageError
 from shardkit.files import stores
 from shardkit.files.digest import crc32
-from shardkit.files.remote import cloud, s3
+from shardkit.files.remote import cloud
+from shardkit.files.remote.writers import writer_of
 from tests.nested import FOLDER, OLDER, nest
 from tests.worlds import stores as servers
 
@@ -131,18 +132,18 @@ def test_uploads_that_nobody_completed_are_ended(served: Served) -> None:
     path = f"{S3}/killed"
     place = f"{path}/data-{'a' * 16}/__0_0.distcp"
     other = f"{path}/elsewhere/file"
-    begun = [s3.begin(each) for each in (place, place, other)]
-    s3.send_part(place, begun[0], 1, b"part", int(crc32(b"part")))
+    begun = [writer_of(each).begin(each) for each in (place, place, other)]
+    writer_of(place).send_part(place, begun[0], 1, b"part", int(crc32(b"part")))
     with pytest.raises(UsageError, match="nothing was committed there") as refused:
         shardkit.gc(path, older_than=0)
     assert refused.value.problems == (f"data-{'a' * 16}",)
     # For moto all uploads began in 2010.
     assert shardkit.gc(path, uncommitted=True, older_than="99999d").num_ended == 0
     assert shardkit.gc(path, uncommitted=True, older_than=0, dry_run=True).num_ended == 2
-    assert len(s3.uploads(path)) == 3
+    assert len(writer_of(path).uploads(path)) == 3
     assert shardkit.gc(path, uncommitted=True, older_than=0).num_ended == 2
-    assert [each.path for each in s3.uploads(path)] == [other]
-    s3.abort(other, begun[2])
+    assert [each.path for each in writer_of(path).uploads(path)] == [other]
+    writer_of(other).abort(other, begun[2])
 
 
 def test_outputs_that_replaced_others_are_cleaned_up(served: Served) -> None:

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 import shardkit
-from shardkit.files.remote import s3
+from shardkit.files.remote import kinds
 from shardkit.files.remote.writers import writer_of
 from tests.worlds import stores as servers
 
@@ -146,7 +146,7 @@ def serving(kind: str, home: Path) -> Iterator[Store | None]:
         proxy = servers.Proxy(port)
         for name, value in servers.environment(f"http://127.0.0.1:{port}").items():
             patch.setenv(name, value)
-        s3.forget_client()
+        kinds.forget_stores()
         for place, seed in ((home, 0), (home / "other", 1)):
             make(place, seed)
         runs = Runs(proxy, home)
@@ -164,7 +164,7 @@ def serving(kind: str, home: Path) -> Iterator[Store | None]:
         finally:
             runs.close()
             proxy.close()
-            s3.forget_client()
+            kinds.forget_stores()
 
 
 def make(home: Path, seed: int) -> None:
@@ -264,7 +264,7 @@ def attempt_parts(store: Store, number: int, seed: int = 0) -> str:
         objects(out).keys() - store.expected[verb].keys() - (store.others[verb].keys() if replaces else set())
     )
     assert not rest, f"left behind: {sorted(rest)}"
-    assert not s3.uploads(out), "uploads were left behind"
+    assert not writer_of(out).uploads(out), "uploads were left behind"
     return seen
 
 

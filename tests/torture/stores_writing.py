@@ -28,7 +28,7 @@ from shardkit.cli import main as cli
 from shardkit.errors import ShardkitError
 from shardkit.files import stores as files
 from shardkit.files import uploads
-from shardkit.files.remote import azure, contract, s3
+from shardkit.files.remote import contract
 from tests.torture import stores
 from tests.worlds import stores as servers
 
@@ -205,9 +205,7 @@ def small_and_impatient(home: Path) -> Iterator[None]:
     """Let parts be small, and waits before another try short: thousands of faults would take hours."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uploads, "PART_NBYTES", 5 << 20)  # the least that stores take
-        patch.setattr(s3, "FIRST_WAIT_S", 0.001)
         patch.setattr(contract, "FIRST_WAIT_S", 0.001)
-        patch.setattr(azure, "FIRST_WAIT_S", 0.001)
         patch.setenv("SHARDKIT_CACHE", str(home / "cache"))
         yield
 

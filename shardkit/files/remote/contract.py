@@ -1,18 +1,22 @@
-"""What each kind of store answers. A new kind is a module with one such class, and a row in `kinds`."""
+"""What each kind of store answers, what a failure means, and trying again. A new kind is a class, and a row in `kinds`."""
 
 from __future__ import annotations
 
+import enum
 import errno
+import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 from shardkit.core.text import escape
-from shardkit.errors import IncompleteError, ResourceError, ShardkitError
+from shardkit.errors import IncompleteError, IntegrityError, ResourceError, ShardkitError
 
-NUM_TRIES = 4
+NUM_TRIES = 7
 FIRST_WAIT_S = 0.1
+ABSENT = "*"
+"""In place of an ETag: there must be no object of that name."""
 
 _R = TypeVar("_R")
 
@@ -36,19 +40,48 @@ class Listing:
     folders: set[str] = field(default_factory=set)
 
 
+class WrittenObject(NamedTuple):
+    """What a store says of an object that was written."""
+
+    size: int
+    etag: str
+    crc32: int | None
+    """Of the whole object; None if the store keeps none."""
+
+
+class UploadedPart(NamedTuple):
+    """A part of an object, once the store has it."""
+
+    number: int
+    """From 1 on."""
+    size: int
+    etag: str
+    crc32: int
+    """-1 where a store does not say."""
+
+
+class Underway(NamedTuple):
+    """An upload that nobody has completed."""
+
+    path: str
+    upload: str
+    begun_s: float
+    """When it was begun, in seconds since 1970, by the store's clock."""
+
+
 class RequestFailure(NamedTuple):
     """Why a request failed."""
 
     error: Exception
     """In our words. A store's own words may hold keys and names, so they are never shown."""
     may_pass: bool
-    """The same request may succeed a moment later."""
+    """The same request may succeed a moment later. It may have been carried out, too."""
 
 
 class Store(Protocol):
     """A bucket, a container, or a repo at one commit.
 
-    Each method is tried once. Whatever it raises goes to `explain`. A key has no "/" at its ends.
+    Each method sends its requests once. Whatever it raises goes to `explain`. A key has no "/" at its ends.
     """
 
     def list(self, key: str) -> Listing:
@@ -68,95 +101,187 @@ class Store(Protocol):
             FileNotFoundError: the object is gone.
         """
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects; one that is not there is no error."""
-
     def explain(self, error: Exception, path: str) -> RequestFailure:
         """Say why a call failed; `path` is for messages."""
 
 
-class WrittenObject(NamedTuple):
-    """What a store says of an object that was written."""
+class WritableStore(Store, Protocol):
+    """A store that can be changed: what it answers besides."""
 
-    size: int
-    etag: str
-    crc32: int | None
-    """Of the whole object; None if the store keeps none."""
+    def written(self, key: str) -> WrittenObject:
+        """Return an object with its checksum.
 
+        Raises:
+            FileNotFoundError: there is none.
+        """
 
-class UploadedPart(NamedTuple):
-    """A part of an object, once the store has it."""
+    def get(self, key: str) -> tuple[bytes, str]:
+        """Return the bytes and the ETag of a small object.
 
-    number: int
-    """From 1 on."""
-    size: int
-    etag: str
-    crc32: int
+        Raises:
+            FileNotFoundError: there is none.
+        """
 
+    def put(self, key: str, data: bytes, crc: int, instead_of: str | None = None) -> WrittenObject:
+        """Write a small object. The store compares a checksum.
 
-class Underway(NamedTuple):
-    """An upload that nobody has completed."""
+        Args:
+            key: of the object.
+            data: all of it.
+            crc: its CRC-32.
+            instead_of: ETag of the only object that it may replace, or `ABSENT`; None replaces any.
+        """
 
-    path: str
-    upload: str
-    begun_s: float
-    """When it was begun, in seconds since 1970, by the store's clock."""
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects; one that is not there is no error."""
+
+    def begin(self, key: str) -> str:
+        """Begin an upload in parts and return its id."""
+
+    def send_part(self, key: str, upload: str, number: int, data: bytes, crc: int) -> UploadedPart:
+        """Send a part; number 1 is the first. The store compares a checksum."""
+
+    def sent_parts(self, key: str, upload: str) -> dict[int, UploadedPart]:
+        """Return the parts that an upload has."""
+
+    def complete(self, key: str, upload: str, parts: Sequence[UploadedPart], crc: int) -> WrittenObject:
+        """Make an object of all parts of an upload, in order; `crc` is that of the whole."""
+
+    def abort(self, key: str, upload: str) -> None:
+        """End an upload."""
+
+    def uploads(self, key: str) -> list[Underway]:
+        """Return the uploads under way below a directory."""
+
+    def objects(self, key: str) -> Sequence[tuple[str, int]]:
+        """Return (key, bytes) of every object below a directory."""
 
 
 class LostUpload(IncompleteError):
     """The store no longer knows an upload."""
 
 
-class StoreWriter(Protocol):
-    """What changes a store: the functions of a module. Paths are whole, such as `s3://bucket/key`.
+class OtherVersion(IntegrityError):
+    """An object is not the version that a request names."""
 
-    Failures that may pass are tried again; what is raised are the errors that users see.
+
+class Unanswered(ResourceError):
+    """A store does not answer, or fails. The request may have been carried out all the same."""
+
+
+class StoreAnswer(NamedTuple):
+    """What a store says of a request that failed; empty and 0 where it says nothing."""
+
+    code: str
+    status: int
+    kind: str
+    """Of the error, by which the request failed: it is shown where there is nothing else."""
+
+
+class _Meaning(enum.Enum):
+    PASSING = enum.auto()
+    LASTING = enum.auto()
+    OTHER_VERSION = enum.auto()
+    NO_OBJECT = enum.auto()
+    NO_BUCKET = enum.auto()
+    LOST_UPLOAD = enum.auto()
+    EXPIRED = enum.auto()
+    DENIED = enum.auto()
+    NO_CREDENTIALS = enum.auto()
+
+
+NO_CREDENTIALS = "NoCredentials"
+"""Stands for a store's code where nothing was asked, as there are no credentials."""
+_CODES = {
+    **dict.fromkeys(("SlowDown", "ServerBusy", "Throttling", "ThrottlingException"), _Meaning.PASSING),
+    **dict.fromkeys(("InternalError", "ServiceUnavailable"), _Meaning.PASSING),
+    **dict.fromkeys(("RequestTimeout", "OperationTimedOut"), _Meaning.PASSING),
+    # what came is not what was sent; boto3 makes no malformed lists of parts, which have no checksum of their own
+    **dict.fromkeys(("BadDigest", "InvalidDigest", "Md5Mismatch", "MalformedXML"), _Meaning.PASSING),
+    **dict.fromkeys(("XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"), _Meaning.PASSING),
+    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException"), _Meaning.EXPIRED),
+    **dict.fromkeys(("TokenRefreshRequired", "RequestExpired"), _Meaning.EXPIRED),
+    "BlobAlreadyExists": _Meaning.OTHER_VERSION,
+    "NoSuchBucket": _Meaning.NO_BUCKET,
+    "NoSuchUpload": _Meaning.LOST_UPLOAD,
+    NO_CREDENTIALS: _Meaning.NO_CREDENTIALS,
+}
+_STATUSES = {
+    401: _Meaning.DENIED,
+    403: _Meaning.DENIED,
+    404: _Meaning.NO_OBJECT,
+    408: _Meaning.PASSING,
+    409: _Meaning.PASSING,  # somebody else is writing it at this moment
+    412: _Meaning.OTHER_VERSION,
+    429: _Meaning.PASSING,
+}
+_SERVER_ERROR = 500
+_CREDENTIALS = {
+    "s3": "AWS_PROFILE (with boto3 installed), or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+
+
+def explain(answer: StoreAnswer, path: str) -> RequestFailure:
+    """Say in our words what an answer means; only its code and its status are shown.
+
+    Args:
+        answer: of the store.
+        path: of the object.
     """
+    meaning, where = _meaning(answer), escape(path)
+    shown = (escape(answer.code[:60]), f"HTTP {answer.status}" if answer.status else "")
+    said = ", ".join(filter(None, shown)) or answer.kind
+    if meaning in (_Meaning.PASSING, _Meaning.LASTING):
+        return RequestFailure(unanswered(path, said), may_pass=meaning is _Meaning.PASSING)
+    credentials = _CREDENTIALS.get(path.partition("://")[0], "the store's own tools")
+    unsigned = ", or AWS_SKIP_SIGNATURE=true for a public bucket" if path.startswith("s3://") else ""
+    errors = {
+        _Meaning.NO_OBJECT: gone(path),
+        _Meaning.OTHER_VERSION: OtherVersion(
+            f"{where}: the object changed while it was read",
+            hint="start again once the source is at rest; nothing that was made of it is kept",
+        ),
+        _Meaning.LOST_UPLOAD: LostUpload(
+            f"{where}: the store no longer knows the upload, somebody ended it",
+            hint="run the same command again; what was finished is kept",
+        ),
+        _Meaning.NO_BUCKET: ResourceError(
+            f"{where}: there is no such bucket ({said})", hint="check the name of the bucket"
+        ),
+        _Meaning.EXPIRED: ResourceError(
+            f"{where}: the credentials have expired ({said})",
+            hint="get new ones as you do for the store's own tools, such as aws sso login; then start again",
+        ),
+        _Meaning.DENIED: ResourceError(
+            f"{where}: the store denies access ({said})",
+            hint=f"give credentials that may do it: what the store's own tools take, such as {credentials}",
+        ),
+        _Meaning.NO_CREDENTIALS: ResourceError(
+            f"{where}: no credentials were found", hint=f"set {credentials}{unsigned}"
+        ),
+    }
+    return RequestFailure(errors[meaning], may_pass=False)
 
-    def head(self, path: str) -> WrittenObject | None:
-        """Return the size, ETag and checksum of an object; None if there is no such object."""
 
-    def get(self, path: str) -> tuple[bytes, str] | None:
-        """Return the bytes and the ETag of a small object; None if there is none."""
+def _meaning(answer: StoreAnswer) -> _Meaning:
+    if answer.code in _CODES:
+        return _CODES[answer.code]
+    if answer.status in _STATUSES:
+        return _STATUSES[answer.status]
+    is_moment = answer.status >= _SERVER_ERROR or not (answer.code or answer.status)  # or the network's
+    return _Meaning.PASSING if is_moment else _Meaning.LASTING
 
-    def put(self, path: str, data: bytes, crc: int) -> WrittenObject:
-        """Write a small object, replacing one of that name. The store compares a checksum."""
 
-    def put_if(self, path: str, data: bytes, crc: int, etag: str | None) -> bool:
-        """Write an object if there is none of its name, or only the one of a given ETag; False if another is there.
+def has_expired(answer: StoreAnswer) -> bool:
+    """True if whoever gave the credentials may have new ones."""
+    return _meaning(answer) is _Meaning.EXPIRED
 
-        The answer to a request may get lost. Then the object itself tells whether it was carried out.
-        """
 
-    def has(self, path: str, data: bytes) -> bool:
-        """True if an object has exactly these bytes."""
-
-    def delete(self, path: str) -> None:
-        """Remove an object, if there is one."""
-
-    def begin(self, path: str) -> str:
-        """Begin an upload in parts and return its id."""
-
-    def send_part(self, path: str, upload: str, number: int, data: bytes, crc: int) -> UploadedPart:
-        """Send a part; number 1 is the first. The store compares a checksum."""
-
-    def sent_parts(self, path: str, upload: str) -> dict[int, UploadedPart] | None:
-        """Return the parts that an upload has; None if there is no such upload."""
-
-    def is_part(self, sent: UploadedPart, data: bytes, crc: int) -> bool:
-        """True if a part that the store has is surely this one."""
-
-    def complete(self, path: str, upload: str, parts: Sequence[UploadedPart], crc: int) -> WrittenObject:
-        """Make an object of all parts of an upload, in order."""
-
-    def abort(self, path: str, upload: str) -> None:
-        """End an upload."""
-
-    def uploads(self, directory: str) -> list[Underway]:
-        """Return the uploads under way below a directory."""
-
-    def objects(self, directory: str) -> Iterator[tuple[str, int]]:
-        """Yield (path, bytes) of every object below a directory."""
+def may_status_pass(status: int) -> bool:
+    """True for the HTTP status of something that may be over in a moment."""
+    return _meaning(StoreAnswer("", status, "")) is _Meaning.PASSING
 
 
 def attempt(store: Store, path: str, call: Callable[[], _R]) -> _R:
@@ -171,11 +296,24 @@ def attempt(store: Store, path: str, call: Callable[[], _R]) -> _R:
         except ShardkitError:
             raise
         except Exception as error:
-            refusal = store.explain(error, path)
-            if turn + 1 == NUM_TRIES or not refusal.may_pass:
-                raise refusal.error from None
-        time.sleep(FIRST_WAIT_S * 2**turn)
+            failure = store.explain(error, path)
+            if turn + 1 == NUM_TRIES or not failure.may_pass:
+                raise failure.error from None
+        # many processes that failed at once do not come back at once
+        time.sleep(FIRST_WAIT_S * 2**turn * random.uniform(0.5, 1))
     raise AssertionError
+
+
+def attempt_without_object(store: Store, path: str, call: Callable[[], _R]) -> _R:
+    """As `attempt`, for a request that needs no object to be there: "not found" is a failure of the store.
+
+    Raises:
+        ShardkitError: what the last failure means.
+    """
+    try:
+        return attempt(store, path, call)
+    except FileNotFoundError:
+        raise unanswered(path, "HTTP 404") from None
 
 
 def gone(path: str) -> FileNotFoundError:
@@ -183,22 +321,20 @@ def gone(path: str) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, "no such object", path)
 
 
-def is_short(error: Exception) -> bool:
-    """True if a body was too short, or longer than it was asked for."""
-    return isinstance(error, OSError) and error.errno == errno.EIO
-
-
 def short_body() -> OSError:
     """Return the error of a body with other bytes than it was asked for."""
     return OSError(errno.EIO, "a body of another length")
 
 
-def unreachable(path: str, said: str, hint: str) -> ResourceError:
+def unanswered(path: str, said: str) -> Unanswered:
     """Return the error of a store that does not answer.
 
     Args:
         path: of what was wanted.
         said: a code or a status, or the kind of the error; nothing that may hold a secret.
-        hint: what to check.
     """
-    return ResourceError(f"{escape(path)}: the store cannot be reached or fails ({said})", hint=hint)
+    elsewhere = ", and AWS_ENDPOINT_URL if the store is not Amazon's" if path.startswith("s3://") else ""
+    return Unanswered(
+        f"{escape(path)}: the store cannot be reached or fails ({said})",
+        hint=f"check the network{elsewhere}; then start again",
+    )

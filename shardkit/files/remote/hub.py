@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, unquote, urlsplit
@@ -22,7 +22,7 @@ from shardkit.files.remote.contract import (
     RequestFailure,
     attempt,
     gone,
-    is_short,
+    may_status_pass,
     short_body,
 )
 
@@ -39,7 +39,6 @@ _FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".
 _PIECE_BYTES = 1 << 16
 _PARTIAL = 206
 _SIGNATURE_GONE = (401, 403, 404, 410)
-_PASSING = (408, 429)
 _REACH = "check the network and HF_ENDPOINT; then start again"
 
 
@@ -177,10 +176,6 @@ class HubStore:
             self._places.pop(key, None)
         return _fetch(self._place(key, version)[0], start, nbytes, version.size)
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Refuse: a commit does not change."""
-        raise UsageError("hf:// is read only", hint="remove files of a repo with hf, or on its page")
-
     def _place(self, key: str, version: ObjectStat) -> tuple[str, bool]:
         """Return the address where a file's bytes lie, and whether the Hub was asked for it just now."""
         with self._lock:
@@ -216,8 +211,7 @@ class HubStore:
         status = next((found for cause in causes(error) if (found := status_of(cause)) is not None), None)
         said = f"HTTP {status}" if status else type(error).__name__
         problem = ResourceError(f"{escape(path)}: the Hub cannot be reached or fails ({said})", hint=_REACH)
-        passes = status is None or status >= 500 or status in _PASSING
-        return RequestFailure(problem, may_pass=is_short(error) or passes)
+        return RequestFailure(problem, may_pass=status is None or may_status_pass(status))
 
 
 def _fetch(url: str, start: int, nbytes: int, size: int) -> memoryview:

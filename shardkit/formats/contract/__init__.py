@@ -23,7 +23,8 @@ from shardkit.files.home import names_in
 from shardkit.files.links import read_inside
 from shardkit.files.manifest import Manifest
 from shardkit.files.remote.hub import SCHEME, address_of, names_repo
-from shardkit.files.stores import SCHEMES, is_remote
+from shardkit.files.remote.kinds import SCHEMES
+from shardkit.files.stores import is_remote
 from shardkit.osft.plan import Target
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardkit
 from shardkit.files import stores
-from shardkit.files.remote import s3
+from shardkit.files.remote import contract
 from shardkit.files.remote.writers import writer_of
 from shardkit.transfer.factors import fill
 from tests.worlds import stores as servers
@@ -63,7 +63,7 @@ def make(home: Path) -> None:
 @pytest.fixture(autouse=True)
 def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SHARDKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(s3, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(contract, "FIRST_WAIT_S", 0.0)
     served = request.getfixturevalue("served") if "served" in request.fixturenames else None
     if served is not None:
         served.proxy.reset()

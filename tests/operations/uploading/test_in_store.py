@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 import shardkit
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, SourceError, UsageError
 from shardkit.files import storage, uploads
-from shardkit.files.remote import s3
 from shardkit.files.remote.writers import writer_of
 from shardkit.operations import consolidate
 from shardkit.operations.parts.agreement import Agreement
@@ -390,11 +389,11 @@ def test_parts_that_find_their_own_output_say_so_to_those_who_replace(served: Se
 @pytest.mark.parametrize("spoil", [{"plan": 5}, {"format": 0}, {"replaces": []}])
 def test_a_damaged_record_says_how_to_begin_anew(served: Served, out: str, spoil: dict[str, Any]) -> None:
     WRITES["preshard"](served.home, out, part="1/3")
-    (record,) = [path for path, _ in s3.objects(out) if path.endswith("plan.json")]
-    found = s3.get(record)
+    (record,) = [path for path, _ in writer_of(out).objects(out) if path.endswith("plan.json")]
+    found = writer_of(record).get(record)
     assert found is not None
     data = json.dumps({**json.loads(found[0]), **spoil}).encode()
-    s3.put(record, data, uploads.crc32(data))
+    writer_of(record).put(record, data, uploads.crc32(data))
     calls = [lambda: shardkit.status(out), lambda: shardkit.commit(out)]
     for call in (*calls, lambda: WRITES["preshard"](served.home, out, part="2/3")):
         with pytest.raises(SourceError) as refused:
@@ -409,15 +408,15 @@ def test_a_damaged_record_says_how_to_begin_anew(served: Served, out: str, spoil
 def test_a_file_that_was_sent_once_more(served: Served, out: str, is_damaged: bool) -> None:
     """A twin that ends late gives it another ETag; its note counts if the store says that its bytes are the same."""
     WRITES["preshard"](served.home, out, part="1/3")
-    (path,) = [path for path, _ in s3.objects(out) if path.endswith(".distcp")]
-    found = s3.get(path)
-    there = s3.head(path)
+    (path,) = [path for path, _ in writer_of(out).objects(out) if path.endswith(".distcp")]
+    found = writer_of(path).get(path)
+    there = writer_of(path).head(path)
     assert found is not None
     assert there is not None
     data = bytearray(found[0])
     data[MIB] ^= is_damaged
-    s3.put(path, bytes(data), uploads.crc32(data))
-    now = s3.head(path)
+    writer_of(path).put(path, bytes(data), uploads.crc32(data))
+    now = writer_of(path).head(path)
     assert now is not None
     assert now.etag != there.etag
     served.proxy.seen.clear()
@@ -614,8 +613,8 @@ def test_what_a_record_in_a_store_may_not_ask_for(
 ) -> None:
     """Whoever may write there may have written it: it runs no code, and writes no file on this machine."""
     leave_uncommitted(served, runs, "preshard", out)
-    (record,) = [path for path, _ in s3.objects(out) if path.endswith("plan.json")]
-    found = s3.get(record)
+    (record,) = [path for path, _ in writer_of(out).objects(out) if path.endswith("plan.json")]
+    found = writer_of(record).get(record)
     assert found is not None
     for option, value in {
         "trust_remote_code": True,
@@ -628,7 +627,7 @@ def test_what_a_record_in_a_store_may_not_ask_for(
             content["command"]["verb"] = "consolidate"
             content["command"]["options"] = {"checkpoint": "x", option: value}
         data = json.dumps(content).encode()
-        s3.put(record, data, uploads.crc32(data))
+        writer_of(record).put(record, data, uploads.crc32(data))
         with pytest.raises(UsageError, match="no record in a store is believed"):
             shardkit.commit(out)
     assert Agreement.parse(found[0], "plan.json").num_parts == 2

@@ -32,7 +32,7 @@ from tests.worlds.processes import fork_server
 _PARTS = """
 import json, os, signal, sys, threading
 import shardkit
-from shardkit.files.remote import s3
+from shardkit.files.remote.writers import StoreWriter
 from shardkit.transfer.factors import fill
 from tests.worlds.factors import WorkerHere
 from tests.worlds.processes import fork
@@ -43,12 +43,12 @@ text, left = dies or ["", 0]
 lock = threading.RLock()
 
 def dying(call):
-    def called(path, *given):
+    def called(self, path, *given):
         global left
         if text not in path:
-            return call(path, *given)
+            return call(self, path, *given)
         with lock:  # so that no other of them is under way
-            answer = call(path, *given)
+            answer = call(self, path, *given)
             left -= 1
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -56,7 +56,8 @@ def dying(call):
     return called
 
 if dies:
-    s3.put, s3.put_if = dying(s3.put), dying(s3.put_if)
+    StoreWriter.put, StoreWriter.create = dying(StoreWriter.put), dying(StoreWriter.create)
+    StoreWriter.put_if = dying(StoreWriter.put_if)
 children = [
     fork(lambda: shardkit.preshard(source, out, part=part, jobs=1, **options)) for part in parts
 ]

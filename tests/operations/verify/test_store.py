@@ -19,7 +19,8 @@ from shardkit.errors import SourceError, UsageError
 from shardkit.files import stores
 from shardkit.files.digest import crc32
 from shardkit.files.home import home_of
-from shardkit.files.remote import cloud, s3
+from shardkit.files.remote import cloud, contract
+from shardkit.files.remote.writers import writer_of
 from tests.worlds import stores as servers
 
 S3 = f"s3://{servers.BUCKET}"
@@ -48,7 +49,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def names(path: str) -> set[str]:
     """Return the keys of everything in a checkpoint but its manifest."""
-    return {each for each, _ in s3.objects(path) if not each.endswith("/shardkit.json")}
+    return {each for each, _ in writer_of(path).objects(path) if not each.endswith("/shardkit.json")}
 
 
 @pytest.mark.parametrize("folder", ["sharded", "hub"])
@@ -58,7 +59,9 @@ def test_each_file_is_asked_for_once_and_not_read(served: Served, folder: str) -
     result = shardkit.verify(path, store=True)
     assert (result.ok, result.level, result.problems, result.notes) == (True, "store", (), ())
     assert result.num_vouched_files == len(names(path))
-    assert result.vouched_bytes == sum(size for each, size in s3.objects(path) if each in names(path))
+    assert result.vouched_bytes == sum(
+        size for each, size in writer_of(path).objects(path) if each in names(path)
+    )
     asked = [(seen.method, seen.path.partition("?")[0], seen.is_range) for seen in served.proxy.seen]
     heads = Counter(f"s3:/{key}" for method, key, _ in asked if method == "HEAD")
     assert [heads[each] for each in names(path)] == [1] * len(names(path))
@@ -68,9 +71,9 @@ def test_each_file_is_asked_for_once_and_not_read(served: Served, folder: str) -
 
 def test_a_file_of_the_same_size_is_found(served: Served) -> None:
     path = f"{home_of(f'{S3}/sharded')}/__1_0.distcp"
-    data, _ = s3.get(path) or (b"", "")
+    data, _ = writer_of(path).get(path) or (b"", "")
     other = bytes([data[0] ^ 1]) + data[1:]
-    s3.put(path, other, int(crc32(other)))
+    writer_of(path).put(path, other, int(crc32(other)))
     try:
         (problem,) = shardkit.verify(f"{S3}/sharded", store=True).problems
         assert problem.line() == (
@@ -81,11 +84,11 @@ def test_a_file_of_the_same_size_is_found(served: Served) -> None:
         stores.delete([path])
         (problem,) = shardkit.verify(f"{S3}/sharded", store=True).problems
         assert problem.line() == "__1_0.distcp: the manifest lists it, and there is no such object"
-        s3.put(path, data[:-1], int(crc32(data[:-1])))
+        writer_of(path).put(path, data[:-1], int(crc32(data[:-1])))
         (problem,) = shardkit.verify(f"{S3}/sharded", store=True).problems
         assert problem.line() == f"__1_0.distcp: size in bytes: expected {len(data)}, found {len(data) - 1}"
     finally:
-        s3.put(path, data, int(crc32(data)))
+        writer_of(path).put(path, data, int(crc32(data)))
     assert shardkit.verify(f"{S3}/sharded", store=True).ok
 
 
@@ -94,10 +97,10 @@ def test_what_the_store_cannot_tell_is_said(served: Served) -> None:
     import obstore
 
     path = f"{home_of(f'{S3}/sharded')}/__1_0.distcp"
-    data, _ = s3.get(path) or (b"", "")
+    data, _ = writer_of(path).get(path) or (b"", "")
     key = path.removeprefix(f"{S3}/")
     obstore.put(cloud.connect(S3), key, data, use_multipart=True, chunk_size=5 << 20)
-    assert (s3.head(path) or s3.WrittenObject(0, "", 0)).crc32 is None
+    assert (writer_of(path).head(path) or contract.WrittenObject(0, "", 0)).crc32 is None
     try:
         result = shardkit.verify(f"{S3}/sharded", store=True)
         (problem,) = result.problems
@@ -114,7 +117,7 @@ def test_what_the_store_cannot_tell_is_said(served: Served) -> None:
             == len(names(f"{S3}/sharded")) - 1
         )
     finally:
-        s3.put(path, data, int(crc32(data)))
+        writer_of(path).put(path, data, int(crc32(data)))
 
 
 def test_what_is_no_such_path_is_refused(served: Served, tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""The kinds of stores, by the scheme of their paths, and the stores that this process has used."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from shardkit.files.remote import hub
+from shardkit.files.remote.azure import AzureContainer
+from shardkit.files.remote.contract import Store
+from shardkit.files.remote.google import GoogleBucket
+from shardkit.files.remote.s3 import S3Bucket
+
+
+class _StoreKind(NamedTuple):
+    """A kind of stores."""
+
+    make: Callable[[str], Store]
+    num_parts: int = 1
+    """Parts of a path, between "/", that name the store."""
+    pin: Callable[[str], str] = str
+    """Returns the store that a name means now."""
+    names_store: Callable[[str], bool] = bool
+    """False for what can be no store: the directory above one, and a file in that."""
+    is_writable: bool = True
+
+
+_KINDS = {
+    "s3://": _StoreKind(S3Bucket),
+    "gs://": _StoreKind(GoogleBucket),
+    "az://": _StoreKind(AzureContainer),
+    hub.SCHEME: _StoreKind(hub.HubStore, 2, hub.pinned, hub.names_repo, is_writable=False),
+}
+SCHEMES = tuple(_KINDS)
+WRITABLE = tuple(scheme for scheme, kind in _KINDS.items() if kind.is_writable)
+
+_lock = threading.Lock()
+_stores: dict[str, Store] = {}
+
+
+def _after_fork() -> None:
+    """Let a child begin anew: threads of its parent may have held the lock, and their connections are not its own."""
+    global _lock
+    _lock = threading.Lock()
+    _stores.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def kind_of(path: str) -> _StoreKind:
+    """Return the kind of the store of a path."""
+    return _KINDS[path[: path.index("://") + 3]]
+
+
+def split(path: str) -> tuple[str, str]:
+    """Return (what names the store, key without a "/" at its ends)."""
+    scheme, _, rest = path.partition("://")
+    names = re.sub("/+", "/", rest).strip("/").split("/")
+    count = kind_of(path).num_parts
+    return f"{scheme}://{'/'.join(names[:count])}", "/".join(names[count:])
+
+
+def store_of(path: str) -> tuple[Store, str]:
+    """Return (the store of a path, its key)."""
+    root, key = split(path)
+    with _lock:
+        if root not in _stores:
+            _stores[root] = kind_of(root).make(root)
+        return _stores[root], key
+
+
+def forget_stores() -> None:
+    """Let the next request read the environment anew."""
+    with _lock:
+        _stores.clear()
