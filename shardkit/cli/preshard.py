@@ -28,6 +28,7 @@ from shardkit.cli.output import (
 )
 from shardkit.core.text import escape, format_size
 from shardkit.files import storage
+from shardkit.files.stores import is_remote
 from shardkit.osft.plan import FACTORS
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def _is_on_the_hub(source: str) -> bool:
 def render(result: PreshardResult) -> list[str]:
     """Return a result as lines for people."""
     if is_unfinished(result):
-        return part_lines(result, *([] if result.osft is None else _local_disk(result.osft, is_part=True)))
+        return part_lines(result, *_local_disk(result, is_part=True))
     lines = [
         headline(result.output, dry_run=result.dry_run, was_there=result.was_there),
         *facts(_facts(result)),
@@ -231,6 +232,8 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
         yield from limited("per rank", shards)
     if result.osft is not None:
         yield from _factors(result.osft, dry_run=result.dry_run)
+        if result.dry_run:
+            yield from _local_disk(result, is_part=False)
     if result.num_tensors_with_empty_shards:
         yield "empty", f"{count(result.num_tensors_with_empty_shards, 'tensor')} with no rows on some ranks"
     yield from limited("tied", [" = ".join(map(escape, group)) + " (stored once)" for group in result.ties])
@@ -269,13 +272,15 @@ def _factors(osft: OsftResult, *, dry_run: bool) -> Iterator[tuple[str, str]]:
         f"{count(osft.num_workers, 'process', 'processes')}, {format_size(osft.memory_bytes)} of memory, about "
         f"{_duration(osft.expected_s)} at {osft.operations_per_s / 1e9:.0f}e9 operations/s for each core",
     )
-    yield from _local_disk(osft, is_part=False)
 
 
-def _local_disk(osft: OsftResult, *, is_part: bool) -> Iterator[tuple[str, str]]:
-    if osft.record_bytes:
+def _local_disk(result: PreshardResult, *, is_part: bool) -> Iterator[tuple[str, str]]:
+    if result.osft is None or not result.osft.record_bytes:
+        return
+    until = "the output is there, beside it"
+    if is_remote(result.output):
         until = "this part ends" if is_part else "the output is in its store"
-        yield "local disk", f"{format_size(osft.record_bytes)} of factors, until {until}"
+    yield "local disk", f"{format_size(result.osft.record_bytes)} of factors, until {until}"
 
 
 def _duration(seconds: float) -> str:

@@ -183,7 +183,8 @@ class SourceFile:
     name: str
     """Name relative to the checkpoint, for messages and manifests."""
     path: str
-    """Where to open it. Where `decode` is given, the file that the bytes are decoded from."""
+    """Where to open it; empty while it is yet to be computed. Where `decode` is given, the file that the bytes are decoded
+    from."""
     size: int
     """Bytes."""
     decode: Callable[[OnRead], memoryview] | None = None

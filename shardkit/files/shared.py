@@ -620,6 +620,17 @@ class SharedRecords:
         return os.path.join(self.path, note_name(number))
 
 
+def records_of_run(path: str) -> tuple[SharedRecords, str]:
+    """Make room for the records of one run, in its staging directory; return them, and where they are filled.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    for folder in ("factors", "work"):
+        storage.make_folders(path, folder)
+    return SharedRecords(os.path.join(path, "factors")), os.path.join(path, "work")
+
+
 def _can_exchange(work: str) -> bool:
     """True if the system can exchange directories; tried with two that are empty.
 

@@ -525,7 +525,7 @@ def can_share_extents(catalog: Catalog, directory: str) -> bool:
     files = [
         file
         for file in catalog.files
-        if file.size >= BLOCK and file.compute is None and not file.is_converted
+        if file.size >= BLOCK and file.path and file.compute is None and not file.is_converted
     ]
     if is_remote(directory) or not files or any(file.decode or is_remote(file.path) for file in files):
         return False

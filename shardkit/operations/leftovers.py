@@ -15,7 +15,7 @@ from typing import Literal
 from shardkit.core.text import count, escape, format_size, in_shell, listed
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import storage
-from shardkit.files.shared import destination_of_parts
+from shardkit.files.shared import SharedRecords, destination_of_parts
 from shardkit.files.staging import (
     OWNER,
     Owner,
@@ -179,6 +179,7 @@ def name_unknown(destination: str, plan_hash: str) -> Iterator[str]:
 def _look(destination: str, path: str, owner: Owner) -> Leftover:
     said, told = read_journal(journal_of(path)), _read_owner(path)
     job, finished = said.job, {} if said.plan_hash is None else said.finished
+    num_weights = 0 if job is None else job.num_weights
     identity = identity_of(destination)
     has_ended = said.directory is not None and identity is not None and identity[1] == said.directory
     pid = told.get("pid")
@@ -201,8 +202,8 @@ def _look(destination: str, path: str, owner: Owner) -> Leftover:
         file_bytes=0 if job is None else sum(size for _, size in job.files),
         finished_files=len(finished),
         finished_bytes=sum(finished.values()),
-        num_weights=0 if job is None else job.num_weights,
-        finished_weights=said.num_targets,
+        num_weights=num_weights,
+        finished_weights=num_weights - len(SharedRecords(os.path.join(path, "factors")).missing(num_weights)),
         disk_bytes=sum(each[0] for each in sizes),
         command="" if state == "alive" else _command(said),
         foreign=tuple(foreign_in(path)),

@@ -26,10 +26,10 @@ from shardkit.core.catalog import Catalog, FileStamp
 from shardkit.core.dtypes import DType, short_dtype
 from shardkit.core.result import Result
 from shardkit.core.text import count, escape, listed
-from shardkit.core.threads import NoProgress, Progress, TimedProgress
+from shardkit.core.threads import NoProgress, TimedProgress
 from shardkit.errors import IncompleteError, Interrupted, ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
-from shardkit.files.shared import has_commits
+from shardkit.files.shared import has_commits, records_of_run
 from shardkit.files.shared_store import MAX_SENT_NBYTES
 from shardkit.files.staging import Staging, identity_of, remove_abandoned
 from shardkit.files.stores import is_remote
@@ -44,13 +44,12 @@ from shardkit.operations.parts.divided import Describer, Divided, PartResult
 from shardkit.operations.parts.foreign import foreign_in, kept, name_foreign, set_foreign_apart
 from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
 from shardkit.operations.parts.part import Part
-from shardkit.operations.parts.shared_factors import DividedWithFactors, FactoredJob, weights_of
 from shardkit.operations.uploading.in_store import DividedInStore
 from shardkit.operations.uploading.local_records import (
+    ANOTHER_PLACE,
     ELSEWHERE,
-    FactoredInStore,
-    FactoredUpload,
     place_of_records,
+    with_factors,
 )
 from shardkit.operations.uploading.place import UploadTarget, check_target
 from shardkit.operations.uploading.run import Describe, StoredFiles, Upload, check_beside
@@ -58,15 +57,13 @@ from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.existing import Existing, Unproven, remember
-from shardkit.transfer.factors.fill import Filling
+from shardkit.transfer.factors.phase import FactoredJob, FactorPhase, PhaseAt, weights_of
 from shardkit.transfer.images import ImageSet
 from shardkit.transfer.journal import (
     Journal,
     JournalledJob,
     adopted,
-    is_journal_of,
     read_finished,
-    read_targets,
     read_versions,
 )
 from shardkit.transfer.plan import TransferPlan
@@ -187,7 +184,9 @@ Stamp = Callable[[ReadFile], object]
 
 def ingredients(job: Job, stamp: Stamp) -> dict[str, object]:
     """Return the ingredients of a job's hash, as plain data: inputs, options and the version of shardkit."""
-    files = job.plan.catalog.files
+    table, tensors, made = job.plan.catalog.chunks, job.plan.catalog.tensors, job.plan.made_of
+    records = {table.file[row] for name in made for row in tensors[name].chunk_ids}
+    files = [file for number, file in enumerate(job.plan.catalog.files) if number not in records]
     plain = {file.path for file in files if file.decode is None}
     # What is decoded or computed of a file is known to those processes alone that read it.
     sources = [
@@ -299,7 +298,7 @@ class Writer:
         self.describes_elsewhere = False
         """Set where something that describes the output goes to another place: then it is described in any case."""
         self.record_bytes = 0
-        """Factors that lie on the local disk until an output is in its store."""
+        """Of factors that lie beside the output, or on the local disk, until it is there."""
         self._parts: Divided | None = None
         self._before: tuple[int, int] | None = None
         self.open_all: Callable[[], Job] | None = None
@@ -458,11 +457,12 @@ class Writer:
         self, job: Job, describe: Describe, needed_bytes: int, factors: FactoredJob | None
     ) -> None:
         writing, free, part = self.writing, free_bytes(self.path), None
+        self.record_bytes = 0 if factors is None else factors.records.nbytes
         if writing.share is not None:
             part, source = self._share(job, describe, writing.share, needed_bytes, factors)
             finished = 0 if part is None else part.resumed_files
         else:
-            check_space(self.path, needed_bytes)
+            check_space(self.path, needed_bytes + self.record_bytes)
             if writing.dry_run:
                 finished, source = 0, CheckedSource()
             else:
@@ -592,8 +592,7 @@ class Writer:
         """Write a job's output into a store; errors as `Upload.run`."""
         plan = job.plan.in_order()
         self.options = self.options.into_store(max((image.size for image in plan.images), default=0))
-        upload: Upload | FactoredUpload
-        upload = plain = Upload(
+        upload = Upload(
             target=target,
             plan=plan,
             plan_hash=self.hash_in_store(job),
@@ -610,27 +609,50 @@ class Writer:
         )
         part, source, finished = None, CheckedSource(), 0
         if self._exists is not None:
-            if not StoredFiles(plain).are_committed:
+            if not StoredFiles(upload).are_committed:
                 raise UsageError(
                     f"{self._exists.message}, and is not what this command writes", hint=self._exists.hint
                 )
             self._take(None)
-            self._describe_stored(job, plain)
+            self._describe_stored(job, upload)
             self._note(job.plan, source, finished=0, free=None, part=None)
             return
         if factors is not None and self.writing.share is None:
-            upload = FactoredUpload(plain, factors, computed_by=_machine_of(job))
-            self._check_room_for_records(upload.record_bytes)
-            self._moved = upload.plan
+            self._check_room_for_records(factors.records.nbytes)
         if self.writing.share is not None:
-            part, source = self._share_in_store(job, plain, self.writing.share, factors)
+            part, source = self._share_in_store(job, upload, self.writing.share, factors)
             finished = 0 if part is None else part.resumed_files
         elif not self.writing.dry_run:
             check = SourceCheck(upload.plan.catalog) if self.options.check_source else None
-            finished = upload.run(check)
+            with self._with_factors(job, upload, factors, check) as whole:
+                finished = whole.run(check)
             source = _summary(check, plan, self.options)
             self.ends = True
         self._note(plan, source, finished=finished, free=None, part=part)
+
+    def _with_factors(
+        self, job: Job, upload: Upload, factors: FactoredJob | None, check: SourceCheck | None
+    ) -> contextlib.AbstractContextManager[Upload]:
+        """Give an upload whose factors are computed; errors as `with_factors`."""
+        phase = self._phase(job, factors)
+        return (
+            contextlib.nullcontext(upload)
+            if phase is None
+            else with_factors(upload, phase, _machine_of(job), check)
+        )
+
+    def _phase(self, job: Job, factors: FactoredJob | None) -> PhaseAt | None:
+        """Return what computes the factors of a job, given the place of their records; None if there are none."""
+        if factors is None:
+            return None
+        return lambda place: FactorPhase(
+            job=factors,
+            place=place,
+            compares=self.options.check_source,
+            computed_by=_machine_of(job),
+            versions=_versions_of(job),
+            another_place="choose another destination" if self._target is None else ANOTHER_PLACE,
+        )
 
     def _check_room_for_records(self, needed_bytes: int) -> None:
         """Refuse to compute factors that have no room on this machine while they wait, and keep what they take."""
@@ -643,16 +665,9 @@ class Writer:
         """Carry out a part, or what comes after all parts; errors as `Divided.run` and `Divided.commit`."""
         agreement = replace(self._agreement(job, share, factors), replaces=upload.target.etag)
         replaces_any = isinstance(share, Committing) and share.overwrite
-        divided: DividedInStore
-        if factors is None:
-            divided = DividedInStore(upload, agreement, replaces_any=replaces_any)
-        else:
-            divided = FactoredInStore(
-                upload, agreement, factors=factors, computed_by=_machine_of(job), replaces_any=replaces_any
-            )
-        self._moved = divided.plan
+        divided = DividedInStore(upload, agreement, self._phase(job, factors), replaces_any=replaces_any)
         divided.check_absent()
-        if isinstance(divided, FactoredInStore) and isinstance(share, Part) and not divided.is_committed:
+        if factors is not None and isinstance(share, Part) and not divided.is_committed:
             self._check_room_for_records(divided.record_bytes_left(share))
         if self.writing.dry_run:
             return divided.result(share) if isinstance(share, Part) else None, CheckedSource()
@@ -800,12 +815,8 @@ class Writer:
             "remember": lambda directory: self._remember(hash_plan(job), directory),
         }
         moving = (job.plan, job.output.data_nbytes, self.options, self._progress)
-        if factors is None:
-            return DividedOnDisk(self.path, self._agreement(job, share), *moving, **given)
-        agreement = self._agreement(job, share, factors)
-        return DividedWithFactors(
-            self.path, agreement, *moving, **given, factors=factors, computed_by=_machine_of(job)
-        )
+        agreement, phase = self._agreement(job, share, factors), self._phase(job, factors)
+        return DividedOnDisk(self.path, agreement, *moving, **given, phase=phase)
 
     def _agreement(self, job: Job, share: Share, factors: FactoredJob | None = None) -> Agreement:
         """Return the parts' agreement: the plan, and the content of the descriptions."""
@@ -841,9 +852,8 @@ class Writer:
             staging = self._staging(plan_hash)
             staging.kept = foreign_in
             remove_abandoned(path, foreign_in)  # of other plans, or to begin anew: their room may be needed
-            self._progress.start(job.plan.hole_bytes, self._verb)
             self._warn_of_versions(job, read_versions(staging.journal, staging.data))
-            finished = _finished(job, plan_hash, staging, self._progress, check)
+            finished = _finished(job, staging, check)
             with (
                 _translated(staging.path),
                 contextlib.closing(
@@ -911,19 +921,15 @@ class Writer:
         check: SourceCheck | None,
         factors: FactoredJob | None,
     ) -> None:
-        """Move the bytes and describe them beside."""
-        crcs = dict[str, int]()
-        if factors is not None:
-            here = Filling(
-                plan=job.plan,
-                directory=staging.data,
-                journal=journal,
-                earlier=read_targets(staging.journal, staging.data),
-                finished=finished,
-                check=check,
-                advance=self._progress.advance,
-            )
-            crcs |= factors.fill(here)
+        """Compute factors, if there are such, move the bytes and describe them beside."""
+        phase = self._phase(job, factors)
+        if phase is not None:
+            place, work = records_of_run(staging.path)
+            on_resumed = partial(self._warn_of_versions, job)
+            phase(place).compute_all(work, check, self._progress, f"{self._verb}, factors", on_resumed)
+        self._progress.start(job.plan.hole_bytes, self._verb)
+        sizes = {image.name: nbytes for image, nbytes in zip(job.output, job.output.data_nbytes, strict=True)}
+        self._progress.advance(sum(sizes[name] for name in finished))
 
         def on_finished(digest: FileDigest, read: Evidence) -> None:
             journal.add(digest, None if check is None else check.dump(read))
@@ -939,7 +945,7 @@ class Writer:
             check=check,
         )
         digests, scattered = execution.run()
-        descriptions.finish(digests, {**scattered, **crcs})
+        descriptions.finish(digests, {**scattered, **({} if factors is None else factors.crcs)})
 
     def _staging(self, plan_hash: str) -> Staging:
         """Take over what a dead run of this plan left, or begin anew."""
@@ -969,26 +975,17 @@ def _summary(check: SourceCheck | None, plan: TransferPlan, options: ExecuteOpti
     return check.summary(names, looks_for_unread=options.share_extents and not options.digests)
 
 
-def _finished(
-    job: Job, plan_hash: str, staging: Staging, progress: Progress, check: SourceCheck | None
-) -> dict[str, FileDigest]:
-    """Return the files that an interrupted run had finished, and remove everything else that lies there.
+def _finished(job: Job, staging: Staging, check: SourceCheck | None) -> dict[str, FileDigest]:
+    """Return the files that an interrupted run had finished, and remove everything else that lies among them.
 
-    Half-written files and descriptions are made again, but for files in which holes were filled: what was computed is
-    kept, and compared with the journal. A run that was killed between exchanging the directories and removing the old
-    one left the whole old output there.
+    Half-written files and descriptions are made again. A run that was killed between exchanging the directories and
+    removing the old one left the whole old output there.
     """
     sizes = {image.name: image.size for image in job.output}
-    kept = set[str]()
-    if is_journal_of(staging.journal, plan_hash, staging.data):
-        kept |= {job.plan.images[number].name for holes in job.plan.filled.values() for number, _ in holes}
     finished = read_finished(staging.journal, staging.data, sizes, check)
-    for number, image in enumerate(job.output):
-        if image.name in finished:
-            progress.advance(job.output.data_nbytes[number])
     with _translated(staging.data):
         set_foreign_apart(staging.path)
-        storage.remove_all_but(staging.data, kept | finished.keys())
+        storage.remove_all_but(staging.data, finished.keys())
         # A file is made anew under the same name, and the journal vouches for it: after a power loss the name must
         # not stand for the earlier, half-written file.
         storage.sync_directories(staging.data)

@@ -249,15 +249,11 @@ class Execution:
         return self._digests, {fqn: crc for fqn, crc in self.scattered.items() if crc is not None}
 
     def _create_files(self) -> None:
-        """Create every unfinished file at its full size: gaps are zeros, and a missing write shows.
-
-        A file in which somebody has filled holes has that size, and nothing else in it but what this plan puts there.
-        """
-        kept = {image for holes in self.plan.filled.values() for image, _ in holes}
-        for number, image in enumerate(self.plan.images):
+        """Create every unfinished file at its full size: gaps are zeros, and a missing write shows."""
+        for image in self.plan.images:
             if image.name in self._skipped:
                 continue
-            with self._opened(image, os.O_CREAT | (0 if number in kept else os.O_TRUNC)) as fd:
+            with self._opened(image, os.O_CREAT | os.O_TRUNC) as fd:
                 storage.ftruncate(fd, image.size)
             if len(image) == 0:
                 self._submit_finish(image, _ImageState())
@@ -412,8 +408,8 @@ class Execution:
 class ComparingExecution(Execution):
     """The same over files that are there: nothing is written, and what would be is compared with them, byte by byte.
 
-    `run` raises `Differs` at the first difference, and then nothing more is read. What was filled before cannot be
-    compared.
+    `run` raises `Differs` at the first difference, and then nothing more is read. What somebody has computed cannot be
+    compared (`TransferPlan.without_computed`).
     """
 
     def _create_files(self) -> None:
@@ -442,7 +438,7 @@ class ComparingExecution(Execution):
 class ReadingExecution(Execution):
     """The same of files that lie where they are known to be whole: the source is read for their digests, nothing is written.
 
-    No tensor may be scattered, and no hole filled before (`TransferPlan.in_order`).
+    No tensor may be scattered (`TransferPlan.in_order`).
     """
 
     def _create_files(self) -> None:

@@ -163,7 +163,7 @@ class Existing:
             with self.describe(staging.data) as descriptions:
                 self.progress.start(self.plan.hole_bytes, "comparing")
                 execution = ComparingExecution(
-                    self.plan,
+                    self.plan.without_computed(),
                     self.path,
                     self.options,
                     finished=finished,

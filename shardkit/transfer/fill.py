@@ -110,7 +110,7 @@ class Filler:
             if self._late is not None:
                 self._late.open(fqn, self._reader.descriptor)
             crc = self._gather(stream, image.hole(index), self._plan.catalog.tensors[fqn].dtype)
-        else:  # filled or scattered before, and in another order, so the digest has to be read back
+        else:  # there before, as it was scattered in another order or computed, so the digest has to be read back
             place = stream.position
             stream.step_over(nbytes)
             crc = read_back(self._fd, place, nbytes, self._buffer) if self._digests else 0

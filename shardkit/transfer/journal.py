@@ -1,7 +1,4 @@
-"""The journal of an unfinished run: one line for each file, written once the file is on disk.
-
-Where weights become factors, there is a line for each of them before, once its factors are on disk.
-"""
+"""The journal of an unfinished run: one line for each file, written once the file is on disk."""
 
 from __future__ import annotations
 
@@ -71,8 +68,6 @@ class Journalled(NamedTuple):
     """Where it was typed."""
     finished: Mapping[str, int]
     """Size of each finished file, by name."""
-    num_targets: int
-    """Weights that have factors."""
 
 
 class Journal:
@@ -120,16 +115,6 @@ class Journal:
         with self._lock:
             self._write(line)
 
-    def add_target(self, target: Mapping[str, object], source: Mapping[str, object] | None) -> None:
-        """Record a weight whose factors are in their holes. May be called from any thread.
-
-        Args:
-            target: its path as "path", and whatever a run that resumes needs.
-            source: as for `add`.
-        """
-        with self._lock:
-            self._write({"target": target, "source": source})
-
     def _write(self, line: Mapping[str, object]) -> None:
         text = ("" if "format" in line else "\n") + json.dumps(line)
         storage.append(self._fd, text.encode())
@@ -163,7 +148,6 @@ def read_journal(path: str) -> Journalled:
         for line in lines
         if isinstance(entry := line.get("file"), dict) and (digest := parse_digest(entry))
     ]
-    weights = {str(target.get("path")) for line in lines if isinstance(target := line.get("target"), dict)}
     command, cwd = first.get("command"), first.get("cwd")
     return Journalled(
         plan_hash=header.plan,
@@ -172,7 +156,6 @@ def read_journal(path: str) -> Journalled:
         command=command if isinstance(command, str) else "",
         cwd=cwd if isinstance(cwd, str) else "",
         finished={digest.name: digest.size for digest in files},
-        num_targets=len(weights),
     )
 
 
@@ -232,16 +215,6 @@ def is_journal_of(path: str, plan_hash: str, directory: str) -> bool:
     return _read_header(path) == _Header(plan_hash, storage.stat(directory).st_ino)
 
 
-def read_targets(path: str, directory: str) -> dict[str, dict[str, object]]:
-    """Return the lines of a journal about weights whose factors were computed, by the weight's path."""
-    if _read_header(path).directory != storage.stat(directory).st_ino:
-        return {}
-    lines = ((line.get("target"), line) for line in _lines(path))
-    return {
-        str(target["path"]): line for target, line in lines if isinstance(target, dict) and "path" in target
-    }
-
-
 def read_versions(path: str, directory: str) -> list[dict[str, str]]:
     """Return the versions of packages, as `Journal` has them, under which anything that a journal lists was written.
 
@@ -252,7 +225,7 @@ def read_versions(path: str, directory: str) -> list[dict[str, str]]:
         return found
     for line in _lines(path):
         here = parse_versions(line.get(VERSIONS)) if VERSIONS in line else here
-        if here and here not in found and ("file" in line or "target" in line):
+        if here and here not in found and "file" in line:
             found.append(here)
     return found
 

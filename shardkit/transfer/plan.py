@@ -10,7 +10,7 @@ A hole is filled in one of three ways:
 - *scattered* if a tensor is being cut along a later dim, or its bytes have to be decoded: the source is read
   once, block by block, and every block's part is put into each hole that wants it.
 
-Holes of factors were *filled* before: somebody else computes those.
+What is computed before anything moves, as factors are, is there by then: the plan reads it like anything else.
 """
 
 from __future__ import annotations
@@ -102,10 +102,8 @@ class TransferPlan:
     """Tensors whose holes are gathered, by the source's name."""
     scattered: dict[str, tuple[tuple[int, Hole], ...]]
     """(image index, hole) of every hole that is scattered, by the source's name."""
-    filled: dict[str, tuple[tuple[int, Hole], ...]]
-    """The same of the holes that are filled before anything moves, by the name of their tensor in the catalog."""
     made_of: Mapping[str, str]
-    """What the tensors of `filled` are computed from, by their names; both in the catalog."""
+    """Tensors that somebody computes before anything moves -> what they are computed from; both in the catalog."""
     needs_torch: bool
     """torch converts or computes something."""
     read_bytes: int
@@ -124,10 +122,21 @@ class TransferPlan:
         again = sum(
             hole.region.num_elements * self.catalog.tensors[name].dtype.itemsize
             for name, holes in self.scattered.items()
+            if name not in self.made_of
             for _, hole in holes
         )
         return replace(
             self, gathered=self.gathered | self.scattered.keys(), read_bytes=self.read_bytes + again
+        )
+
+    def without_computed(self) -> TransferPlan:
+        """Return the plan for files that have what somebody computed: that stays as it is, and only its digests are taken."""
+        computed = self.made_of.keys()
+        return replace(
+            self,
+            streamed={name: flat for name, flat in self.streamed.items() if name not in computed},
+            gathered=self.gathered - computed,
+            scattered={name: holes for name, holes in self.scattered.items() if name not in computed},
         )
 
 
@@ -141,18 +150,14 @@ def build_plan(
     Args:
         images: with the holes.
         catalog: the source.
-        made_of: tensors of the catalog whose holes somebody else fills -> what they are computed from.
+        made_of: tensors of the catalog that somebody computes before anything moves -> what they are computed from.
     """
     by_source: dict[str, list[TensorHoles]] = {}
     for holes in images.tensors():
         by_source.setdefault(holes.source, []).append(holes)
     streamed, gathered = dict[str, FlatSource](), set[str]()
     scattered: dict[str, tuple[tuple[int, Hole], ...]] = {}
-    filled: dict[str, tuple[tuple[int, Hole], ...]] = {}
     for name, wanted in by_source.items():
-        if name in made_of:
-            filled[name] = tuple(hole for holes in wanted for hole in images.holes(holes.fqn))
-            continue
         entry = catalog.tensors[name]
         holes_are_runs = _are_runs((sizes for holes in wanted for sizes in holes.sizes), entry.shape)
         flat = flat_source(entry, catalog) if holes_are_runs else None
@@ -172,7 +177,6 @@ def build_plan(
         streamed=streamed,
         gathered=frozenset(gathered),
         scattered=scattered,
-        filled=filled,
         made_of=made_of,
         needs_torch=any(needs_torch(catalog.tensors[holes.source].dtype, holes.dtype) for holes in every)
         or any(file.compute is not None and file.compute.needs_torch for file in catalog.files),

@@ -146,7 +146,7 @@ def test_killed_there_with_factors(
     """With the journal or without it, down to an empty directory."""
     scenario = found["preshard factors"]
     there = Place(scenario, place)
-    fault = {"at": 1, "of": ["rmdir"], "do": "kill"}
+    fault = {"at": scenario.calls.count("rmdir"), "of": ["rmdir"], "do": "kill"}
     if removed < 2:  # the last two are those of owner and journal
         fault = {"at": scenario.calls.count("unlink") - 1 + removed, "of": ["unlink"], "do": "kill"}
     assert scenario.run(server, there.out, fault=fault).code == -9

@@ -28,9 +28,9 @@ from shardkit.operations.parts.agreement import (
     PartsStaging,
     read_all,
     read_parts,
+    without_factors,
 )
 from shardkit.operations.parts.divided import incomplete
-from shardkit.operations.parts.shared_factors import without_factors
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
 from shardkit.operations.uploading.status import StoredStatus

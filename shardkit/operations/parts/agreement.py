@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
 from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import storage
-from shardkit.files.shared import RecordStat
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.part import Part, divide, parse_part
+from shardkit.transfer.factors.phase import Records
 from shardkit.transfer.journal import parse_versions
 
 _FORMAT = 1
@@ -79,38 +79,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return list(value) if isinstance(value, tuple) else value
-
-
-class Records(Protocol):
-    """Records of factors that parts share, and a note for each weight that has one."""
-
-    @property
-    def path(self) -> str:
-        """Where they lie."""
-
-    def missing(self, count: int) -> list[int]:
-        """Return the numbers of the weights without a note, of so many, as far as this machine sees them."""
-
-    def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Return the notes of those weights that have one."""
-
-    def found(self, names: Sequence[str]) -> list[RecordStat | None]:
-        """Return what is known of records; None of one that is not there."""
-
-    def paths(self, names: Sequence[str]) -> list[str]:
-        """Return where records are read, as far as they are there."""
-
-    def publish(self, path: str, name: str, crc: int) -> None:
-        """Put a record that lies on this machine, and has this CRC-32, where all parts find it."""
-
-    def write_note(self, work: str, number: int, content: bytes) -> bool:
-        """Write the note of a weight, unless there is one; return whether it was written."""
-
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Remove the notes of weights, if they have some."""
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove records."""
 
 
 class PartsStaging(Protocol):
@@ -311,6 +279,11 @@ class Agreement:
         for number in missing:
             lacking[parts[number]] = lacking.get(parts[number], 0) + 1
         return [(Part(number=part, count=self.num_parts), lacking[part]) for part in sorted(lacking)]
+
+
+def without_factors(staging: PartsStaging, agreement: Agreement) -> list[int]:
+    """Return the numbers of the weights of a divided job that have no factors yet, as far as this machine sees them."""
+    return staging.factors.missing(len(agreement.weights)) if agreement.weights else []
 
 
 def read_parts(staging: PartsStaging) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:

@@ -21,12 +21,13 @@ from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.core.threads import Progress
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, ShardkitError, UsageError
 from shardkit.files.digest import sha256_of
-from shardkit.operations.parts.agreement import Agreement, PartsStaging, read_all
+from shardkit.operations.parts.agreement import Agreement, PartsStaging, read_all, read_parts
 from shardkit.operations.parts.notes import Note
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.factors.phase import PhaseAt
 from shardkit.transfer.fill import CrcPiece, crc_of
 from shardkit.transfer.plan import TransferPlan
 
@@ -95,6 +96,8 @@ class Divided(ABC):
         data_nbytes: bytes of all holes of each image.
         options: how to move.
         progress: told of the bytes.
+        phase: gives what computes factors, of which files are made; None if there are none. Files are written by the parts that see
+            those of all weights then: at the latest by the last one, or by whoever commits.
     """
 
     def __init__(
@@ -106,11 +109,13 @@ class Divided(ABC):
         data_nbytes: Sequence[int],
         options: ExecuteOptions,
         progress: Progress,
+        phase: PhaseAt | None,
     ) -> None:
         self._destination, self._agreement, self._plan = destination, agreement, plan
         self._images, self._data_nbytes = list(plan.images), data_nbytes
         self._options, self._progress = options, progress
-        self._shared = staging
+        self._shared, self._resumed_weights = staging, 0
+        self._phase = None if phase is None else phase(staging.factors)
         self.check = SourceCheck(plan.catalog) if options.check_source else None
         """Compares what is read with what the source records."""
         self.was_there = False
@@ -131,6 +136,10 @@ class Divided(ABC):
     @abstractmethod
     def _writing(self) -> AbstractContextManager[str]:
         """Give the directory in which this process writes files."""
+
+    @abstractmethod
+    def _room_for_records(self) -> AbstractContextManager[str]:
+        """Give an empty directory on this machine, where records are until all parts have them, and perhaps longer."""
 
     @abstractmethod
     def _publish(self, directory: str, number: int, note: Note) -> None:
@@ -189,6 +198,14 @@ class Divided(ABC):
         mine = self.files_of(part)
         return sum(self._images[number].size for number in {*mine} - {n for n, _ in self._notes(mine)})
 
+    def weights_of(self, part: Part) -> list[int]:
+        """Return the numbers of the weights whose factors a part computes, by what they take."""
+        return share_of([operations for _, operations in self._agreement.weights], part)
+
+    def record_bytes_left(self, part: Part) -> int:
+        """Return the size of the records that a part still has to compute."""
+        return 0 if self._phase is None else self._phase.bytes_left(self.weights_of(part))
+
     def run(self, part: Part) -> PartResult:
         """Write the files of a part that are not finished yet.
 
@@ -225,6 +242,7 @@ class Divided(ABC):
         """Return the outcome of a part, as far as it can be seen now."""
         mine = self.files_of(part)
         missing = [] if is_committed else self._missing()
+        without = [] if is_committed or self._phase is None else self._phase.missing()
         return PartResult(
             part=str(part),
             found=part.found,
@@ -234,7 +252,11 @@ class Divided(ABC):
             written_bytes=sum(self._images[number].size for number in mine),
             resumed_files=resumed_files,
             finished_files=len(self._images) - len(missing),
-            missing=tuple(str(each) for each, _ in self._agreement.missing_parts(missing)),
+            num_weights=len(self.weights_of(part)),
+            all_weights=len(self._agreement.weights),
+            resumed_weights=self._resumed_weights,
+            finished_weights=len(self._agreement.weights) - len(without),
+            missing=tuple(str(each) for each, _ in self._agreement.missing_parts(missing, without)),
             is_committed=is_committed,
             by_another=is_committed,
         )
@@ -267,15 +289,38 @@ class Divided(ABC):
     @property
     def _computed(self) -> str | None:
         """Stands for what was computed for the files; None if nothing was, or not all of it is known."""
-        return None
+        return None if self._phase is None else self._phase.digest
 
     def _counts(self, note: Note) -> bool:
         """True if a file that is there may be one of the output."""
-        return (self.check is None or note.source is not None) and note.factors == self._computed
+        # What was made of other factors is no file of this output; before all are known, none is.
+        is_known = self._phase is None or self._computed is not None
+        return is_known and (self.check is None or note.source is not None) and note.factors == self._computed
 
     def _carry_out(self, part: Part, directory: str) -> int:
         """Do what a part has to do; return how many of its files were finished before."""
-        return self._move(self.files_of(part), directory, f"part {part}")
+        mine, label = self.files_of(part), f"part {part}"
+        if self._phase is None:
+            return self._move(mine, directory, label)
+        with self._room_for_records() as work:
+            self._resumed_weights = self._phase.compute(
+                self.weights_of(part), work, self.check, self._progress, f"{label}, factors"
+            )
+            if self._phase.take(self.check):  # others lack some
+                return 0
+            resumed = sum(1 for _ in self._notes(mine))
+            rest = [number for number in range(len(self._images)) if number not in mine]
+            if self._is_another_at_work(part):  # it writes its own
+                self._move(mine, directory, label)
+                self._move(rest, directory, f"{label}, of others")
+            else:
+                self._move(mine + rest, directory, label)
+        return resumed
+
+    def _is_another_at_work(self, part: Part) -> bool:
+        """True if another part has begun and has not said that it ended; it may have died."""
+        own = (part.number, part.count)
+        return any(place != own and not content.get("is_done") for place, content in read_parts(self._shared))
 
     def _move(self, mine: Sequence[int], directory: str, label: str) -> int:
         """Write files; return how many were finished before."""
@@ -319,6 +364,8 @@ class Divided(ABC):
             execution.run()
         except IntegrityError:
             self._forget(mine)  # they vouch for what was read
+            if self._phase is not None:
+                self._phase.forget_damaged(self.check)
             raise
         finally:
             self._progress.finish()  # whoever is last goes on with the commit, which moves no bytes of the part
@@ -360,13 +407,21 @@ class Divided(ABC):
                 raise self._cannot_write(error) from error
             raise
 
-    def _write_rest(self, directory: str) -> int:
-        """Write the files that no part has written, where parts leave some to whoever commits; return how many.
+    def _write_rest(self, directory: str) -> None:
+        """Write the files whose parts have ended while others lacked factors.
 
         Raises:
-            IncompleteError: a part lacks something without which they cannot be written.
+            IncompleteError: a weight has no factors.
         """
-        return 0
+        if self._phase is None:
+            return
+        without = self._phase.take(self.check)
+        if without:
+            raise incomplete(self._destination, self._agreement, [], without)
+        done = {number for number, _ in self._notes(range(len(self._images)))}
+        rest = [number for number in range(len(self._images)) if number not in done]
+        if rest:
+            self._move(rest, directory, "files")
 
     def _given_up(self) -> IncompleteError:
         return IncompleteError(
@@ -396,18 +451,30 @@ class Divided(ABC):
         )
         try:
             found = execution.run()
+            descriptions.finish(found[0], self._compared(found[1]))
         except IntegrityError:
             self._forget_damaged()
             raise
-        descriptions.finish(found[0], self._compared(found[1]))
 
     def _compared(self, scattered: dict[str, int]) -> dict[str, int]:
-        """Return the CRC-32s of scattered tensors, and of whatever else somebody knows some."""
-        return scattered
+        """Return the CRC-32s of scattered tensors, and of factors.
+
+        Raises:
+            IntegrityError: other factors were read than were computed.
+        """
+        if self._phase is None or not self._options.digests:
+            return scattered
+        computed = self._phase.job.crcs
+        IntegrityError.raise_for(
+            [escape(name) for name, crc in computed.items() if scattered.get(name, crc) != crc],
+            "parts have read other factors than were computed: a disk fails",
+            hint="run all parts again: what is damaged is made anew",
+        )
+        return {**scattered, **computed}
 
     def warnings(self) -> tuple[str, ...]:
-        """Return the notes about the work of all parts."""
-        return ()
+        """Return the notes about the work of all parts, and about all factors."""
+        return () if self._phase is None else tuple(self._phase.warnings())
 
     def _finished(self) -> tuple[dict[str, FileDigest], dict[str, int | None]]:
         """Return the digest of every file, and the CRC-32 of every scattered tensor."""
@@ -450,7 +517,10 @@ class Divided(ABC):
     def _forget_damaged(self) -> None:
         """Let the files be written again that were made of bytes that differ."""
         notes, check = self._notes(range(len(self._images))), self.check
-        if check is not None:
+        if self._phase is not None:
+            self._phase.forget_damaged(check)
+            self._forget(range(len(self._images)))  # factors are in all of them
+        elif check is not None:
             self._forget([n for n, note in notes if note.source and check.has_doubts(note.source)])
 
 

@@ -20,6 +20,8 @@ from shardkit.transfer.journal import Journalled, read_journal
 
 _OF_PARTS = ("plan.json", "committed.json")
 _FOLDERS_OF_PARTS = ("done", "factors", "parts", "work")
+_OF_FACTORS = re.compile(r"\d+(-[0-9a-f]{8}|\.json)?", re.ASCII)
+"""Records of a run, and their notes."""
 _APART = "kept"
 _OF_RUNS = re.compile(
     r"\.metadata(\..*)?|shardkit\.json|.*\.(distcp|chunks\.json|safetensors|safetensors\.index\.json|part)",
@@ -47,6 +49,8 @@ def foreign_in(path: str) -> list[str]:
         if (top == "data" or top.startswith("new-")) and below:
             found += [] if below in of_parts or owns(top)(below) else [name]
         elif top in _FOLDERS_OF_PARTS and below and of_parts:
+            continue
+        elif top in ("factors", "work") and _OF_FACTORS.fullmatch(below):
             continue
         elif top in ("data.old", "replaced") and below:
             # What goes back to its place is not removed; an empty note says that there is nothing to go back.

@@ -24,6 +24,7 @@ from shardkit.operations.parts.foreign import foreign_in, kept
 from shardkit.operations.parts.notes import Note, read_note, remove_notes
 from shardkit.operations.parts.part import Part
 from shardkit.transfer.execute import ExecuteOptions
+from shardkit.transfer.factors.phase import PhaseAt
 from shardkit.transfer.plan import TransferPlan
 
 _T = TypeVar("_T")
@@ -35,7 +36,7 @@ class DividedOnDisk(Divided):
 
     Args:
         destination: absolute.
-        agreement, plan, data_nbytes, options, progress: as for `Divided`.
+        agreement, plan, data_nbytes, options, progress, phase: as for `Divided`.
         describe: writes what lies beside the images.
         before: identity of what was at the destination when this process began.
         overwrite: what is at the destination may be replaced.
@@ -53,6 +54,7 @@ class DividedOnDisk(Divided):
         options: ExecuteOptions,
         progress: Progress,
         *,
+        phase: PhaseAt | None,
         describe: Callable[[str], AbstractContextManager[Describer]],
         before: tuple[int, int] | None,
         overwrite: bool,
@@ -61,7 +63,7 @@ class DividedOnDisk(Divided):
         remember: Callable[[str], object],
     ) -> None:
         self.staging = SharedStaging.of_plan(destination, agreement.plan, foreign_in)
-        super().__init__(destination, self.staging, agreement, plan, data_nbytes, options, progress)
+        super().__init__(destination, self.staging, agreement, plan, data_nbytes, options, progress, phase)
         self._describe, self._overwrite = describe, overwrite
         self._check_replaceable = partial(self._ask, check_replaceable)
         self.staging.look = partial(self._ask, look)
@@ -94,6 +96,18 @@ class DividedOnDisk(Divided):
             look(*args)
         except UsageError as error:
             raise kept(error, self.staging.path) from error
+
+    def bytes_left(self, part: Part) -> int:
+        """Return the size of the files that a part still has to write, and of the records of its factors."""
+        if self._phase is not None:
+            self._phase.take(None)
+        return super().bytes_left(part) + self.record_bytes_left(part)
+
+    @contextlib.contextmanager
+    def _room_for_records(self) -> Iterator[str]:
+        directory = os.path.join(self._work, "factors")
+        storage.mkdir(directory)
+        yield directory
 
     def _look_before(self) -> None:
         """Remember what is at the destination while nobody has committed."""

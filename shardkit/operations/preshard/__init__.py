@@ -184,7 +184,7 @@ def preshard(options: PreshardOptions) -> PreshardResult:
     room = _room(job, path)
     run = OsftRun.of(
         options.plan,
-        job.factored,
+        job.records,
         jobs=writer.options.jobs,
         max_memory=options.max_memory,
         sending_bytes=writer.sending_bytes,
@@ -307,7 +307,8 @@ def _shareable_bytes(job: PreshardJob) -> int:
         return 0
     for holes in job.part.output.tensors():
         entry = catalog.tensors[holes.source]
-        if holes.dtype is not entry.dtype or holes.source not in job.plan.streamed or entry.num_chunks != 1:
+        is_copied = holes.source in job.plan.streamed and holes.source not in job.plan.made_of
+        if holes.dtype is not entry.dtype or not is_copied or entry.num_chunks != 1:
             continue
         sizes = [prod(region) * holes.dtype.itemsize for region in holes.sizes]
         if max(sizes) >= _MIN_SHARED_BYTES:

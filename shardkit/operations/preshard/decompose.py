@@ -21,12 +21,12 @@ from shardkit.layout.layout import Layout
 from shardkit.operations.environment import package_version
 from shardkit.operations.keys import NONE
 from shardkit.operations.parts.part import Part, share_of
-from shardkit.operations.parts.shared_factors import weights_of
 from shardkit.operations.preshard.profiles import Profile
 from shardkit.osft.plan import OsftPlan, Target, parse_ranks
 from shardkit.transfer.existing import Unproven
-from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactoredWeight
-from shardkit.transfer.factors.fill import FactorRun, Filling, JobFactoring, Measured, choose_num_workers
+from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactorRecords
+from shardkit.transfer.factors.fill import JobFactoring, Measured, choose_num_workers
+from shardkit.transfer.factors.phase import weights_of
 from shardkit.transfer.factors.recorded import other_weights, recorded
 
 OPERATIONS_PER_S = 20e9
@@ -82,8 +82,8 @@ class OsftResult:
     operations_per_s: float
     """What that is reckoned with."""
     record_bytes: int
-    """Of factors on the local disk, in shardkit's cache directory, until the output is in its store; of a part, those that it
-    has to compute, until it ends. 0 without a store."""
+    """Of factors in records beside the output, until it is there. With a store, of those on the local disk, in shardkit's
+    cache directory; of a part, those that it has to compute, until it ends."""
     num_resumed: int
     """Weights that an interrupted run had computed."""
     max_error: float | None
@@ -144,6 +144,7 @@ def choose_memory(max_memory: str | int | None) -> int | None:
 class OsftRun:
     """Computes the factors of a job, and keeps what was measured."""
 
+    records: FactorRecords
     factoring: JobFactoring
     measured: dict[str, Measured] = field(default_factory=dict)
     """By the target's path; empty before."""
@@ -152,17 +153,17 @@ class OsftRun:
     def of(
         cls,
         plan: OsftPlan | None,
-        weights: tuple[FactoredWeight, ...],
+        records: FactorRecords,
         *,
         jobs: int,
         max_memory: str | int | None,
         sending_bytes: int,
     ) -> OsftRun | None:
-        """Return the run for some weights; None if there are none.
+        """Return the run for the weights of a job; None if it is without factors.
 
         Args:
             plan: what was asked for.
-            weights: all that become factors.
+            records: of all weights that become factors.
             jobs: most processes.
             max_memory: for all of them; None where a person did not say.
             sending_bytes: what of it factors take on their way into a store.
@@ -172,14 +173,9 @@ class OsftRun:
         """
         if plan is None:
             return None
-        targets = [weight.target for weight in weights]
+        targets = [weight.target for weight in records.weights]
         workers = choose_num_workers(targets, jobs, choose_memory(max_memory), sending_bytes)
-        return cls(factoring=JobFactoring(weights=weights, svd=plan.svd, num_workers=workers))
-
-    def fill(self, filling: Filling) -> dict[str, int]:
-        """Fill the holes of all factors; return the CRC-32 of each, by its name in the catalog."""
-        self.measured.update(FactorRun(self.factoring, filling).run())
-        return self.crcs
+        return cls(records=records, factoring=JobFactoring(svd=plan.svd, num_workers=workers))
 
     @property
     def crcs(self) -> dict[str, int]:
@@ -201,7 +197,7 @@ class OsftRun:
             Unproven: no record says what they were computed of.
             IntegrityError, ResourceError: as `other_weights`.
         """
-        weights, known = self.factoring.weights, dict[str, Measured]()
+        weights, known = self.records.weights, dict[str, Measured]()
         for root, content in found.items():
             if isinstance(content, manifest.Presharded):
                 known |= dict(recorded(weights, content, root))
@@ -225,7 +221,7 @@ class OsftRun:
             part: whose weights are meant; None for all.
             record_bytes: as in the result.
         """
-        targets = [weight.target for weight in self.factoring.weights]
+        targets = [weight.target for weight in self.records.weights]
         if part is not None:
             targets = [targets[number] for number in share_of([size for _, size in weights_of(self)], part)]
         workers, seconds = self.factoring.num_workers, [_expected_s(target) for target in targets]

@@ -57,7 +57,7 @@ from shardkit.operations.write import ReadFile
 from shardkit.osft.plan import factor_of, stored_targets
 from shardkit.transfer.bound import bind
 from shardkit.transfer.converted import group_nbytes, opaque_groups
-from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactoredWeight, add_factors, factored_weight
+from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactorRecords, factored_weight, plan_records
 from shardkit.transfer.plan import TransferPlan, build_plan
 from shardkit.transfer.rank_files import RankImages
 from shardkit.transfer.sources import same_bytes
@@ -82,8 +82,8 @@ class PreshardJob:
     output: DcpImages | JoinedImages | RankImages
     """Its images, named as in the whole directory."""
     plan: TransferPlan
-    factored: tuple[FactoredWeight, ...]
-    """Weights of the plan's catalog that become factors."""
+    records: FactorRecords
+    """Of the weights that become factors, in the plan's catalog."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -102,7 +102,7 @@ class PreshardJob:
             "profile": self.profile.name,
             "companions": _hex(self.profile.companions),
             "traced_with": versions and asdict(versions),
-            "computed_by": computed_by() if self.factored else None,
+            "computed_by": computed_by() if self.records.weights else None,
             "assets": [ReadFile(name, path) for name, path in self.assets.items()],
         }
 
@@ -146,9 +146,10 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
     model, profile = checkpoint.hub, options.trainer
     whole = tuple(_taken_whole(model, layout))
     factored = tuple(factored_weight(target, layout.sources) for target in layout.factored.values())
-    model = replace(model, catalog=_bound(model, layout, factored, options))
+    records = plan_records(_bound(model, layout, options), factored)
+    model = replace(model, catalog=records.catalog)
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
-    made_of = {name: weight.source for weight in factored for name in weight.factors}
+    made_of = records.made_of
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
     dense = {fqn: source for fqn, source in sources.items() if source not in made_of}
     held = held_dtypes(model.catalog, dense, checkpoint.dequantized, layout.made)
@@ -170,7 +171,7 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
         assets=files,
         output=output,
         plan=build_plan(output, model.catalog, made_of),
-        factored=factored,
+        records=records,
         notes=(
             *model.catalog.notes,
             *layout.notes,
@@ -236,15 +237,13 @@ def _check_no_factors(model: OpenedHubModel, options: PreshardOptions) -> None:
     stored_targets({name: entry.shape for name, entry in model.catalog.tensors.items()})
 
 
-def _bound(
-    model: OpenedHubModel, layout: Layout, factored: Sequence[FactoredWeight], options: PreshardOptions
-) -> Catalog:
-    """Return a catalog that has all sources of a layout: what is made of others, and factors."""
+def _bound(model: OpenedHubModel, layout: Layout, options: PreshardOptions) -> Catalog:
+    """Return a catalog that has what is stored, and what a layout makes of it."""
     catalog = model.catalog
     if layout.made:
         convert = of_directory(model.directory, trust_remote_code=options.trust_remote_code)
         catalog = bind(catalog, layout.made, convert)
-    return add_factors(catalog, factored) if factored else catalog
+    return catalog
 
 
 def _choose_layout(model: OpenedHubModel, options: PreshardOptions) -> Layout:

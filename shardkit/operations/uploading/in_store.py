@@ -26,8 +26,10 @@ from shardkit.operations.parts.agreement import Agreement, read_all
 from shardkit.operations.parts.divided import Divided, PartResult
 from shardkit.operations.parts.notes import Note, load_note
 from shardkit.operations.parts.part import Part
+from shardkit.operations.uploading.local_records import remove_records, room_for_records
 from shardkit.operations.uploading.notes import Notes
 from shardkit.operations.uploading.run import StoredFiles, Upload, check_conditions, is_same
+from shardkit.transfer.factors.phase import PhaseAt
 
 _turns: dict[str, threading.Lock] = {}
 """By directory: which of the parts that are threads of this process writes there."""
@@ -41,10 +43,13 @@ class DividedInStore(Divided):
     Args:
         upload: what each of them would write alone.
         agreement: what they have to agree on.
+        phase: as for `Divided`.
         replaces_any: a commit replaces whatever output is there by now, not the one that was there when the parts began.
     """
 
-    def __init__(self, upload: Upload, agreement: Agreement, *, replaces_any: bool = False) -> None:
+    def __init__(
+        self, upload: Upload, agreement: Agreement, phase: PhaseAt | None, *, replaces_any: bool
+    ) -> None:
         self.staging = StoredStaging.of_plan(upload.target.path, agreement.plan)
         super().__init__(
             upload.target.path,
@@ -54,6 +59,7 @@ class DividedInStore(Divided):
             upload.data_nbytes,
             upload.options,
             upload.progress,
+            phase,
         )
         self._store = writer_of(upload.target.path)
         self._upload, self._replaces_any = upload, replaces_any
@@ -69,6 +75,8 @@ class DividedInStore(Divided):
     def check_absent(self) -> None:
         """Refuse if an output is there that parts of this very plan have not made, and nothing is to be replaced.
 
+        Of one that has factors, what is lost is not made anew.
+
         Raises:
             UsageError: it is.
         """
@@ -76,6 +84,8 @@ class DividedInStore(Divided):
             raise UsageError(
                 f"{escape(self._destination)} exists", hint="choose another name, or replace it: --overwrite"
             )
+        if self._phase is not None and self._files.is_named and not self.is_committed:
+            raise self._not_whole()
 
     def run(self, part: Part) -> PartResult:
         """Write the files of a part that are not finished yet; errors as `Divided.run`."""
@@ -84,9 +94,11 @@ class DividedInStore(Divided):
 
     def warnings(self) -> tuple[str, ...]:
         """Say that nothing was replaced, to those who want that."""
+        found = super().warnings()
         if not self.was_there or not self._upload.overwrites:
-            return ()
+            return found
         return (
+            *found,
             f"{escape(self._destination)} was made of these very files before, so nothing was written; if one of them is "
             "damaged, write all without --part",
         )
@@ -170,6 +182,15 @@ class DividedInStore(Divided):
         finally:
             notes.close()
 
+    @contextlib.contextmanager
+    def _room_for_records(self) -> Iterator[str]:
+        """Give a directory that goes afterwards, with those of dead runs: the store has the records."""
+        with room_for_records(self._destination) as directory:
+            try:
+                yield directory
+            finally:
+                self.staging.factors.here.clear()
+
     def _publish(self, directory: str, number: int, note: Note) -> None:
         assert self._session is not None
         stored = self._session.stored[os.path.join(directory, note.digest.name)]
@@ -248,6 +269,15 @@ class DividedInStore(Divided):
         """
         if not self.staging.is_open:
             raise self._given_up()
+        if self._phase is not None and self._files.is_named:  # its factors may have other bits
+            raise self._given_up() if self._is_over() else self._not_whole()
+
+    def _not_whole(self) -> UsageError:
+        return UsageError(
+            f"{escape(self._destination)} has lost some of its files: parts do not replace the others, whose factors may "
+            "have other bits",
+            hint="write all of them into another folder: --overwrite, without --part",
+        )
 
     def _agreed(self) -> Agreement:
         """Return the parts' agreement, unless all is over."""
@@ -259,9 +289,10 @@ class DividedInStore(Divided):
             raise self._given_up() from error
 
     def clean_up(self, *, keeps_mark: bool) -> None:
-        """Remove what the parts shared, and end uploads of lost ones: the output itself tells parts that come late."""
+        """Remove what the parts shared, here too, and end uploads of lost ones: the output tells parts that come late."""
         self.staging.close()
         paths = {self._files.path(image.name) for image in self._images}
         left = [each for each in self._store.uploads(self._destination) if each.path in paths]
         at_once(lambda each: self._store.abort(each.path, each.upload), left)
         self.staging.remove()
+        remove_records(self._destination)

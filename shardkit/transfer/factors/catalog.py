@@ -1,12 +1,12 @@
-"""Factors as tensors of a catalog, whose bytes do not exist before they are computed; or lie in records by then."""
+"""Factors as tensors of a catalog: they lie in records, which somebody computes before anything moves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shardkit.core.catalog import Catalog, OnRead, SourceFile
+from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import full_region
 from shardkit.files.storage import BLOCK
@@ -38,33 +38,6 @@ def factored_weight(target: Target, sources: Mapping[str, str]) -> FactoredWeigh
     return FactoredWeight(target=target, source=sources[target.weight], factors=names)
 
 
-def add_factors(catalog: Catalog, weights: Iterable[FactoredWeight]) -> Catalog:
-    """Return a catalog that has factors beside the tensors of another.
-
-    Somebody computes them before anything else is filled (`fill`): they cannot be read from it.
-    """
-    whole = replace(catalog, files=list(catalog.files), tensors={}, chunks=type(catalog.chunks)())
-    for name in catalog.tensors:
-        whole.copy_tensor(catalog, name, name)
-    for weight in weights:
-        entry = catalog.tensors[weight.source]
-        home = catalog.files[catalog.chunks.file[entry.first_chunk]]
-        for name, short in weight.factors.items():
-            shape = weight.target.shapes[f"{weight.target.path}.{short}"]
-            region = full_region(shape)
-            nbytes = region.num_elements * FACTOR_DTYPE.itemsize
-            file = SourceFile(
-                name=home.name, path=home.path, size=nbytes, decode=_cannot_be_read, is_converted=True
-            )
-            whole.files.append(file)
-            whole.add_tensor(name, FACTOR_DTYPE, shape, iter([(len(whole.files) - 1, 0, nbytes, region)]))
-    return whole
-
-
-def _cannot_be_read(on_read: OnRead) -> memoryview:
-    raise AssertionError("factors are computed before anything is read")
-
-
 class RecordFile(NamedTuple):
     """A file with the six factors of one weight, one after another, each from a whole block on."""
 
@@ -74,14 +47,30 @@ class RecordFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactorRecords:
-    """Records of weights that become factors. Whoever fills their holes has computed all that files are made of."""
+    """Records of all weights that become factors. Whoever fills their holes has computed all that files are made of."""
 
+    weights: Sequence[FactoredWeight]
     images: Sequence[RecordFile]
     """Of each weight, named after its number."""
-    filled: Mapping[str, tuple[tuple[int, Hole], ...]]
-    """(number of the record, hole) of each factor, by its name in the catalog."""
+    holes: Mapping[str, Hole]
+    """Where each factor lies in the record of its weight, by its name in the catalog."""
     catalog: Catalog
-    """Has the factors where the records lie."""
+    """Has the factors where the records lie, beside all else that is read."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all records."""
+        return sum(image.size for image in self.images)
+
+    @property
+    def made_of(self) -> dict[str, str]:
+        """Name of each factor in the catalog -> the weight there that it is computed from."""
+        return {name: weight.source for weight in self.weights for name in weight.factors}
+
+    def holes_of(self, number: int) -> Iterator[tuple[Hole, str]]:
+        """Yield the place of each factor in the record of a weight, with the factor's short name."""
+        for name, short in self.weights[number].factors.items():
+            yield self.holes[name], short
 
     def lie_at(self, paths: Sequence[str]) -> None:
         """Let the catalog say where the records lie, by the number of their weight."""
@@ -91,18 +80,18 @@ class FactorRecords:
 
 
 def plan_records(catalog: Catalog, weights: Sequence[FactoredWeight]) -> FactorRecords:
-    """Return records of weights, and a catalog in which their factors lie there.
+    """Return records of weights, and a catalog in which their factors lie there; `lie_at` says where that is.
 
     Args:
-        catalog: has the weights, and perhaps factors that cannot be read (`add_factors`).
+        catalog: has the weights.
         weights: all that become factors.
     """
-    made = {name for weight in weights for name in weight.factors}
+    if not weights:
+        return FactorRecords(weights=(), images=(), holes={}, catalog=catalog)
     whole = replace(catalog, files=list(catalog.files), tensors={}, chunks=type(catalog.chunks)())
     for name in catalog.tensors:
-        if name not in made:
-            whole.copy_tensor(catalog, name, name)
-    images, filled = list[RecordFile](), dict[str, tuple[tuple[int, Hole], ...]]()
+        whole.copy_tensor(catalog, name, name)
+    images, holes = list[RecordFile](), dict[str, Hole]()
     for number, weight in enumerate(weights):
         stop = 0
         for name, short in weight.factors.items():
@@ -114,10 +103,10 @@ def plan_records(catalog: Catalog, weights: Sequence[FactoredWeight]) -> FactorR
             whole.add_tensor(
                 name, FACTOR_DTYPE, shape, iter([(len(whole.files) + number, start, nbytes, region)])
             )
-            filled[name] = ((number, Hole(name, region, FACTOR_DTYPE, start, nbytes)),)
+            holes[name] = Hole(name, region, FACTOR_DTYPE, start, nbytes)
         images.append(RecordFile(str(number), stop))
     whole.files += [
         SourceFile(name=f"factors of {weight.target.path}", path="", size=image.size)
         for weight, image in zip(weights, images, strict=True)
     ]
-    return FactorRecords(images=images, filled=filled, catalog=whole)
+    return FactorRecords(weights=weights, images=images, holes=holes, catalog=whole)

@@ -1,26 +1,23 @@
-"""The process that computes the factors of one weight after another and writes their parts into files.
+"""The process that computes the factors of one weight after another and writes them into records.
 
     start (argv)       descriptor of the memory in which the parent puts each weight
-    request (a line)   {"path", "rows", "columns", "rank", "svd", "dtype", "hint": where a file cannot be written,
-                       "holes": [[file, first byte, factor, offsets, sizes]]}
-    answer (a line)    {"crcs": of each hole, "whole": of each factor, "algorithm", "error", "orthogonality"}, or
-                       an error as `ShardkitError.to_json`
+    request (a line)   {"path", "rows", "columns", "rank", "svd", "dtype", "record": path of a file that exists,
+                       "hint": where it cannot be written, "starts": [[factor, first byte]]}
+    answer (a line)    {"whole": CRC-32 of each factor, "algorithm", "error", "orthogonality"}, or an error as
+                       `ShardkitError.to_json`
 
 It ends when stdin does, also in the middle of a decomposition: then the parent is gone, and somebody else may resume.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
 import queue
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -86,10 +83,8 @@ def serve(request: dict[str, Any], memory: int) -> dict[str, Any]:
     found = _factors(
         mmap.mmap(memory, target.rows * target.columns * dtype.itemsize), dtype, target, request["svd"]
     )
-    crcs = list(write(found, request["holes"], request["hint"]))
     return {
-        "crcs": crcs,
-        "whole": {name: int(crc32(_bytes(tensor))) for name, tensor in found.tensors.items()},
+        "whole": write(found, request["record"], request["starts"], request["hint"]),
         "algorithm": found.algorithm,
         "error": found.error,
         "orthogonality": found.orthogonality,
@@ -101,41 +96,31 @@ def _factors(mapped: mmap.mmap, dtype: torch.dtype, target: Target, svd: Svd) ->
     return check_factors(factorise(weight, target, svd), target, svd)
 
 
-def write(
-    found: Factors, holes: Sequence[tuple[str | None, int, str, list[int], list[int]]], hint: str
-) -> Iterator[int]:
-    """Write parts of factors into files that exist, and yield the CRC-32 of each; who asked brings them to the disk.
+def write(found: Factors, path: str, starts: Sequence[tuple[str, int]], hint: str) -> dict[str, int]:
+    """Write factors into a file that exists, and return the CRC-32 of each; who asked brings it to the disk.
 
     Args:
         found: the factors.
-        holes: (path of the file, first byte, factor, offsets, sizes), those of a file together; a part without a file
-            is only summed up.
-        hint: what to do where a file cannot be written.
+        path: of the file.
+        starts: (factor, first byte).
+        hint: what to do where the file cannot be written.
 
     Raises:
         ResourceError: the system refuses.
     """
-    for path, group in groupby(holes, key=itemgetter(0)):
-        with contextlib.nullcontext(-1) if path is None else _opened(path, hint) as fd:
-            for _, start, name, offsets, sizes in group:
-                window = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-                data = _bytes(found.tensors[name][window])
-                if path is not None:
-                    write_all(fd, data, start, path, name, hint=hint)
-                yield int(crc32(data))
-
-
-@contextlib.contextmanager
-def _opened(path: str, hint: str) -> Iterator[int]:
-    """Open a file for writing."""
+    crcs = dict[str, int]()
     try:
         fd = storage.open_fd(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            yield fd
+            for name, start in starts:
+                data = _bytes(found.tensors[name])
+                write_all(fd, data, start, path, name, hint=hint)
+                crcs[name] = int(crc32(data))
         finally:
             storage.close_fd(fd)
     except OSError as error:
         raise ResourceError(f"cannot write {escape(path)}: {error.strerror}", hint=hint) from error
+    return crcs
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -1,9 +1,4 @@
-"""Filling the holes of factors: which weights are still to be computed, by how many processes, and what was measured.
-
-Every record's place is known before any decomposition, so each target is computed once and its parts go straight to
-where they belong. The journal has a line for each target whose parts are on the disk. A run that resumes takes over
-those whose bytes are still there. Where a job is divided, the holes are those of records, which all parts share.
-"""
+"""Computing factors into records: by how many processes, and what was measured."""
 
 from __future__ import annotations
 
@@ -14,24 +9,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import groupby
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape, format_size
 from shardkit.core.threads import run_all
-from shardkit.errors import ResourceError, ShardkitError, UsageError
+from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.osft.plan import Svd, Target
 from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.factors.catalog import FactoredWeight
+from shardkit.transfer.factors.catalog import FactoredWeight, FactorRecords
 from shardkit.transfer.factors.workers import FactorWorker
-from shardkit.transfer.images import Hole
 from shardkit.transfer.sources import SourceFiles
-from shardkit.transfer.stream import read_back
 
-_CHECK_BUFFER = 1 << 20
 # Limit and use of a container, and what of it are pages of files, by the second and the first version of control groups.
 _CONTAINER_LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "file"),
@@ -76,9 +66,8 @@ def measured_of(weight: FactoredWeight, told: Mapping[str, Any], *, is_resumed: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFactoring:
-    """All weights of a job that become factors."""
+    """How factors are computed."""
 
-    weights: tuple[FactoredWeight, ...]
     svd: Svd
     num_workers: int
 
@@ -128,115 +117,68 @@ def _text_of(path: str) -> str:
         return file.read()
 
 
-class FilledFile(Protocol):
-    """A file with holes of factors."""
-
-    @property
-    def name(self) -> str:
-        """Bare file name."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the finished file."""
-
-
-class FilledFiles(Protocol):
-    """All files with such holes."""
-
-    def __iter__(self) -> Iterator[FilledFile]:
-        """Yield the files."""
-
-    def __getitem__(self, index: int, /) -> FilledFile:
-        """Return a file."""
-
-
-class FilledPlan(Protocol):
-    """Which holes are filled: a `TransferPlan`, or records."""
-
-    @property
-    def images(self) -> FilledFiles:
-        """The files."""
-
-    @property
-    def catalog(self) -> Catalog:
-        """Has the weights, and the factors by their names."""
-
-    @property
-    def filled(self) -> Mapping[str, tuple[tuple[int, Hole], ...]]:
-        """(number of the file, hole) of every hole of each factor."""
-
-
-class TargetJournal(Protocol):
-    """Takes note of targets whose factors are on the disk."""
-
-    def add_target(self, target: Mapping[str, object], source: Mapping[str, object] | None, /) -> None:
-        """See `Journal.add_target`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filling:
-    """Where holes are filled, and what is known of an earlier run."""
+    """Which records are filled, and where."""
 
-    plan: FilledPlan
-    """Has the holes, in `filled`."""
+    records: FactorRecords
+    numbers: Sequence[int]
+    """Of the weights whose factors are computed."""
     directory: str
-    """Where the images go."""
-    journal: TargetJournal
-    """Gets a line for each target."""
-    earlier: Mapping[str, Mapping[str, object]]
-    """What an interrupted run's journal tells of targets, by path."""
-    finished: Collection[str]
-    """Names of the images that are whole. They are not touched."""
+    """Where their records are filled."""
+    publish: Callable[[int, Mapping[str, Any], Mapping[str, Any] | None], object]
+    """Given the number of a weight whose record is on the disk, what the process has answered (`child`) with the
+    "weight_crc32" of the dense weight, and what was read, from `SourceCheck.dump`. May be called from any thread."""
     check: SourceCheck | None
     """Compares what is read with what the source records."""
     advance: Callable[[int], None]
-    """Told the bytes that filled holes."""
-    elsewhere: Callable[[FactoredWeight], Measured | None] = lambda _: None
-    """Tells what another process has computed meanwhile; asked before each target."""
-    another_place: str = "choose another destination"
-    """How the files come to lie on another disk, if there is no room for them."""
+    """Told the bytes of factors that there are."""
+    elsewhere: Callable[[int], Measured | None]
+    """Tells what another process has computed meanwhile; asked before each weight."""
+    another_place: str
+    """How the records come to lie on another disk, if there is no room for them."""
 
     @property
     def hint(self) -> str:
-        """What to do where a file cannot be written."""
-        needed = sum(image.size for image in self.plan.images if image.name not in self.finished)
+        """What to do where a record cannot be written."""
+        needed = sum(self.records.images[number].size for number in self.numbers)
         return (
             f"the files there take {format_size(needed)}: free some space or {self.another_place}, then run the same "
             "command again"
         )
 
-    def cannot_write(self, path: str, error: OSError) -> ResourceError:
-        """Return the error for a file that the system does not let be written."""
-        return ResourceError(f"cannot write {escape(path)}: {error.strerror}", hint=self.hint)
+    def path(self, number: int) -> str:
+        """Return the path of the record of a weight."""
+        return os.path.join(self.directory, self.records.images[number].name)
+
+    @contextlib.contextmanager
+    def writing(self, number: int) -> Iterator[str]:
+        """Give the path of a record, and name it if the system does not let it be written.
+
+        Raises:
+            ResourceError: the system refuses.
+        """
+        path = self.path(number)
+        try:
+            yield path
+        except OSError as error:
+            raise ResourceError(f"cannot write {escape(path)}: {error.strerror}", hint=self.hint) from error
 
 
-class _Written(NamedTuple):
-    """A target whose factors lie in their files, perhaps not on the disk yet."""
-
-    names: Collection[str]
-    """Of these files."""
-    target: Mapping[str, object]
-    source: Mapping[str, object] | None
-    """Both as `Journal.add_target` takes them."""
-
-
-class _Noting:
-    """Brings files to the disk and notes their targets in the journal, while the next ones are computed.
-
-    Targets that come while the disk is busy share the next sync of each file. A context manager that waits for all.
+class _Publishing:
+    """Brings records to the disk and publishes them, while the next ones are computed. A context manager that waits for all.
 
     Args:
-        filling: has the files and the journal.
+        filling: has the records.
         stop: set if that fails.
     """
 
     def __init__(self, filling: Filling, stop: threading.Event) -> None:
-        self._filling, self._stop = filling, stop
-        self._lock, self._waiting = threading.Lock(), list[_Written]()
+        self._filling, self._stop, self._has_failed = filling, stop, False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardkit-sync")
-        self._rounds: list[Future[None]] = []
+        self._published: list[Future[None]] = []
 
-    def __enter__(self) -> _Noting:
+    def __enter__(self) -> _Publishing:
         return self
 
     def __exit__(
@@ -247,56 +189,49 @@ class _Noting:
     ) -> None:
         self._pool.shutdown()
         if error is None or isinstance(error, CancelledError):
-            for each in self._rounds:
+            for each in self._published:
                 each.result()
 
-    def add(self, written: _Written) -> None:
-        """Take note of a target. May be called from any thread.
+    def add(self, number: int, target: Mapping[str, Any], source: Mapping[str, Any] | None) -> None:
+        """Publish the record of a weight. May be called from any thread.
 
         Raises:
-            CancelledError: an earlier one could not be noted; the context raises why.
+            CancelledError: an earlier one could not be published; the context raises why.
         """
         if self._stop.is_set():
             raise CancelledError
-        with self._lock:
-            self._waiting.append(written)
-            self._rounds.append(self._pool.submit(self._note))
+        self._published.append(self._pool.submit(self._publish, number, target, source))
 
-    def _note(self) -> None:
-        with self._lock:
-            written, self._waiting = self._waiting, []
+    def _publish(self, number: int, target: Mapping[str, Any], source: Mapping[str, Any] | None) -> None:
+        if self._has_failed:  # they are computed again; what a stop finds waiting is published
+            return
         try:
-            for name in sorted({name for each in written for name in each.names}):
-                path = os.path.join(self._filling.directory, name)
-                try:
-                    storage.sync_file(path)
-                except OSError as error:
-                    raise self._filling.cannot_write(path, error) from error
-            for each in written:
-                self._filling.journal.add_target(each.target, each.source)
+            with self._filling.writing(number) as path:
+                storage.sync_file(path)
+            self._filling.publish(number, target, source)
         except BaseException:
+            self._has_failed = True
             self._stop.set()
             raise
 
 
 class FactorRun:
-    """Computes the factors of a plan into a directory.
+    """Computes factors into records.
 
     Args:
-        factoring: what is computed.
-        filling: into what.
+        factoring: how.
+        filling: which, and where.
     """
 
     def __init__(self, factoring: JobFactoring, filling: Filling) -> None:
         self._factoring, self._filling = factoring, filling
-        self._plan: FilledPlan = filling.plan
-        self._check = filling.check
+        self._records, self._check = filling.records, filling.check
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.local()
         self._found: dict[str, Measured] = {}
 
     def run(self) -> dict[str, Measured]:
-        """Fill all holes, and return what was measured, by the target's path.
+        """Fill all records, and return what was measured, by the target's path.
 
         Raises:
             IntegrityError: the source is damaged or changed, or factors are not as good as promised.
@@ -305,137 +240,70 @@ class FactorRun:
             ResourceError: the system cannot read or write.
             KeyboardInterrupt: once no process writes any more.
         """
-        self._create_files()
-        left = [weight for weight in self._factoring.weights if not self._takes_over(weight)]
-        left.sort(key=lambda weight: -weight.target.num_operations)  # stable
-        if left:
-            self._compute(left)
+        for number in self._filling.numbers:
+            with self._filling.writing(number) as path:
+                fd = storage.open_fd(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+                try:
+                    storage.ftruncate(fd, self._records.images[number].size)
+                finally:
+                    storage.close_fd(fd)
+        weights = self._records.weights
+        self._compute(
+            sorted(self._filling.numbers, key=lambda number: -weights[number].target.num_operations)
+        )
         if self._check is not None:
             self._check.raise_differences(hint=_DAMAGED)
-        return {weight.target.path: self._found[weight.target.path] for weight in self._factoring.weights}
+        return self._found
 
-    def _create_files(self) -> None:
-        for image in self._plan.images:
-            if image.name not in self._filling.finished:
-                path = os.path.join(self._filling.directory, image.name)
-                try:
-                    fd = storage.open_fd(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-                    try:
-                        storage.ftruncate(fd, image.size)
-                    finally:
-                        storage.close_fd(fd)
-                except OSError as error:
-                    raise self._filling.cannot_write(path, error) from error
-
-    def _compute(self, weights: Sequence[FactoredWeight]) -> None:
-        catalog = self._plan.catalog
-        largest = max(catalog.tensors[weight.source].nbytes for weight in weights)
+    def _compute(self, numbers: Sequence[int]) -> None:
+        catalog, weights = self._records.catalog, self._records.weights
+        largest = max(catalog.tensors[weights[number].source].nbytes for number in numbers)
         with (
             SourceFiles(catalog.files, check=self._check) as files,
             contextlib.ExitStack() as workers,
         ):
-            with _Noting(self._filling, self._stop) as noting:
+            with _Publishing(self._filling, self._stop) as publishing:
                 jobs = [
-                    partial(self._compute_one, weight, files, largest, workers, noting) for weight in weights
+                    partial(self._compute_one, number, files, largest, workers, publishing)
+                    for number in numbers
                 ]
                 run_all(jobs, self._factoring.num_workers, self._stop, name="shardkit-svd")
             files.check_unchanged()
 
     def _compute_one(
         self,
-        weight: FactoredWeight,
+        number: int,
         files: SourceFiles,
         largest: int,
         workers: contextlib.ExitStack,
-        noting: _Noting,
+        publishing: _Publishing,
     ) -> None:
-        measured = self._filling.elsewhere(weight)
-        if measured is not None:
-            self._keep(weight, measured)
-            return
-        worker: FactorWorker | None = getattr(self._thread, "worker", None)
-        if worker is None:
-            worker = self._thread.worker = FactorWorker(largest)
-            with self._lock:
-                workers.enter_context(worker)
-        catalog = self._plan.catalog
-        with files.reader() as reader:
-            crc = worker.read(catalog, weight.source, reader, weight.target.weight)
-            read = reader.take_runs()
-        answer = {**worker.ask(self._request(weight), self._stop), "weight_crc32": crc}
-        told = None if self._check is None else self._check.dump(read)
-        names = {image.name for image, _ in self._holes(weight)} - set(self._filling.finished)
-        noting.add(_Written(names, {"path": weight.target.path, **answer}, told))
-        self._keep(weight, measured_of(weight, answer, is_resumed=False))
+        weight = self._records.weights[number]
+        measured = self._filling.elsewhere(number)
+        if measured is None:
+            worker: FactorWorker | None = getattr(self._thread, "worker", None)
+            if worker is None:
+                worker = self._thread.worker = FactorWorker(largest)
+                with self._lock:
+                    workers.enter_context(worker)
+            with files.reader() as reader:
+                crc = worker.read(self._records.catalog, weight.source, reader, weight.target.weight)
+                read = reader.take_runs()
+            answer = {**worker.ask(self._request(number), self._stop), "weight_crc32": crc}
+            told = None if self._check is None else self._check.dump(read)
+            publishing.add(number, {"path": weight.target.path, **answer}, told)
+            measured = measured_of(weight, answer, is_resumed=False)
+        with self._lock:
+            self._found[weight.target.path] = measured
+        self._filling.advance(weight.target.factors_nbytes)
 
-    def _request(self, weight: FactoredWeight) -> dict[str, Any]:
+    def _request(self, number: int) -> dict[str, Any]:
+        weight = self._records.weights[number]
         return {
             **asdict(weight.target),
             "svd": self._factoring.svd,
-            "dtype": self._plan.catalog.tensors[weight.source].dtype.name,
+            "dtype": self._records.catalog.tensors[weight.source].dtype.name,
+            "record": self._filling.path(number),
             "hint": self._filling.hint,
-            "holes": [
-                (
-                    None
-                    if image.name in self._filling.finished
-                    else os.path.join(self._filling.directory, image.name),
-                    hole.start,
-                    weight.factors[hole.fqn],
-                    *hole.region,
-                )
-                for image, hole in self._holes(weight)
-            ],
+            "starts": [(short, hole.start) for hole, short in self._records.holes_of(number)],
         }
-
-    def _holes(self, weight: FactoredWeight) -> list[tuple[FilledFile, Hole]]:
-        """Return the holes of a target with their images, those of an image together."""
-        holes = [each for name in weight.factors for each in self._plan.filled[name]]
-        return [(self._plan.images[number], hole) for number, hole in sorted(holes, key=lambda each: each[0])]
-
-    def _keep(self, weight: FactoredWeight, measured: Measured) -> None:
-        """Take note of a target's factors, and count them."""
-        with self._lock:
-            self._found[weight.target.path] = measured
-        self._filling.advance(
-            sum(
-                hole.nbytes for image, hole in self._holes(weight) if image.name not in self._filling.finished
-            )
-        )
-
-    def _takes_over(self, weight: FactoredWeight) -> bool:
-        """True if an interrupted run computed a target, and its bytes are still there."""
-        line = self._filling.earlier.get(weight.target.path, {})
-        told = line.get("target")
-        if not isinstance(told, Mapping) or not self._is_intact(weight, told):
-            return False
-        if self._check is not None and not self._check.load(line.get("source")):
-            return False
-        self._keep(weight, measured_of(weight, told, is_resumed=True))
-        return True
-
-    def _is_intact(self, weight: FactoredWeight, told: Mapping[str, object]) -> bool:
-        crcs = told.get("crcs")
-        holes = self._holes(weight)
-        if not isinstance(crcs, list) or len(crcs) != len(holes):
-            return False
-        left, buffer = iter(crcs), bytearray(_CHECK_BUFFER)
-        for name, group in groupby(holes, key=lambda each: each[0].name):
-            pairs = [(hole, next(left)) for _, hole in group]
-            if name not in self._filling.finished and not self._holds(name, pairs, buffer):
-                return False
-        return True
-
-    def _holds(self, name: str, pairs: Sequence[tuple[Hole, object]], buffer: bytearray) -> bool:
-        """True if holes of a file have these CRC-32s."""
-        try:
-            fd = storage.open_fd(
-                os.path.join(self._filling.directory, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-            )
-        except OSError:
-            return False
-        try:
-            return all(read_back(fd, hole.start, hole.nbytes, buffer) == crc for hole, crc in pairs)
-        except ShardkitError:
-            return False
-        finally:
-            storage.close_fd(fd)

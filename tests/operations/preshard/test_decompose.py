@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+from zlib import crc32
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import shardkit
+from shardkit.cli import preshard as preshard_command
 from shardkit.errors import (
     IncompleteError,
     IntegrityError,
@@ -28,13 +30,12 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.files import manifest, storage
+from shardkit.files.shared import SharedRecords
 from shardkit.operations.preshard.decompose import computed_by
 from shardkit.osft.plan import FACTORS, OsftPlan, Target
 from shardkit.osft.svd import Factors, factorise
 from shardkit.transfer.factors import fill
 from shardkit.transfer.factors.workers import FactorWorker
-from shardkit.transfer.journal import Journal
-from tests.formats.reading import chunk_list_of
 from tests.worlds.factors import WorkerHere
 
 MakeHub = Callable[..., Path]
@@ -120,35 +121,32 @@ def test_any_number_of_processes_gives_the_same_bytes(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_journal_tells_of_factors_only_once_they_are_on_the_disk(
+def test_a_note_is_written_only_once_its_record_is_on_the_disk(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_disk: dict[str, bytes] = {}
-    sync_file, add_target = storage.sync_file, Journal.add_target
-    noted = []
+    on_disk, named, noted = dict[str, bytes](), dict[str, bytes](), list[int]()
+    sync_file, publish, write_note = storage.sync_file, SharedRecords.publish, SharedRecords.write_note
 
     def sync(path: str) -> None:
-        on_disk[os.path.basename(path)] = Path(path).read_bytes()
+        on_disk[path] = Path(path).read_bytes()
         sync_file(path)
 
-    def add(self: Journal, target: Any, source: Any) -> None:
-        noted.append((target, dict(on_disk)))
-        add_target(self, target, source)
+    def name(self: SharedRecords, path: str, record: str, crc: int) -> None:
+        assert crc32(on_disk[path]) == crc
+        publish(self, path, record, crc)
+        named[record.partition("-")[0]] = Path(self.path, record).read_bytes()
+        assert named[record.partition("-")[0]] == on_disk[path]
+
+    def note(self: SharedRecords, work: str, number: int, content: bytes) -> bool:
+        assert str(number) in named
+        noted.append(number)
+        return write_note(self, work, number, content)
 
     monkeypatch.setattr(storage, "sync_file", sync)
-    monkeypatch.setattr(Journal, "add_target", add)
+    monkeypatch.setattr(SharedRecords, "publish", name)
+    monkeypatch.setattr(SharedRecords, "write_note", note)
     preshard(source, tmp_path / "out", jobs=2)
-    written = files(tmp_path / "out")
-    said = manifest.read(str(tmp_path / "out"))
-    assert isinstance(said, manifest.Presharded)
-    assert len(noted) == 5
-    for target, seen in noted:
-        for file in said.files:
-            name = file.name
-            for chunk in chunk_list_of(str(tmp_path / "out"), name).chunks:
-                if chunk.fqn.startswith(f"{target['path']}.osft_"):
-                    part = slice(chunk.data_start, chunk.data_start + chunk.data_nbytes)
-                    assert seen[name][part] == written[name][part]
+    assert sorted(noted) == [0, 1, 2, 3, 4]
 
 
 def test_a_disk_that_fails_is_told(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +154,7 @@ def test_a_disk_that_fails_is_told(source: Path, tmp_path: Path, monkeypatch: py
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(storage, "sync_file", sync)
-    with pytest.raises(ResourceError, match=r"cannot write .*/__\d_0\.distcp: Input/output error"):
+    with pytest.raises(ResourceError, match=r"cannot write .*/work/\d: Input/output error"):
         preshard(source, tmp_path / "out", jobs=2)
     assert not list(tmp_path.glob("out*"))
 
@@ -203,8 +201,8 @@ def test_a_killed_process_is_told_and_what_it_had_computed_is_kept(
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize(("is_damaged", "num_left"), [(False, 2), (True, 5)])
-def test_what_an_interrupted_run_left_is_compared_with_its_journal(
+@pytest.mark.parametrize(("is_damaged", "num_left"), [(False, 2), (True, 3)])
+def test_what_an_interrupted_run_left_is_compared_with_its_notes(
     is_damaged: bool, num_left: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted(Counting):
@@ -218,7 +216,7 @@ def test_what_an_interrupted_run_left_is_compared_with_its_journal(
     with pytest.raises(shardkit.Interrupted):
         preshard(source, tmp_path / "out", jobs=1)
     (left,) = (path for path in tmp_path.glob(".out.shardkit-*") if path.is_dir())
-    (damaged,) = left.rglob("__0_0.distcp")
+    damaged = min(left.glob("factors/*-*"))
     if is_damaged:
         damaged.write_bytes(bytes(damaged.stat().st_size))
     monkeypatch.setattr(fill, "FactorWorker", Counting)
@@ -343,10 +341,26 @@ def test_a_dry_run_says_what_it_takes(source: Path, tmp_path: Path) -> None:
     assert ranks == {"q_proj": 8, "k_proj": 3, "v_proj": 3, "o_proj": 8}
     assert result.osft.num_workers == 4
     assert result.osft.max_error is None
+    room = sum(kind.factor_bytes for kind in result.osft.kinds)
+    assert room <= result.osft.record_bytes <= room + 4 * 6 * storage.BLOCK, "records lie beside the output"
     assert "left dense" in " ".join(result.notes)
     assert json.dumps(result.to_json()["osft"])
     assert "model.layers.*.self_attn.q_proj" in {kind.name for kind in result.osft.kinds}
     assert not (tmp_path / "out").exists()
+
+
+def test_the_disk_has_to_hold_the_records_too(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    would = preshard(source, tmp_path / "out", dry_run=True)
+    assert would.osft is not None
+    assert any(line.split()[:2] == ["local", "disk"] for line in preshard_command.render(would))
+    usage, room = storage.disk_usage(str(tmp_path)), would.written_bytes + would.osft.record_bytes
+    monkeypatch.setattr(storage, "disk_usage", lambda _: usage._replace(free=room - 1))
+    for is_dry in (True, False):
+        with pytest.raises(ResourceError, match="No space left for"):
+            preshard(source, tmp_path / "out", dry_run=is_dry)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
 def test_the_memory_bounds_the_processes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import CancelledError
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -32,28 +33,25 @@ def catalog_of(weight: torch.Tensor, path: Path) -> Catalog:
 
 
 def test_it_answers_and_ends_with_whoever_asked(tmp_path: Path) -> None:
-    weight, out = torch.randn(SHAPE), tmp_path / "file"
-    out.write_bytes(bytes(4 * 9 * 4))
-    hole = (str(out), 0, "osft_U_high", [0, 0], [9, 4])
+    weight, out = torch.randn(SHAPE), tmp_path / "record"
+    out.write_bytes(bytes(4096 + TARGET.factors_nbytes))
+    expected = factorise(weight, TARGET)
+    sizes = [expected.tensors[name].nbytes for name in FACTORS]
     request = {**{key: getattr(TARGET, key) for key in ("path", "rows", "columns", "rank")}, "svd": "exact"}
-    request |= {
-        "dtype": "float32",
-        "hint": "free some",
-        "holes": [hole, (None, 0, "osft_S_high", [0], [4])],
-    }
+    starts = [(name, 4096 + sum(sizes[:number])) for number, name in enumerate(FACTORS)]
+    request |= {"dtype": "float32", "hint": "free some", "record": str(out), "starts": starts}
     catalog, stop = catalog_of(weight, tmp_path / "weights"), threading.Event()
     with FactorWorker(weight.nbytes) as worker, SourceFiles(catalog.files) as files, files.reader() as reader:
         worker.read(catalog, "up.weight", reader, "up.weight")
         answer = worker.ask(request, stop)
-        expected = factorise(weight, TARGET)
-        assert out.read_bytes() == expected.tensors["osft_U_high"].numpy().tobytes()
-        assert list(answer["whole"]) == list(FACTORS)
-        assert answer["crcs"] == [answer["whole"]["osft_U_high"], answer["whole"]["osft_S_high"]]
+        parts = [expected.tensors[name].contiguous().numpy().tobytes() for name in FACTORS]
+        assert out.read_bytes() == bytes(4096) + b"".join(parts)
+        assert answer["whole"] == dict(zip(FACTORS, map(crc32, parts), strict=True))
         assert (answer["error"], answer["algorithm"]) == (expected.error, expected.algorithm)
 
-        full = {**request, "holes": [("/dev/full", *hole[1:])]}
+        full = {**request, "record": "/dev/full"}
         with pytest.raises(
-            ResourceError, match=r"cannot write /dev/full at byte 0 .*No space left"
+            ResourceError, match=r"cannot write /dev/full at byte 4096 .*No space left"
         ) as caught:
             worker.ask(full, stop)
         assert caught.value.hint == "free some"
