@@ -83,6 +83,21 @@ def is_transformers(module: object) -> bool:
     return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
 
+def transformers_model(model: nn.Module | None) -> Any:
+    """Return the outermost transformers model in a model; None if there is none."""
+    return next(
+        (each for each in (model.modules() if model is not None else ()) if is_transformers(each)), None
+    )
+
+
+def is_transformers_layer(module: nn.Module) -> bool:
+    """True for a layer that transformers can checkpoint itself, which keeps caches out of it."""
+    return any(
+        base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
+        for base in type(module).__mro__
+    )
+
+
 def built_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
     """Return the dtypes of a class's tensors, from a model that was built with `wanted` as torch's default."""
     return ClassDtypes(wanted=wanted, kept=_kept(model, wanted), made=dict(_made(model, wanted)))

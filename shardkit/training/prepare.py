@@ -451,7 +451,7 @@ def _fit_from_json(content: Mapping[str, Any]) -> ModelFit:
 
 def _untied(plain: _Plain, weights: Weights) -> list[str]:
     """Return the names that `from_pretrained` would untie: the source has two values for one parameter."""
-    if not weights.follows_class or plain.grown:
+    if not weights.match.is_transformers or plain.grown:
         check_ties(plain.ties, weights)
         return []
     return [fqn for _, _, fqn in diverged_ties(plain.ties, weights)]

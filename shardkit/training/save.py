@@ -46,11 +46,12 @@ from shardkit.files.stores import forget, is_remote
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.torchsave.classes import is_known_class
 from shardkit.keys.names import clean_name
-from shardkit.layout.naming import transformers_root
+from shardkit.layout.classes import transformers_model
 from shardkit.training.extras.checkpointable import checkpointable
 from shardkit.training.extras.diagnose import diagnose
 from shardkit.training.extras.optimizer import refuse_copies, stepped_by
-from shardkit.training.fill.source import HubNaming, recall
+from shardkit.training.fill.reading import HubNaming
+from shardkit.training.fill.source import recall
 from shardkit.training.kept import Kept
 from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
 from shardkit.training.ranks.local import fsdp1_units, reshard, with_root
@@ -303,8 +304,7 @@ def _describe(
 
 def _vocab_size(model: nn.Module) -> int | None:
     """Return the rows of the vocabulary that a transformers model's config counts; None if there are none."""
-    found = transformers_root(model)
-    config: Any = getattr(found[1], "config", None) if found is not None else None
+    config = getattr(transformers_model(model), "config", None)
     size = getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
     return size if type(size) is int else None
 

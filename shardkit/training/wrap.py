@@ -35,7 +35,7 @@ from shardkit._torch import checkpointed, flattened, is_checkpointed
 from shardkit.core.text import count, escape
 from shardkit.errors import MeshError, PolicyError, UsageError
 from shardkit.keys.names import clean_name
-from shardkit.layout.classes import ClassDtypes, class_dtypes
+from shardkit.layout.classes import ClassDtypes, class_dtypes, is_transformers_layer
 from shardkit.layout.parallel import Meshes, apply_plans, has_plan, is_parallel, with_units
 from shardkit.layout.units import (
     PlannedUnit,
@@ -495,7 +495,7 @@ def _apply_checkpointing(
     """Checkpoint the activations of modules; return the units, with wrappers in place of wrapped modules."""
     wrappers: dict[int, nn.Module] = {}
     for module in chosen:
-        if _is_transformers_layer(module):
+        if is_transformers_layer(module):
             _enable_own_checkpointing(module)
         elif not is_checkpointed(module):
             wrappers[id(module)] = checkpointed(module)
@@ -505,14 +505,6 @@ def _apply_checkpointing(
     for path in sorted(found, key=lambda path: -path.count(".")):
         model.set_submodule(path, found[path])
     return {path: wrappers.get(id(module), module) for path, module in units.items()}
-
-
-def _is_transformers_layer(module: nn.Module) -> bool:
-    """True for a layer that transformers can checkpoint itself, which keeps caches out of it."""
-    return any(
-        base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
-        for base in type(module).__mro__
-    )
 
 
 def _enable_own_checkpointing(module: Any) -> None:

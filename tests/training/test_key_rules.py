@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardkit
 from shardkit.errors import IntegrityError, LayoutError
 from shardkit.files import manifest
-from shardkit.training.fill.reading import Weights
-from shardkit.training.fill.source import HubNaming, find_weights, key_rules, open_source, recall, remember
+from shardkit.training.fill.reading import HubNaming, Weights
+from shardkit.training.fill.source import find_weights, key_rules, open_source, recall, remember
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import describe
@@ -268,7 +268,7 @@ def test_rules_outlive_reshard(tmp_path: Path) -> None:
         shardkit.consolidate(tmp_path / name, tmp_path / f"{name}-hub")
         assert_is(tmp_path / f"{name}-hub", tmp_path / "saved-hub")
         weights = find_weights(open_source(str(tmp_path / name)), describe(model)[0])
-        assert weights.key_rules == (("0.", "net."), ("1.", "head.")), name
+        assert weights.naming.key_rules == (("0.", "net."), ("1.", "head.")), name
     assert shardkit.verify(tmp_path / "three").ok
 
 
@@ -283,4 +283,6 @@ class _Compiled(nn.Module):
 def _weights(rules: Any) -> Weights:
     from shardkit.core.catalog import Catalog
 
-    return Weights(path="", catalog=Catalog(format="", directory=""), names={}, identity="", key_rules=rules)
+    return Weights(
+        path="", catalog=Catalog(format="", directory=""), names={}, identity="", naming=HubNaming(rules, {})
+    )

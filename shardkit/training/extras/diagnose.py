@@ -28,8 +28,9 @@ from shardkit._torch import (
 )
 from shardkit.core.text import MIB, count, escape, listed
 from shardkit.keys.names import clean_name
+from shardkit.layout.classes import broken_ties, is_transformers_layer
 from shardkit.training.ranks.agree import world
-from shardkit.training.ranks.local import full_name, local_tensor, with_root
+from shardkit.training.ranks.local import distinct, full_name, local_tensor, with_root
 
 _TOLERANCE = 0.2  # of the expected share; a rank that differs by more gets a problem
 _KINDS = {
@@ -144,7 +145,6 @@ def diagnose(model: nn.Module) -> Diagnosis:
     stored, units = _read_fsdp1(model) if kind == "fsdp1" else _read_units(model)
     total = sum(p.numel * p.itemsize for p in stored)
     num_parts = _usual_parts(stored)
-    ties = _ties(model)
     found = Diagnosis(
         kind=kind,
         model_class=plain_class(model),
@@ -161,8 +161,10 @@ def diagnose(model: nn.Module) -> Diagnosis:
         uneven=tuple(p.fqn for p in stored if p.is_uneven),
         empty=tuple(p.fqn for p in stored if p.numel and not p.local_numel),
         whole=tuple(p.fqn for p in stored if p.num_parts == 1 < num_parts),
-        ties=ties,
-        broken_ties=_broken_ties(model, ties),
+        ties=tuple(
+            names for names, _, expected in distinct(model) if len(names) > 1 and expected.kind == "parameter"
+        ),
+        broken_ties=tuple(map(tuple, broken_ties(model))),
         meta=tuple(_on_meta(model)),
         problems=(),
     )
@@ -193,33 +195,6 @@ def _even_share(p: StoredParameter, usual_parts: int) -> float:
     return p.numel * p.itemsize / (p.num_parts if p.num_parts > 1 else usual_parts)
 
 
-def _ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(clean_name(name))
-    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
-
-
-def _broken_ties(model: nn.Module, ties: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-    """Return names that transformers ties (`all_tied_weights_keys`) but that are separate parameters."""
-    names = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    group_of = {name: group for group in ties for name in group}
-    broken: list[tuple[str, str]] = []
-    seen: list[str] = []
-    for path, module in model.named_modules():
-        said = getattr(module, "all_tied_weights_keys", None)
-        # The model around an inner model may overrule it.
-        if not isinstance(said, Mapping) or any(not outer or path.startswith(f"{outer}.") for outer in seen):
-            continue
-        seen.append(path)
-        prefix = f"{clean_name(path)}." if path else ""
-        pairs = [(f"{prefix}{source}", f"{prefix}{target}") for target, source in said.items()]
-        broken += [
-            pair for pair in pairs if names.issuperset(pair) and pair[1] not in group_of.get(pair[0], ())
-        ]
-    return tuple(dict.fromkeys(broken))
-
-
 def _on_meta(model: nn.Module) -> Iterator[str]:
     """Yield the names of tensors without memory: a forward would run on garbage, or fail."""
     for path, module in model.named_modules():
@@ -232,8 +207,7 @@ def _on_meta(model: nn.Module) -> Iterator[str]:
 def _is_recomputed(module: nn.Module) -> bool:
     if is_checkpointed(module):
         return True
-    is_layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
-    return is_layer and bool(getattr(module, "gradient_checkpointing", False))
+    return is_transformers_layer(module) and bool(getattr(module, "gradient_checkpointing", False))
 
 
 def _problems(found: Diagnosis) -> Iterator[str]:

@@ -127,38 +127,31 @@ class UnitFiller:
         if not any(parameter.is_meta for part in _unit(module) for parameter in part.parameters(False)):
             return module
         if not self._has_begun:
-            self._compare_ties()
-        with agreed("looking at an FSDP1 unit"):
             self._begin()
+            self._has_begun = True
+        with agreed("looking at an FSDP1 unit"):
             shards = self._shards(list(_unit(module)))
             allocate((shard.fqn, shard.whole, self._device, None) for shard in shards)
-        if not self._has_begun:
-            self._locate()
-            self._has_begun = True
         self._fill(shards)
         self._left.difference_update(name for shard in shards for name in shard.names)
         if not self._left:
             self._end()
         return module
 
-    def _compare_ties(self) -> None:
-        found = [(names, tensor.requires_grad) for names, tensor, _ in distinct(self._ctx.model)]
-        groups = [names for names, _ in found if len(names) > 1]
-        compare_parameters(found, self._ctx)
-        self._groups.update({name: group for group in groups for name in group})
-        self._supply = supply_of(self._ctx)
-
     def _begin(self) -> None:
-        if not self._has_begun:
-            say_put_back(self._ctx.model, self._ctx)
-            check_hidden(self._ctx.model, self._ctx)
-            unread = memory_for_buffers(self._ctx.model, self._device)
-            restore_buffers(self._ctx.model, {**unread, **self._ctx.buffers}, self._device)
-            retie(self._ctx.model, self._ctx.ties)
-
-    def _locate(self) -> None:
-        """Decide once who reads."""
-        if self._ctx.source is not None:
+        """Look at what was done to the model since `prepare`, and decide once who reads."""
+        ctx = self._ctx
+        found = [(names, tensor.requires_grad) for names, tensor, _ in distinct(ctx.model)]
+        compare_parameters(found, ctx)
+        self._groups.update({name: names for names, _ in found if len(names) > 1 for name in names})
+        self._supply = supply_of(ctx)
+        with agreed("looking at the prepared model"):
+            say_put_back(ctx.model, ctx)
+            check_hidden(ctx.model, ctx)
+            unread = memory_for_buffers(ctx.model, self._device)
+            restore_buffers(ctx.model, {**unread, **ctx.buffers}, self._device)
+            retie(ctx.model, ctx.ties)
+        if ctx.source is not None:
             with kept_open() as opened:
                 self._sources = choose_sources([], self._supply, self._options, opened)
         with agreed("opening the source"):

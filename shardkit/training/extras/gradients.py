@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import Fsdp1Unit, foreach_norms, foreach_scale_, is_fsdp1_part
 from shardkit.errors import ShardkitError, UsageError
-from shardkit.training.ranks.local import fsdp1_units, local_tensor, reshard
+from shardkit.training.ranks.local import cut_axes, fsdp1_units, local_tensor, reshard
 
 Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
@@ -165,8 +165,7 @@ def _share_of(parameter: torch.Tensor, unit: Fsdp1Unit | None, shares: dict[obje
     if unit is not None and unit.group is not None:
         return shares.setdefault(unit.group, _Share(groups=(unit.group,), device=unit.device))
     if isinstance(parameter, DTensor):
-        placements, mesh = parameter.placements, parameter.device_mesh
-        axes = tuple(at for at, placement in enumerate(placements) if not placement.is_replicate())
+        mesh, axes = parameter.device_mesh, cut_axes(parameter)
         if axes and (mesh, axes) not in shares:
             groups = tuple(map(mesh.get_group, axes))
             shares[mesh, axes] = _Share(groups=groups, device=mesh.device_type)

@@ -31,7 +31,7 @@ from shardkit.errors import LayoutError, UsageError
 from shardkit.osft.modules import factors_of, osft_modules
 from shardkit.osft.plan import HIGH, LOW
 from shardkit.training.extras.optimizer import refuse_copies, stepped_by, unwrapped
-from shardkit.training.ranks.local import local_tensor, refuse_fsdp1, reshard
+from shardkit.training.ranks.local import cut_axes, local_tensor, refuse_fsdp1, reshard
 
 _U_HIGH, _, _V_HIGH = HIGH
 _U_LOW, _, _V_LOW = LOW
@@ -292,11 +292,7 @@ def _placed_as(parameter: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def _shard_groups(whole: DTensor) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups over which a tensor is cut; replicas are not among them."""
-    return tuple(
-        whole.device_mesh.get_group(axis)
-        for axis, placement in enumerate(whole.placements)
-        if not placement.is_replicate()
-    )
+    return tuple(map(whole.device_mesh.get_group, cut_axes(whole)))
 
 
 def _project(pairs: Iterable[_Pair]) -> None:

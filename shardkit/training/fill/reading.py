@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice, product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,7 @@ from shardkit.core.threads import run_all
 from shardkit.errors import LayoutError
 from shardkit.files.storage import BLOCK
 from shardkit.keys.expressions import Expression, leaves, pieces, read_regions
+from shardkit.layout.naming import NameMatch
 from shardkit.osft.plan import Svd, Target
 from shardkit.training.ranks.agree import agreed, gather_json, say, world
 from shardkit.training.ranks.local import LocalShard, memory_of, window
@@ -51,6 +52,18 @@ _PHASE = "comparing the source with its checksums"
 
 KeyRules = tuple[tuple[str, str], ...]
 """(prefix of a model's names, the Hub's prefix in its place), as `keys.renaming.KeyRule` spells them."""
+
+
+class HubNaming(NamedTuple):
+    """How a model's tensors are those of the Hub's files, as its source told."""
+
+    key_rules: KeyRules | None
+    """They turn the model's names into the Hub's; None if that is not known."""
+    derived: Mapping[str, Any]
+    """FQN -> what it is made of, as plain data, where the Hub's files have another form."""
+    tied: Sequence[str] = ()
+    """Of the names of tied tensors, those that the Hub's files have."""
+
 
 OpenChunks = Callable[[Mapping[str, Sequence[Region]], dict[str, int] | None], Catalog]
 """Makes a catalog with the chunks of some regions, by stored name. Files that it opens it takes from descriptors by path,
@@ -83,28 +96,18 @@ class Weights:
     """The same digest of the source alone, whatever of it this model has: stages of a pipeline have different parts."""
     unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shape of every weight of the source that the model has no place for, by its stored name."""
-    made: frozenset[str] = frozenset()
-    """FQNs that the source lacks and that the model makes itself, as its class says: sinusoids, masks."""
-    follows_class: bool = False
-    """The model is one of transformers. Whatever else the source has is left out, as by `from_pretrained`."""
+    match: NameMatch = field(default_factory=NameMatch)
+    """Of the model's names with the stored ones."""
     made_of: Mapping[str, Expression] = field(default_factory=dict)
     """What a name of `names` is made of that is not stored itself, such as fused experts."""
     convert: Convert | None = None
     """Makes what of `made_of` only transformers' own code makes."""
-    fused: Mapping[str, str] = field(default_factory=dict)
-    """Stored name -> FQN, where it is not known how the FQN is made of stored tensors."""
-    failed: Mapping[str, str] = field(default_factory=dict)
-    """FQN of `fused` -> why."""
     quantised: str | None = None
     """What shows that the stored values mean nothing by themselves."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
-    key_rules: KeyRules | None = None
-    """They turn the model's names into the Hub's; None if the source does not have the Hub's names."""
-    tied: tuple[str, ...] = ()
-    """Of the names of tied tensors, those that the Hub's files have."""
-    hub_made: Mapping[str, Expression] = field(default_factory=dict)
-    """FQN -> what it is made of in the Hub's files, where that is another form."""
+    naming: HubNaming | None = None
+    """How the model's tensors are those of the Hub's files; None if nothing is known about that."""
     assets: tuple[str, ...] = ()
     """Directories that have the config and tokenizer of these weights."""
     open_chunks: OpenChunks | None = None

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,14 +44,14 @@ from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
 from shardkit.keys.rule_sets import bind_in_form
 from shardkit.keys.rules import RuleSet
 from shardkit.keys.select import select_model
-from shardkit.layout.classes import is_transformers
-from shardkit.layout.naming import NameMatch, match_names, transformers_root
+from shardkit.layout.classes import transformers_model
+from shardkit.layout.naming import NameMatch, match_names
 from shardkit.layout.own_code import OwnCode
 from shardkit.operations.environment import package_version
 from shardkit.osft.plan import Target, factor_of, stored_targets
 from shardkit.training.fill.from_rank import RankSource
 from shardkit.training.fill.presharded import PreshardedSource, open_presharded
-from shardkit.training.fill.reading import KeyRules, OpenChunks, Weights
+from shardkit.training.fill.reading import HubNaming, KeyRules, OpenChunks, Weights
 from shardkit.training.ranks.agree import world
 from shardkit.training.ranks.local import ExpectedTensor
 
@@ -253,7 +253,8 @@ def find_weights(
         wanted.update(dict.fromkeys(group if any(name in wanted for name in group) else ()))
     stored = _stored(source, [] if rules is not None else list(wanted))
     tensors = source.catalog.tensors
-    config = stored.config or _config_of(model)
+    own = transformers_model(model)
+    config = stored.config or (None if own is None else own.config.to_dict())
     bound = None if rules is None else _by_rules(rules, stored.names, tensors, wanted, config)
     shapes = {name: tensors[name].shape for name in stored.names}
     if bound is not None:
@@ -276,20 +277,15 @@ def find_weights(
         catalog=catalog,
         names={**found.names, **{fqn: made_name(fqn, stored.names) for fqn in found.converted}},
         made_of=made,
-        convert=_own_code(model),
+        convert=None if own is None else OwnCode(lambda: own),
         identity=_digest(stored.identity(catalog)),
         sampled_files=stored.sampled_files,
         source_identity=_digest(stored.identity(Catalog(format="", directory=""))),
         unused={name: shapes[name] for name in found.unused},
-        made=frozenset(found.made),
-        follows_class=found.is_transformers,
-        fused=found.fused,
-        failed=found.failed,
+        match=found,
         quantised=stored.quantised or why_scales(found.unused) or _why_scaled(source, found.unused),
         notes=(*stored.notes, *_match_notes(found)),
-        key_rules=_key_rules(stored, found.names),
-        tied=tuple(fqn for fqn in _tied(ties, found.names) if found.names[fqn] not in stored.further_names),
-        hub_made=_hub_made(source, stored, found.converted),
+        naming=_naming(stored, found, ties),
         assets=stored.assets,
         open_chunks=stored.open_chunks,
     )
@@ -351,20 +347,6 @@ def _once(found: NameMatch, source: Source, stored: _Stored) -> NameMatch:
     return replace(found, names=names, converted=converted, fused=fused, failed=failed)
 
 
-def _own_code(model: nn.Module | None) -> OwnCode | None:
-    root = transformers_root(model)
-    return None if root is None else OwnCode(lambda: root[1])
-
-
-def _config_of(model: nn.Module | None) -> dict[str, object] | None:
-    """Return the config of the first model of transformers in a model, as plain data."""
-    for module in model.modules() if model is not None else ():
-        if is_transformers(module):
-            found: dict[str, object] = module.config.to_dict()  # type: ignore[union-attr,operator]
-            return found
-    return None
-
-
 def _through(found: NameMatch, bound: Mapping[str, Expression]) -> NameMatch:
     """Return a match with names that rules made, as one with stored names."""
     made = {fqn: bound[name] for fqn, name in found.names.items()}
@@ -385,23 +367,22 @@ def _match_notes(found: NameMatch) -> Iterator[str]:
         yield f"{count(found.renamed, 'tensor')} of the source found under other names than the model's"
 
 
-def _hub_made(source: Source, stored: _Stored, converted: Mapping[str, Expression]) -> dict[str, Expression]:
-    """Return, for each tensor that has another form in the Hub's files, the expression that makes it of them."""
-    if stored.hub_names is not None and not stored.may_have_own_names:
-        return {fqn: under_names(made, stored.hub_names) for fqn, made in converted.items()}
-    return dict(stored.derived)
-
-
-def _key_rules(stored: _Stored, names: Mapping[str, str]) -> KeyRules | None:
-    hub = stored.hub_names
-    if hub is None:
+def _naming(stored: _Stored, found: NameMatch, ties: Iterable[Collection[str]]) -> HubNaming | None:
+    hub, rules, made = stored.hub_names, None, stored.derived
+    if hub is not None:
+        rules = key_rules({fqn: hub[name] for fqn, name in found.names.items()})
+        if not rules and stored.may_have_own_names and not stored.has_hub_names:
+            rules = None
+        if not stored.may_have_own_names:
+            made = {fqn: under_names(each, hub) for fqn, each in found.converted.items()}
+    if rules is None and not made:
         return None
-    rules = key_rules({fqn: hub[name] for fqn, name in names.items()})
-    return rules if rules or stored.has_hub_names or not stored.may_have_own_names else None
-
-
-def _tied(ties: Iterable[Collection[str]], names: Mapping[str, str]) -> list[str]:
-    return [fqn for group in ties for fqn in group if fqn in names]
+    tied = (fqn for group in ties for fqn in group if fqn in found.names)
+    return HubNaming(
+        rules,
+        {fqn: to_json(each) for fqn, each in made.items()},
+        tuple(fqn for fqn in tied if found.names[fqn] not in stored.further_names),
+    )
 
 
 def _stored(source: Source, wanted: list[str]) -> _Stored:
@@ -557,22 +538,10 @@ def key_rules(names: Mapping[str, str]) -> KeyRules | None:
     return tuple((rule.old, rule.new) for rule in find_rules(names))
 
 
-class HubNaming(NamedTuple):
-    """How a model's tensors are those of the Hub's files, as its source told."""
-
-    key_rules: KeyRules | None
-    """They turn the model's names into the Hub's; None if that is not known."""
-    derived: Mapping[str, Any]
-    """FQN -> what it is made of, as plain data, where the Hub's files have another form."""
-    tied: Sequence[str] = ()
-    """Of the names of tied tensors, those that the Hub's files have."""
-
-
 def remember(model: nn.Module, weights: Weights | None) -> None:
     """Keep with a model what its source told about names, for `save`; change nothing if it told nothing."""
-    if weights is not None and (weights.key_rules is not None or weights.hub_made):
-        derived = {fqn: to_json(made) for fqn, made in weights.hub_made.items()}
-        setattr(model, _ATTRIBUTE, HubNaming(weights.key_rules, derived, weights.tied))
+    if weights is not None and weights.naming is not None:
+        setattr(model, _ATTRIBUTE, weights.naming)
 
 
 def recall(model: nn.Module, names: Collection[str] = ()) -> HubNaming | None:

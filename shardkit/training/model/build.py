@@ -37,6 +37,7 @@ from shardkit.layout.classes import (
     find_class,
     is_transformers,
     safe_creation,
+    transformers_model,
 )
 from shardkit.layout.layout import CannotBuildError
 from shardkit.operations.resolve import adapter_file, stands_for
@@ -89,7 +90,7 @@ def align_vocab(model: nn.Module, tokenizer: Sized | int, *, multiple: int = MUL
 
 
 def _embedding_model(model: nn.Module) -> Any:
-    inner = next((module for module in model.modules() if is_transformers(module)), None)
+    inner = transformers_model(model)
     if inner is None:
         raise UsageError(
             f"align_vocab needs a model of transformers, not a {type(model).__name__}: it asks the model for its "

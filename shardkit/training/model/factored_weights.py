@@ -11,7 +11,7 @@ from torch import nn
 
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
-from shardkit.layout.classes import is_transformers
+from shardkit.layout.classes import transformers_model
 from shardkit.osft.modules import candidates, factor_modules, factors_of, osft_modules
 from shardkit.osft.plan import (
     ARGUMENT,
@@ -97,7 +97,8 @@ def factor_model(
     planned: tuple[Target, ...] = ()
     notes: tuple[str, ...] = ()
     if plan is not None:
-        planned, notes = choose_targets(plan, _dense_candidates(model, own), _model_type(model), ARGUMENT)
+        model_type = getattr(getattr(transformers_model(model), "config", None), "model_type", None)
+        planned, notes = choose_targets(plan, _dense_candidates(model, own), model_type, ARGUMENT)
     said = [
         (what, each)
         for what, each in (("the source", stored), ("the model", own), ("osft=", planned))
@@ -146,12 +147,6 @@ def _dense_candidates(model: nn.Module, own: Iterable[Target]) -> dict[str, Cand
     """Return a model's parameters as if it had no factors yet."""
     found = {name: each for name, each in candidates(model).items() if factor_of(name) is None}
     return found | {target.weight: Candidate((target.rows, target.columns), "Linear") for target in own}
-
-
-def _model_type(model: nn.Module) -> str | None:
-    inner = next((module for module in model.modules() if is_transformers(module)), None)
-    found: str | None = getattr(getattr(inner, "config", None), "model_type", None)
-    return found
 
 
 def _compare(one: str, targets: Iterable[Target], other: str, others: Iterable[Target]) -> None:

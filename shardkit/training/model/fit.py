@@ -142,11 +142,11 @@ def check_fit(
         for fqn, tensor in expected.items()
         if tensor.persistent and not any(name in weights.names for name in names[fqn])
     ]
-    known = {*computed, *(weights.made if initialises else ())}
+    known = {*computed, *(weights.match.made if initialises else ())}
     made = [fqn for fqn in absent if not known.isdisjoint(names[fqn])]
     lacking = [fqn for fqn in absent if fqn not in made]
     initialised = _choose(sides, lacking, missing)
-    may_leave_out = missing != "error" or (weights.follows_class and not lacking)
+    may_leave_out = missing != "error" or (weights.match.is_transformers and not lacking)
     unused = [name for name in weights.unused if name not in elsewhere]
     unexpected = [name for name in unused if not may_leave_out or _IN_BLOCK.search(name)]
     problems = _problems(sides, [fqn for fqn in lacking if fqn not in initialised], unexpected)
@@ -240,7 +240,7 @@ def _refuse_quantised(weights: Weights) -> None:
 def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> None:
     """Refuse modules that hold several stored tensors as one: they must not stay as initialised."""
     parts: dict[str, list[str]] = {}
-    for stored, fqn in weights.fused.items():
+    for stored, fqn in weights.match.fused.items():
         parts.setdefault(fqn, []).append(stored)
     pieces = [name for name in weights.unused if _EXPERT.search(name)]
     if not parts and pieces:
@@ -258,7 +258,7 @@ def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> N
         f"{what}, and it is not known how to make them",
         problems=[
             f"{escape(fqn)}: of {count(len(names), 'stored tensor')}: {listed(names)}"
-            + (f": {weights.failed[fqn]}" if fqn in weights.failed else "")
+            + (f": {weights.match.failed[fqn]}" if fqn in weights.match.failed else "")
             for fqn, names in parts.items()
         ],
         hint="load it with from_pretrained on one rank, and give shardkit.from_rank(model) as the source; or save its"

@@ -22,7 +22,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
 from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
-from shardkit.layout.classes import is_transformers
+from shardkit.layout.classes import is_transformers, transformers_model
 from shardkit.training.fill.reading import Filled
 from shardkit.training.model.buffers import FILLS, around, filled, same_bits
 from shardkit.training.model.fit import ModelInitializationContext
@@ -89,7 +89,7 @@ def new_rows(ctx: ModelInitializationContext, fqn: str) -> torch.Tensor:
         if len(expected.shape) == 1:
             return torch.zeros(rows, dtype=expected.dtype)
         layer = nn.Embedding(rows, expected.shape[1], dtype=expected.dtype)
-        holder: Any = next((module for module in blueprint.modules() if is_transformers(module)), None)
+        holder = transformers_model(blueprint)
         if holder is None:
             layer.weight.normal_(std=_STD)
         else:

@@ -200,6 +200,11 @@ def local_tensor(whole: torch.Tensor) -> torch.Tensor:
         return plain.to_local() if isinstance(plain, DTensor) else plain
 
 
+def cut_axes(whole: DTensor) -> tuple[int, ...]:
+    """Return the axes of a tensor's mesh over which it is cut, or holds partial sums; replicas are not among them."""
+    return tuple(axis for axis, placement in enumerate(whole.placements) if not placement.is_replicate())
+
+
 def is_expanded(tensor: torch.Tensor) -> bool:
     """True if several elements of a tensor are one place in memory, as `expand` leaves them."""
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
