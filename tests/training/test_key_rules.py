@@ -283,6 +283,5 @@ class _Compiled(nn.Module):
 def _weights(rules: Any) -> Weights:
     from shardkit.core.catalog import Catalog
 
-    return Weights(
-        path="", catalog=Catalog(format="", directory=""), names={}, identity="", naming=HubNaming(rules, {})
-    )
+    naming = None if rules is None else HubNaming(rules, {})
+    return Weights(path="", catalog=Catalog(format="", directory=""), names={}, identity="", naming=naming)

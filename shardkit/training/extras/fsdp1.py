@@ -152,8 +152,8 @@ class UnitFiller:
             restore_buffers(ctx.model, {**unread, **ctx.buffers}, self._device)
             retie(ctx.model, ctx.ties)
         if ctx.source is not None:
-            with kept_open() as opened:
-                self._sources = choose_sources([], self._supply, self._options, opened)
+            with kept_open(self._supply) as supply:
+                self._sources = choose_sources([], supply, self._options)
         with agreed("opening the source"):
             is_reader = self._sources is None or self._sources[world()[0]] == world()[0]
             if self._supply.weights is not None and is_reader:

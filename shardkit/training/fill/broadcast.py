@@ -99,7 +99,7 @@ def fill_broadcast(
         if sources[rank] == rank:
             assert supply.weights is not None
             names = {each.entry.fqn for each in sent}
-            reader = WeightReader(stack, supply.weights.catalog, names, check_source=check_source)
+            reader = WeightReader(stack, supply.weights, names, check_source=check_source)
         error = send_parts(reader, sources, sent, mine, filled)
         if reader is not None and error is None:
             try:
@@ -257,18 +257,20 @@ class WeightReader:
 
     Args:
         stack: closes its files.
-        catalog: where they lie.
-        names: of the tensors, in the catalog.
+        weights: where they lie.
+        names: of the tensors, as they are stored.
         check_source: compare what is read with the checksums in the source.
     """
 
     def __init__(
-        self, stack: contextlib.ExitStack, catalog: Catalog, names: Collection[str], *, check_source: bool
+        self, stack: contextlib.ExitStack, weights: Weights, names: Collection[str], *, check_source: bool
     ) -> None:
-        self.catalog, self._names = catalog, names
-        self._check = SourceCheck(catalog) if check_source else None
-        self._files = stack.enter_context(SourceFiles(catalog.files, check=self._check))
-        self._files.expect(chunk_ranges(catalog, names), 1)
+        self._catalog, self._names = weights.catalog, names
+        self._check = SourceCheck(self._catalog) if check_source else None
+        self._files = stack.enter_context(
+            SourceFiles(self._catalog.files, check=self._check, opened=weights.opened)
+        )
+        self._files.expect(chunk_ranges(self._catalog, names), 1)
         self._reader = stack.enter_context(self._files.reader())
         self._worker = ReadWorker(self._reader)
 
@@ -279,7 +281,7 @@ class WeightReader:
 
     def read(self, entry: TensorEntry, box: Region, target: torch.Tensor) -> None:
         """Fill memory with a box of a tensor."""
-        for read in plan_reads(entry, self.catalog, box, target, entry.fqn):
+        for read in plan_reads(entry, self._catalog, box, target, entry.fqn):
             self._worker.fill(read)
         self._worker.finish()
 

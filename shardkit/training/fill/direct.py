@@ -31,7 +31,6 @@ def fill_direct(
     weights: Weights,
     *,
     check_source: bool = True,
-    opened: dict[str, int] | None = None,
 ) -> Filled:
     """Fill shards from storage; every rank calls it.
 
@@ -39,7 +38,6 @@ def fill_direct(
         wanted: what this rank holds, from `match`.
         weights: opened by this rank.
         check_source: compare what is read with the checksums in the source.
-        opened: files that are open already; they are taken out.
 
     Returns:
         What this rank filled, by FQN.
@@ -51,9 +49,9 @@ def fill_direct(
     mine, shared, repeated = divide(wanted)
     with contextlib.ExitStack() as stack:
         with agreed("reading shards from storage"):
-            catalog = weights.located(regions_of(mine), opened).catalog
+            catalog = weights.located(regions_of(mine)).catalog
             check = SourceCheck(catalog) if check_source else None
-            sources = stack.enter_context(SourceFiles(catalog.files, check=check, opened=opened))
+            sources = stack.enter_context(SourceFiles(catalog.files, check=check, opened=weights.opened))
             reads = [
                 read
                 for item in mine

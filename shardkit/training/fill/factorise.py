@@ -157,9 +157,9 @@ def _reader(
         if target is not None and source == rank
     }
     wanted = {name: [full_region(weights.entry(name).shape)] for name in names.values()}
-    catalog = weights.located(wanted).catalog
-    reader = WeightReader(stack, catalog, set(names.values()), check_source=check_source)
-    return reader, {path: catalog.tensors[name] for path, name in names.items()}
+    located = weights.located(wanted)
+    reader = WeightReader(stack, located, set(names.values()), check_source=check_source)
+    return reader, {path: located.catalog.tensors[name] for path, name in names.items()}
 
 
 def _sent(target: Target, entry: TensorEntry | None, dtype: DType) -> Sent:

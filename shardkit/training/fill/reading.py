@@ -112,17 +112,14 @@ class Weights:
     """Directories that have the config and tokenizer of these weights."""
     open_chunks: OpenChunks | None = None
     """Opens what this rank reads, and nothing else."""
+    opened: dict[str, int] | None = None
+    """Descriptors by path, for `open_chunks` and whoever reads then; None keeps none."""
 
-    def located(
-        self,
-        wanted: Mapping[str, Sequence[Region]] | None = None,
-        opened: dict[str, int] | None = None,
-    ) -> Weights:
+    def located(self, wanted: Mapping[str, Sequence[Region]] | None = None) -> Weights:
         """Return these weights with the chunks in which some regions lie.
 
         Args:
             wanted: regions of tensors, in elements, by stored name; None is everything.
-            opened: as for `OpenChunks`.
 
         Raises:
             IntegrityError, SourceError: the record of where they lie is damaged or missing.
@@ -145,7 +142,7 @@ class Weights:
             for region in regions if are_boxes else [full_region(made.shape)]:
                 for part, below in read_regions(made, region):
                     stored.setdefault(part, []).append(below)
-        found = replace(self, catalog=self.open_chunks(stored, opened), open_chunks=None)
+        found = replace(self, catalog=self.open_chunks(stored, self.opened), open_chunks=None)
         return found.located()
 
     def stored_names(self) -> set[str]:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 from shardkit.core.catalog import Catalog, FileStamp
@@ -13,7 +14,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ResourceError
 from shardkit.files import storage
 from shardkit.files.stores import is_remote
-from shardkit.training.fill.reading import Weights
+from shardkit.training.fill.reading import Supply, Weights
 from shardkit.transfer.sources import changed
 
 _Item = TypeVar("_Item")
@@ -23,11 +24,11 @@ _PLACE_NBYTES = 256
 
 
 @contextlib.contextmanager
-def kept_open() -> Iterator[dict[str, int]]:
-    """Hold the descriptors of files by path, until `SourceFiles` takes them or it is left."""
-    opened = dict[str, int]()
+def kept_open(supply: Supply) -> Iterator[Supply]:
+    """Keep files that are opened open until `SourceFiles` takes them, or until this is left."""
+    opened, weights = dict[str, int](), supply.weights
     try:
-        yield opened
+        yield supply if weights is None else replace(supply, weights=replace(weights, opened=opened))
     finally:
         for fd in opened.values():
             storage.close_fd(fd)
@@ -49,18 +50,18 @@ def versions(weights: Weights) -> str | None:
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
-def take_samples(weights: Weights, opened: dict[str, int]) -> str:
+def take_samples(weights: Weights) -> str:
     """Return a digest of some bytes of weights. Their identity says which: ranks that have the same read the same.
 
     Args:
-        weights: opened by this rank.
-        opened: from `kept_open`; gets the files.
+        weights: opened by this rank, in `kept_open`.
 
     Raises:
         IntegrityError: one is not the file that was looked at.
         ResourceError: one cannot be read.
     """
-    digest = hashlib.sha256()
+    digest, opened = hashlib.sha256(), weights.opened
+    assert opened is not None
     for file, start, nbytes in _places(weights.catalog, weights.identity, weights.sampled_files):
         source = weights.catalog.files[file]
         try:

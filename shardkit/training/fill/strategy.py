@@ -54,19 +54,17 @@ def fill_compared(
     shards: Sequence[LocalShard], own: Sequence[LocalShard], supply: Supply, options: ReadOptions
 ) -> Filled:
     """Compare what the ranks see, and fill what each of them has; every rank calls it."""
-    with kept_open() as opened:
-        sources = choose_sources(shards, supply, options, opened)
+    with kept_open(supply) as supply:
+        sources = choose_sources(shards, supply, options)
         located = supply.weights
         if sources is None and options.strategy == "auto" and world()[1] > 1:
-            located, seen = _locate(own, supply, opened)
+            located, seen = _locate(own, supply)
             if seen is not None:
-                supply, sources = seen, choose_sources(shards, seen, options, opened)
-        return fill(own, supply, options, sources, opened, located)
+                supply, sources = seen, choose_sources(shards, seen, options)
+        return fill(own, supply, options, sources, located)
 
 
-def _locate(
-    own: Sequence[LocalShard], supply: Supply, opened: dict[str, int]
-) -> tuple[Weights | None, Supply | None]:
+def _locate(own: Sequence[LocalShard], supply: Supply) -> tuple[Weights | None, Supply | None]:
     """Open what this rank reads, before any rank reads: where some cannot, others may read for them.
 
     Every rank calls it.
@@ -80,7 +78,7 @@ def _locate(
         wanted = match(own, supply)
     regions = regions_of(divide(wanted)[0])
     located, error, able = look_where_possible(
-        lambda: weights.located(regions, opened),
+        lambda: weights.located(regions),
         lambda error: isinstance(error, (SourceError, ResourceError)),
         phase="opening the source",
     )
@@ -94,7 +92,6 @@ def fill(
     supply: Supply,
     options: ReadOptions,
     sources: Sequence[int] | None,
-    opened: dict[str, int] | None = None,
     located: Weights | None = None,
 ) -> Filled:
     """Fill shards from a source, one way or the other; every rank calls it.
@@ -104,7 +101,6 @@ def fill(
         supply: what fills them.
         options: how they are filled.
         sources: from `choose_sources`.
-        opened: files that `choose_sources` has opened.
         located: the supply's weights, if it is known already where lies what this rank reads.
     """
     if sources is not None:
@@ -114,7 +110,7 @@ def fill(
         assert weights is not None
         with agreed(_FITTING):
             wanted = match(shards, replace(supply, weights=weights))
-        filled = fill_direct(wanted, weights, check_source=options.check_source, opened=opened)
+        filled = fill_direct(wanted, weights, check_source=options.check_source)
     if supply.targets:
         computed = fill_factors(shards, supply, sources, check_source=options.check_source)
         filled.add(computed)
@@ -136,9 +132,7 @@ class _Told(NamedTuple):
     options: str
 
 
-def choose_sources(
-    shards: Sequence[LocalShard], supply: Supply, options: ReadOptions, opened: dict[str, int]
-) -> list[int] | None:
+def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions) -> list[int] | None:
     """Return the source rank of every rank, or None if each reads for itself; every rank calls it.
 
     A source rank is the first of its group that can open the source. What was decided, and why,
@@ -146,9 +140,8 @@ def choose_sources(
 
     Args:
         shards: of this rank; they tell the replicas of a mesh from each other.
-        supply: whether this rank can open the source.
+        supply: whether this rank can open the source; in `kept_open`.
         options: what the caller wants; the same on all ranks.
-        opened: from `kept_open`; gets the files of which some bytes were compared.
 
     Raises:
         UsageError: on all ranks: they want different things.
@@ -161,7 +154,7 @@ def choose_sources(
     asked = f"{options.strategy}, {options.source_rank}, check_source={options.check_source}"
     for compares_bytes in (False, True):
         with agreed(_COMPARING):
-            found = _identity(supply, options, opened, compares_bytes=compares_bytes)
+            found = _identity(supply, options, compares_bytes=compares_bytes)
         told = [_Told(*answer) for answer in gather_json([*found, group, asked], phase=_COMPARING)]
         # In stores the same weights may be of several versions: in two regions.
         if (
@@ -180,7 +173,7 @@ def choose_sources(
 
 
 def _identity(
-    supply: Supply, options: ReadOptions, opened: dict[str, int], *, compares_bytes: bool
+    supply: Supply, options: ReadOptions, *, compares_bytes: bool
 ) -> tuple[str | None, str | None, bool]:
     """Return what tells this rank's weights from others; or None, and why they cannot be read; see `_Told`."""
     weights = supply.weights
@@ -190,7 +183,7 @@ def _identity(
         return weights.identity, None, False  # nobody's weights are compared
     try:
         version = None if compares_bytes else versions(weights)
-        return f"{weights.identity} {version or take_samples(weights, opened)}", None, version is not None
+        return f"{weights.identity} {version or take_samples(weights)}", None, version is not None
     except ResourceError as error:
         return None, str(error), False
 

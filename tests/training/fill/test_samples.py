@@ -9,7 +9,7 @@ import pytest
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
-from shardkit.training.fill.reading import Weights
+from shardkit.training.fill.reading import Supply, Weights
 from shardkit.training.fill.samples import kept_open, take_samples
 
 NBYTES = 4096
@@ -31,8 +31,8 @@ def source(directory: Path, num_files: int, num_tensors: int, *, is_listed: bool
 
 def sampled(catalog: Catalog, identity: str = "a", most_files: int = 127) -> tuple[str, set[str]]:
     weights = Weights(path="", catalog=catalog, names={}, identity=identity, sampled_files=most_files)
-    with kept_open() as opened:
-        return take_samples(weights, opened), {Path(path).name for path in opened}
+    with kept_open(Supply(weights=weights)) as supply:
+        return take_samples(supply.weights), {Path(path).name for path in supply.weights.opened}
 
 
 def change(catalog: Catalog, file: int, tensor: int) -> None:

@@ -22,7 +22,7 @@ from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.formats.dcp import chunk_list
 from shardkit.operations.preshard import preshard
-from shardkit.training.fill.reading import Weights
+from shardkit.training.fill.reading import Supply, Weights
 from shardkit.training.fill.samples import kept_open, take_samples
 from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.finalize import finalize, load_into
@@ -281,8 +281,8 @@ def test_identity_is_that_of_every_copy(hub: Callable[[str], Path], sharded: Pat
 
 
 def identity(weights: Weights) -> str:
-    with kept_open() as files:
-        return f"{weights.identity} {take_samples(weights, files)}"
+    with kept_open(Supply(weights=weights)) as supply:
+        return f"{weights.identity} {take_samples(supply.weights)}"
 
 
 def test_identity_of_other_weights_differs(hub: Callable[[str], Path], tmp_path: Path) -> None:
