@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from shardkit._torch import describe_as_before, fsdp1_unit, is_fsdp1_part, non_persistent_buffers
+from shardkit._torch import describe_as_before, fsdp1_unit, is_fsdp1_part
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError
 from shardkit.files import manifest, storage
@@ -54,7 +54,7 @@ from shardkit.training.fill.reading import HubNaming
 from shardkit.training.fill.source import recall
 from shardkit.training.kept import Kept
 from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
-from shardkit.training.ranks.local import fsdp1_units, reshard, with_root
+from shardkit.training.ranks.local import fsdp1_units, places_of, reshard, with_root
 from shardkit.training.save_target import Lead, begin, expect, read_metadata, write_small, writing_to
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
@@ -393,13 +393,8 @@ def find_aliases(model: nn.Module) -> dict[str, str]:
 
 def _state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and persistent buffers under all of their names, as in torch's model state dicts."""
-    for path, module in _state_paths(model):
-        hidden = non_persistent_buffers(module)
-        own: list[tuple[str, torch.Tensor]] = [
-            *module.named_parameters(recurse=False, remove_duplicate=False),
-            *module.named_buffers(recurse=False, remove_duplicate=False),
-        ]
-        yield from ((_joined(path, name), tensor) for name, tensor in own if name not in hidden)
+    found = places_of(_state_paths(model))
+    return ((place.fqn, place.tensor) for place in found if place.persistent)
 
 
 def _state_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -543,10 +543,8 @@ def match_policy(model: nn.Module, policy: Policy, wording: PolicyWording) -> li
     """
     if isinstance(policy, str):
         chosen = _match_text(model, policy, wording)
-    elif isinstance(policy, type):
-        chosen = _match_classes(model, [policy], wording)
-    elif isinstance(policy, Iterable):
-        members = list(policy)
+    elif isinstance(policy, type | Iterable):
+        members = [policy] if isinstance(policy, type) else list(policy)
         classes = [member for member in members if isinstance(member, type)]
         names = [member for member in members if isinstance(member, str)]
         if not members or len(classes) + len(names) < len(members):

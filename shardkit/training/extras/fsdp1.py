@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardkit._torch import non_persistent_buffers
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
 from shardkit.training.fill.reading import Filled
@@ -30,7 +29,7 @@ from shardkit.training.model.fit import ModelInitializationContext, supply_of
 from shardkit.training.model.initialise import fill_initialised
 from shardkit.training.model.states import hand_over, read_states
 from shardkit.training.ranks.agree import agreed, device_for, world
-from shardkit.training.ranks.local import LocalShard, allocate, distinct, full_name
+from shardkit.training.ranks.local import LocalShard, allocate, distinct, places_of
 
 # accelerate 1.15, utils/dataclasses.py: if either is on, accelerate replaces param_init_fn by a function that
 # leaves memory as it is, and rank 0 sends that to all.
@@ -165,17 +164,17 @@ class UnitFiller:
         inside: set[str] = set()
         strangers: list[str] = []
         for module in modules:
-            hidden = non_persistent_buffers(module)
-            named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            for name, tensor in named:
-                fqns = [full_name(path, name) for path in self._paths.get(id(module), ())]
-                if not fqns:
-                    strangers += [f"{type(module).__name__}: {escape(name)}"] if tensor.is_meta else []
-                    continue
-                inside.update(fqns)
-                if name not in hidden:
-                    kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                    found[id(tensor)] = LocalShard.plain(self._groups.get(fqns[0], (fqns[0],)), tensor, kind)
+            paths = self._paths.get(id(module), ())
+            if not paths:
+                own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+                strangers += [
+                    f"{type(module).__name__}: {escape(name)}" for name, each in own if each.is_meta
+                ]
+            for place in places_of((path, module) for path in paths):
+                inside.add(place.fqn)
+                if place.persistent and id(place.tensor) not in found:
+                    names = self._groups.get(place.fqn, (place.fqn,))
+                    found[id(place.tensor)] = LocalShard.plain(names, place.tensor, place.kind)
         LayoutError.raise_for(
             strangers,
             "FSDP1 wraps parameters on meta that are not in the prepared model",

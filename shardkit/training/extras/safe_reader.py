@@ -174,24 +174,22 @@ class SafeReader(StorageReader):
 
     def _read_tensors(self, opened: DcpDirectory, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
         """Open only the records that items need; then fill the targets, file by file."""
-        chunks = [(item, item.storage_index.fqn, _row(opened.catalog, item.storage_index)) for item in items]
-        needed: dict[str, dict[int, int]] = defaultdict(dict)  # by name, row -> its place among those needed
-        for _, fqn, row in chunks:
-            needed[fqn].setdefault(row, len(needed[fqn]))
-        part = _part(opened, needed)
-        names = tuple(needed)
+        rows = [(item, _row(opened.catalog, item.storage_index)) for item in items]
+        needed: dict[str, dict[int, None]] = defaultdict(dict)  # by name, rows in the order of need
+        for item, row in rows:
+            needed[item.storage_index.fqn][row] = None
+        part, new_rows = _part(opened, needed)
         if self.check_crc and part.has_records:
-            problems = list(part.check(names))
+            problems = list(part.check(needed))
             IntegrityError.raise_for(
                 problems,
                 f"{len(problems)} records do not have the CRC-32 that was recorded",
                 hint="the checkpoint is damaged: use another copy",
             )
-        raw = part.select(names)
+        raw = part.select(needed)
         by_file: dict[int, list[tuple[ReadItem, int]]] = defaultdict(list)
-        for item, fqn, row in chunks:
-            new = raw.tensors[fqn].first_chunk + needed[fqn][row]
-            by_file[raw.chunks.file[new]].append((item, new))
+        for item, row in rows:
+            by_file[raw.chunks.file[new_rows[row]]].append((item, new_rows[row]))
         check = SourceCheck(raw) if self.check_source else None
         with SourceFiles(raw.files, check=check) as sources:
             for group in by_file.values():
@@ -254,22 +252,20 @@ def _row(catalog: Catalog, index: MetadataIndex) -> int:
     raise LayoutError(f"{escape(index.fqn)}: the load plan asks for a chunk at {offsets}, and there is none")
 
 
-def _part(opened: DcpDirectory, needed: Mapping[str, Mapping[int, int]]) -> DcpDirectory:
-    """Return a directory with some of the chunks; its tensors are not whole."""
+def _part(opened: DcpDirectory, needed: Mapping[str, Iterable[int]]) -> tuple[DcpDirectory, dict[int, int]]:
+    """Return a directory with some of the chunks, and the row that each has there; its tensors are not whole."""
     whole = opened.catalog
-    table = whole.chunks
+    table, new_rows = whole.chunks, dict[int, int]()
     part = Catalog(
         format=whole.format, directory=whole.directory, encoding=whole.encoding, files=list(whole.files)
     )
-    transforms: dict[int, tuple[str, ...]] = {}
     for fqn, rows in needed.items():
         entry = whole.tensors[fqn]
-        for row, place in rows.items():
-            if row in opened.transforms:
-                transforms[len(part.chunks) + place] = opened.transforms[row]
+        new_rows |= {row: at for at, row in enumerate(rows, len(part.chunks))}
         chosen = ((table.file[row], table.start[row], table.nbytes[row], table.region(row)) for row in rows)
         part.add_tensor(fqn, entry.dtype, entry.shape, chosen)
-    return DcpDirectory(catalog=part, transforms=transforms, objects={})
+    transforms = {at: opened.transforms[row] for row, at in new_rows.items() if row in opened.transforms}
+    return DcpDirectory(catalog=part, transforms=transforms, objects={}), new_rows
 
 
 def _fill(

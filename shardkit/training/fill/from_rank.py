@@ -38,13 +38,10 @@ class RankSource:
         """Its name in messages."""
         return f"the state dict of rank {self.rank}"
 
-    def describe(self) -> list[Any]:
-        """Describe this rank's state dict as plain data, for comparison with the other ranks."""
-        return [
-            "from_rank",
-            self.rank if type(self.rank) is int else repr(self.rank),
-            self._state is not None,
-        ]
+    @property
+    def has_state(self) -> bool:
+        """True if this rank gave a state dict."""
+        return self._state is not None
 
     def open(self) -> Catalog:
         """Return a catalog of the tensors; each becomes bytes when it is read, one at a time.
@@ -84,22 +81,24 @@ def check_sources(source: object) -> None:
         UsageError: on all ranks: they do not all name the same rank, another rank holds a state dict, or that
             rank holds none.
     """
-    told = gather_json(
-        source.describe() if isinstance(source, RankSource) else None, phase="opening the source"
-    )
+    mine = None
+    if isinstance(source, RankSource):
+        rank = source.rank
+        mine = [rank if type(rank) is int else repr(rank), source.has_state]
+    told = gather_json(mine, phase="opening the source")
     if not any(told):
         return
     hint = "rank R: shardkit.from_rank(state_dict, rank=R); all others: shardkit.from_rank(None, rank=R)"
-    if not all(told) or any(each[1] != told[0][1] for each in told):
+    if not all(told) or any(each[0] != told[0][0] for each in told):
         raise UsageError(
             "the ranks do not name the same holder of the state dict",
             problems=[
-                f"rank {here}: {f'from_rank(..., rank={each[1]})' if each else 'another kind of source'}"
+                f"rank {here}: {f'from_rank(..., rank={each[0]})' if each else 'another kind of source'}"
                 for here, each in enumerate(told)
             ],
             hint=hint,
         )
-    rank = told[0][1]
+    rank = told[0][0]
     if type(rank) is not int or not 0 <= rank < len(told):
         raise UsageError(
             f"from_rank: rank={escape(str(rank))} is none of the {count(len(told), 'rank')}", hint=hint
@@ -107,7 +106,7 @@ def check_sources(source: object) -> None:
     wrong = [
         f"rank {here}: "
         + ("a state dict; it would be ignored" if has else "None, though it is the rank that is named")
-        for here, (_, _, has) in enumerate(told)
+        for here, (_, has) in enumerate(told)
         if has != (here == rank)
     ]
     UsageError.raise_for(wrong, f"from_rank: rank {rank}, and no other, gives the state dict", hint=hint)

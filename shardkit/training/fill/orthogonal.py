@@ -7,11 +7,11 @@ that far from a vector.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardkit.core.regions import full_region
 from shardkit.core.text import escape
@@ -19,10 +19,9 @@ from shardkit.errors import IntegrityError
 from shardkit.osft.plan import LOW, Svd, Target
 from shardkit.osft.svd import PROMISED
 from shardkit.training.ranks.agree import agreed, device_for, wire
-from shardkit.training.ranks.local import LocalShard, window
+from shardkit.training.ranks.local import LocalShard, cut_axes, window
 
 _NUM_VECTORS = 16
-_NUM_TOGETHER = 8  # targets whose products are summed in one message
 _PHASE = "proving that factors are orthogonal"
 
 
@@ -38,9 +37,7 @@ def prove_orthogonal(held: Mapping[str, LocalShard], targets: Sequence[Target], 
         IntegrityError: on all ranks; names all such targets.
         ResourceError: a rank died, or did not come within the process group's timeout.
     """
-    measured = dict[str, float]()
-    for at in range(0, len(targets), _NUM_TOGETHER):
-        measured |= _measure(held, targets[at : at + _NUM_TOGETHER])
+    measured = {target.path: _measure(held, target) for target in targets}
     with agreed(_PHASE):
         IntegrityError.raise_for(
             [
@@ -59,22 +56,16 @@ def _allowed(held: Mapping[str, LocalShard], path: str, svd: Svd) -> float:
     return max(PROMISED[svd], 4 * torch.finfo(held[f"{path}.{LOW[0]}"].dtype).eps)
 
 
-def _measure(held: Mapping[str, LocalShard], targets: Sequence[Target]) -> dict[str, float]:
-    """Return how far the directions of each target are from orthonormal ones, by path; every rank calls it."""
-    sides = [side for target in targets for side in _sides(held, target)]
-    made = _sums((shard, _product(shard, vectors, is_v)) for side, is_v in sides for shard, vectors in side)
-    pairs = [made[at] + made[at + 1] for at in range(0, len(made), 2)]
-    again = _sums(
-        (shard, _product(shard, whole, not is_v))
-        for (side, is_v), whole in zip(sides, pairs, strict=True)
-        for shard, _ in side
-    )
-    wanted = [vectors for side, _ in sides for _, vectors in side]
-    apart = [(found - vectors).abs().max() for found, vectors in zip(again, wanted, strict=True)]
-    # `max` of tensors keeps what is no number.
-    return {
-        target.path: float(torch.stack(apart[4 * at : 4 * at + 4]).max()) for at, target in enumerate(targets)
-    }
+def _measure(held: Mapping[str, LocalShard], target: Target) -> float:
+    """Return how far the directions of a target are from orthonormal ones; every rank calls it."""
+    apart = list[torch.Tensor]()
+    for side, is_v in _sides(held, target):
+        whole = sum(_summed(shard, _product(shard, vectors, is_v)) for shard, vectors in side)
+        assert isinstance(whole, torch.Tensor)
+        for shard, vectors in side:
+            again = _summed(shard, _product(shard, whole, not is_v))
+            apart.append((again - vectors).abs().max())
+    return float(torch.stack(apart).max())  # `max` of tensors keeps what is no number
 
 
 def _sides(
@@ -109,33 +100,16 @@ def _product(shard: LocalShard, vectors: torch.Tensor, is_transposed: bool) -> t
     return found
 
 
-def _sums(shares: Iterable[tuple[LocalShard, torch.Tensor]]) -> list[torch.Tensor]:
-    """Return the sums of shares over the mesh axes that cut their matrix; every rank calls it."""
-    listed = list(shares)
-    groups = dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]]()
-    for at, (shard, _) in enumerate(listed):
-        mesh = shard.replicas.mesh
-        axes = () if mesh is None else tuple(x for x in range(mesh.ndim) if x not in shard.replicas.axes)
-        groups.setdefault((mesh, axes), []).append(at)
-    found = [share for _, share in listed]
-    for (mesh, axes), places in groups.items():
-        flat = torch.cat([found[at].flatten() for at in places])
-        for axis in axes:
-            assert mesh is not None
-            flat = _sum_over(mesh.get_group(axis), flat)
-        start = 0
-        for at in places:
-            stop = start + found[at].numel()
-            found[at] = flat[start:stop].view_as(found[at])
-            start = stop
-    return found
-
-
-def _sum_over(group: dist.ProcessGroup, share: torch.Tensor) -> torch.Tensor:
-    whole = share.to(device_for(group))
-    with wire(_PHASE):
-        dist.all_reduce(whole, group=group)
-    return whole.cpu()
+def _summed(shard: LocalShard, share: torch.Tensor) -> torch.Tensor:
+    """Return the sum of shares over the mesh axes that cut a matrix; every rank calls it."""
+    matrix = shard.whole
+    groups = map(matrix.device_mesh.get_group, cut_axes(matrix)) if isinstance(matrix, DTensor) else ()
+    for group in groups:
+        whole = share.to(device_for(group))
+        with wire(_PHASE):
+            dist.all_reduce(whole, group=group)
+        share = whole.cpu()
+    return share
 
 
 def _descend(held: Mapping[str, LocalShard], target: Target) -> bool:

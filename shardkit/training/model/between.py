@@ -18,9 +18,8 @@ from shardkit.training.ranks.agree import (
     Mask,
     agreed,
     gather_json,
+    gather_masks,
     numbered,
-    plain_mask,
-    read_mask,
     say,
     world,
 )
@@ -118,19 +117,16 @@ def compare_parameters(
     trains = {names[0]: takes_gradient for names, takes_gradient in parameters}
     tied = [names for names, _ in parameters if sum(name in ctx.expected for name in names) > 1]
     order = tuple(trains)
-    trained = plain_mask([name for name in order if trains[name]], order)
-    told = [
-        (sees, ties, mask)
-        for sees, ties, mask in gather_json([ctx.weights is not None, tied, trained], phase=_PHASE)
-    ]
+    masks = gather_masks([name for name in order if trains[name]], order, phase=_PHASE)
+    told = gather_json([ctx.weights is not None, tied], phase=_PHASE)
     with agreed(_PHASE):
-        _refuse_frozen_apart(order, [read_mask(mask, order) for _, _, mask in told])
+        _refuse_frozen_apart(order, masks)
         # The first rank that sees the source reads, for all that have the tie.
         mine = [
             names
             for names in tied
             if world()[0]
-            == next((at for at, (sees, ties, _) in enumerate(told) if sees and list(names) in ties), None)
+            == next((at for at, (sees, ties) in enumerate(told) if sees and list(names) in ties), None)
         ]
         found = [] if ctx.weights is None else diverged_ties(mine, ctx.weights)
         LayoutError.raise_for(

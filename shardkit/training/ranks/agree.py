@@ -125,19 +125,10 @@ def gather_masks(names: Collection[str], order: Sequence[str], *, phase: str) ->
     Raises:
         ResourceError: as `gather_json` does.
     """
-    return [read_mask(each, order) for each in gather_json(plain_mask(names, order), phase=phase)]
-
-
-def plain_mask(names: Collection[str], order: Sequence[str]) -> list[Any]:
-    """Return which names of an order this rank has, as plain data to send beside others."""
     mine = "".join("1" if name in names else "0" for name in order)
-    return [crc32("\n".join(order).encode()), f"{int(mine or '0', 2):x}"]
-
-
-def read_mask(plain: Sequence[Any], order: Sequence[str]) -> Mask:
-    """Return the mask that a rank encoded with `plain_mask`."""
-    other, bits = plain
-    return Mask(other, f"{int(bits, 16):0{len(order)}b}")
+    plain = [crc32("\n".join(order).encode()), f"{int(mine or '0', 2):x}"]
+    told = gather_json(plain, phase=phase)
+    return [Mask(other, f"{int(bits, 16):0{len(order)}b}") for other, bits in told]
 
 
 def broadcast_json(value: Any, source: int, *, phase: str = "sending") -> Any:

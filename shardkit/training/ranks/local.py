@@ -58,7 +58,12 @@ def places(model: nn.Module, *, once: bool = False) -> Iterator[ModuleTensor]:
         model: wrapped or not.
         once: list a module that lies at several paths at the first of them only.
     """
-    for path, module in model.named_modules(remove_duplicate=once):
+    return places_of(model.named_modules(remove_duplicate=once))
+
+
+def places_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[ModuleTensor]:
+    """Yield the parameters and buffers of some modules, given by path, as `places` does."""
+    for path, module in modules:
         hidden = non_persistent_buffers(module)
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             yield ModuleTensor(full_name(path, name), path, module, name, parameter, "parameter", True)
