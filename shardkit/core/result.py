@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html import escape as html_escape
 from typing import Any
 
@@ -25,8 +25,11 @@ class Result:
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data; docs/schemas describes it."""
-        content: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
+        """Return the result as plain data, without `holdings`; docs/schemas describes it."""
+        has_holdings = hasattr(self, "holdings")
+        plain: Any = replace(self, holdings=None) if has_holdings else self  # type: ignore[type-var]
+        content: dict[str, Any] = asdict(plain)
+        content.pop("holdings", None)
         return content
 
     def _repr_html_(self) -> str:

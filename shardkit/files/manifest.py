@@ -468,6 +468,16 @@ def every_file(manifest: Manifest) -> Iterator[SavedFile]:
         yield manifest.metadata
 
 
+def follows_links(manifest: Manifest) -> bool:
+    """True if links count as files in what a manifest describes, as in the Hub's cache."""
+    return isinstance(manifest, HubModel) or (isinstance(manifest, FileList) and manifest.layout == "hub")
+
+
+def crc_of(file: SavedFile) -> int | None:
+    """Return the recorded CRC-32 of a file; None if there is none."""
+    return file.crc32 if isinstance(file, File) else None
+
+
 def all_tensors(manifest: Manifest) -> Mapping[str, Tensor]:
     """Return every tensor that a manifest lists, by name."""
     return (None if isinstance(manifest, SavedState) else manifest.tensors) or {}

@@ -261,7 +261,7 @@ def _is_unchanged(
         status = storage.stat(place)
         data = read_small(place, name, _MAX_TEXT) if status.st_size <= _MAX_TEXT else b""
         if listed is not None and listed.size == status.st_size:
-            crc = listed.crc32 if isinstance(listed, manifest.File) else None
+            crc = manifest.crc_of(listed)
             if crc is not None and int(crc32(data)) == crc:
                 return True
             # Without digests: nothing wrote to it since the manifest, which is written after it.

@@ -181,7 +181,7 @@ def _take(read: _Read, catalogs: Iterable[Catalog], found: SourceManifests) -> N
     """Give files the checksums of a manifest."""
     listed, tensors = _listed(read), manifest.all_tensors(read.content)
     for path, file in listed.items():
-        crc = file.crc32 if isinstance(file, manifest.File) else None
+        crc = manifest.crc_of(file)
         if crc is not None and storage.isfile(path) and storage.getsize(path) == file.size:
             found.files.setdefault(path, crc)
     for catalog in catalogs:

@@ -9,13 +9,14 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from shardkit.core.catalog import FileStamp
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32, crc32_combine, zeros
+from shardkit.files.listing import walk
 from shardkit.files.strict_json import FOLLOWS_LINKS, open_regular, read_exactly, stamp_of
 from shardkit.formats.dcp.directory import is_dcp
 
@@ -32,7 +33,7 @@ class BesideFile(NamedTuple):
     name: str
     """Relative to the checkpoint."""
     stamp: FileStamp
-    is_executable: bool
+    is_executable: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,21 +59,6 @@ class Survey:
             yield f"{are} not copied: {listed(self.links)}"
         if self.special:
             yield f"pipes, sockets and devices are not copied: {listed(self.special)}"
-
-
-def walk(path: str) -> Iterator[tuple[str, str, list[str], list[str]]]:
-    """Yield (path, name, directories in it, files in it) of a directory and of each below it, in order.
-
-    The name is relative to `path`; that of `path` itself is "". Directories that a caller takes out of the list are
-    passed over.
-
-    Raises:
-        ResourceError: a directory cannot be listed.
-    """
-    for here, directories, names in storage.walk(path, onerror=_cannot_list):
-        directories.sort()
-        folder = os.path.relpath(here, path)
-        yield here, "" if folder == os.curdir else folder, directories, names
 
 
 def survey(path: str) -> Survey:
@@ -148,13 +134,6 @@ def check_survey(path: str, found: Survey) -> None:
         )
 
 
-def _cannot_list(error: OSError) -> NoReturn:
-    raise ResourceError(
-        f"{escape(str(error.filename))} cannot be listed: {error.strerror}",
-        hint="give yourself permission to read it",
-    ) from None
-
-
 def _add(found: Survey, path: str, name: str) -> None:
     try:
         follows = FOLLOWS_LINKS.get() and storage.exists(path)
@@ -195,21 +174,14 @@ class _Hashes:
 
 
 def copy_file(
-    source: str,
-    file: BesideFile,
-    directory: str,
-    *,
-    path: str | None = None,
-    digest: bool = False,
-    sha256: bool = False,
+    path: str, file: BesideFile, directory: str, *, digest: bool = False, sha256: bool = False
 ) -> tuple[int | None, str | None]:
-    """Copy a file from one directory into another. Holes stay holes, and an executable stays executable.
+    """Copy a file into a directory. Holes stay holes, and an executable stays executable.
 
     Args:
-        source: the directory that it lies in.
-        file: the file, relative to `source`.
-        directory: where it goes, under the same name.
-        path: where it lies if that is not its name in `source`; links are resolved.
+        path: where it lies; links are resolved.
+        file: its name in `directory`, and its state.
+        directory: where it goes.
         digest: take its CRC-32 on the way.
         sha256: take its sha256 on the way.
 
@@ -223,8 +195,7 @@ def copy_file(
     target, hashes = os.path.join(directory, file.name), _Hashes(digest=digest, sha256=sha256)
     try:
         storage.make_folders(directory, os.path.dirname(file.name))
-        place = os.path.join(source, file.name) if path is None else storage.realpath(path)
-        with open_regular(place, file.name, follow=False) as (fd, _):
+        with open_regular(storage.realpath(path), file.name, follow=False) as (fd, _):
             mode = 0o777 if file.is_executable else 0o666
             out = storage.open_fd(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
             try:

@@ -8,10 +8,10 @@ are written while other files are still on their way to the disk.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from shardkit.core.text import KIB, escape
 from shardkit.core.threads import until_done
 from shardkit.errors import IntegrityError
 from shardkit.files import manifest, storage
-from shardkit.files.digest import combine, sha256_of
+from shardkit.files.digest import combine
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.dcp.images import DcpImage, DcpImages, RecordKind
 from shardkit.formats.dcp.writer import write_metadata
@@ -32,6 +32,7 @@ from shardkit.keys.expressions import Expression, to_json
 from shardkit.keys.renaming import KeyRule
 from shardkit.layout.layout import Layout
 from shardkit.operations.casts import DtypeRule
+from shardkit.operations.describe import OutputFiles
 from shardkit.operations.environment import traced_with
 from shardkit.transfer.execute import SYNC_THREADS, FileDigest
 from shardkit.transfer.factors.fill import Measured
@@ -187,7 +188,7 @@ def _view(mesh: Mesh) -> manifest.MeshView:
     )
 
 
-class DcpDescriptions:
+class DcpDescriptions(ExitStack):
     """Writes what lies beside the shard files. A context manager that waits for its threads.
 
     Args:
@@ -207,33 +208,27 @@ class DcpDescriptions:
         measured: Mapping[str, Measured] = MappingProxyType({}),
         shards: str | None = None,
     ) -> None:
-        self._job, self._directory, self._sha256, self._measured = job, directory, sha256, measured
+        super().__init__()
+        self._job, self._measured = job, measured
+        self._files = OutputFiles(directory, digest=True, sha256=sha256)
         self._shards, self._folder = shards or directory, os.path.basename(shards or "")
         self._images = {image.name: image for image in job.output}
         self._line_makers = [self._lines_of(kind) for kind in job.output.kinds]
         self._lists: dict[str, manifest.File] = {}
-        self._hashes: dict[str, str] = {}
-        self.manifest = b""
-        """What was written as the manifest."""
+        self._hashes: dict[str, str | None] = {}
         self._pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-describe")
+        self.callback(self._pool.shutdown, cancel_futures=True)
         self._metadata = self._pool.submit(self._write_metadata)
-
-    def __enter__(self) -> DcpDescriptions:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
 
     def add_file(self, digest: FileDigest) -> None:
         """Write the chunk list of a finished file; may be called from any thread."""
         image = self._images[digest.name]
         data = chunk_list.dump(image.name, image.size, self._job.aliases, self._lines(image, digest))
-        name = chunk_list.name_for(image.name)
-        self._write_synced(name, data)
-        if self._sha256:
-            path = os.path.join(self._shards, image.name)
-            self._hashes[image.name] = digest.sha256 or sha256_of(path, image.name)
-        self._lists[image.name] = manifest.describe_bytes(name, data, digest=True, sha256=self._sha256)
+        listed = self._files.write(chunk_list.name_for(image.name), data)
+        self._hashes[image.name] = self._files.sha256_of(
+            os.path.join(self._shards, image.name), image.name, digest.sha256
+        )
+        self._lists[image.name] = listed
 
     def _lines_of(self, kind: RecordKind) -> chunk_list.Lines | None:
         """Return the maker of chunk list lines for one kind of record; byte entries have no lines."""
@@ -258,8 +253,10 @@ class DcpDescriptions:
         scattered: Mapping[str, int],
         *,
         others: Sequence[manifest.File] = (),
-    ) -> None:
+    ) -> manifest.ListedFile:
         """Write the manifest, then let `.metadata` appear, which makes the directory a checkpoint.
+
+        Returns what describes the manifest.
 
         Args:
             digests: of every file, those of an interrupted run included.
@@ -282,9 +279,9 @@ class DcpDescriptions:
             others=tuple(others) or None,
             metadata=self._metadata.result(),
         )
-        self.manifest = manifest.dump(content)
-        self._write_synced(manifest.NAME, self.manifest)
-        storage.rename(os.path.join(self._directory, _PART), os.path.join(self._directory, METADATA))
+        listed = self._files.write(manifest.NAME, manifest.dump(content))
+        storage.rename(*(os.path.join(self._files.directory, name) for name in (_PART, METADATA)))
+        return listed
 
     def _listed(self, digest: FileDigest) -> manifest.ShardFile:
         return manifest.ShardFile(
@@ -329,7 +326,7 @@ class DcpDescriptions:
         return found
 
     def _write_metadata(self) -> manifest.File:
-        path = os.path.join(self._directory, _PART)
+        path = os.path.join(self._files.directory, _PART)
         with storage.writing(path) as (fd, stream):
             job = self._job
             write_metadata(
@@ -343,18 +340,15 @@ class DcpDescriptions:
             stream.flush()
             size = storage.fstat(fd).st_size
             crc = read_back(fd, 0, size, bytearray(1 << 20))
-        sha256 = sha256_of(path, METADATA) if self._sha256 else None
+        sha256 = self._files.sha256_of(path, METADATA)
         return manifest.File(name=METADATA, size=size, crc32=crc, sha256=sha256)
 
-    def _write_synced(self, name: str, data: bytes) -> None:
-        storage.write_file(os.path.join(self._directory, name), data)
+
+WriteBeside = Callable[[OutputFiles], list[manifest.ListedFile]]
+"""Writes the files beside the folders, and returns what the manifest says of them."""
 
 
-WriteBeside = Callable[[str], list[manifest.ListedFile]]
-"""Writes the files beside the folders into a directory, and returns what the manifest says of them."""
-
-
-class FolderDescriptions:
+class FolderDescriptions(ExitStack):
     """Describes every folder, and has the files beside them written. A context manager, as `DcpDescriptions` is.
 
     Args:
@@ -376,21 +370,17 @@ class FolderDescriptions:
         shards: str | None = None,
     ) -> None:
         assert shards is None or list(folders) == [""], "several folders have no common marker"
-        self._write_beside, self._directory, self._sha256 = write_beside, directory, sha256
-        self._stack = contextlib.ExitStack()
+        super().__init__()
+        has_digests = any(output.digest != "none" for output in folders.values())
+        self._write_beside = write_beside
+        self._files = OutputFiles(directory, digest=has_digests, sha256=sha256)
         self._of: dict[str, DcpDescriptions] = {}
         for folder, output in folders.items():
             place = os.path.join(directory, folder)
             storage.make_folders(directory, folder)
-            self._of[folder] = self._stack.enter_context(
+            self._of[folder] = self.enter_context(
                 DcpDescriptions(output, place, sha256=sha256, measured=measured, shards=shards)
             )
-
-    def __enter__(self) -> FolderDescriptions:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def add_file(self, digest: FileDigest) -> None:
         """Write the chunk list of a finished file; may be called from any thread."""
@@ -399,29 +389,21 @@ class FolderDescriptions:
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         """Write the files beside the folders, then let each folder become a checkpoint."""
-        beside = self._write_beside(self._directory)
+        listed = self._write_beside(self._files)
+        beside = tuple(listed)
         for folder, descriptions in self._of.items():
             own = {
                 os.path.basename(name): replace(digest, name=os.path.basename(name))
                 for name, digest in digests.items()
                 if os.path.dirname(name) == folder
             }
-            descriptions.finish(own, scattered, others=() if folder else beside)
-        if "" not in self._of:
-            self._write_manifest(beside)
-
-    def _write_manifest(self, beside: list[manifest.ListedFile]) -> None:
-        """Write the manifest of the whole: the files beside the folders, and the folders' manifests."""
-        own = [
-            manifest.describe_bytes(
-                os.path.join(folder, manifest.NAME), each.manifest, digest=True, sha256=self._sha256
+            inner = descriptions.finish(own, scattered, others=() if folder else beside)
+            listed.append(replace(inner, name=os.path.join(folder, manifest.NAME)))
+        if "" not in self._of:  # the manifest of the whole: the files beside the folders, and their manifests
+            content = manifest.FileList(
+                tool=manifest.TOOL,
+                folders=tuple(self._of),
+                files=tuple(sorted(listed, key=attrgetter("name"))),
+                unlisted=(),
             )
-            for folder, each in self._of.items()
-        ]
-        content = manifest.FileList(
-            tool=manifest.TOOL,
-            folders=tuple(self._of),
-            files=tuple(sorted((*beside, *own), key=attrgetter("name"))),
-            unlisted=(),
-        )
-        storage.write_file(os.path.join(self._directory, manifest.NAME), manifest.dump(content))
+            self._files.write(manifest.NAME, manifest.dump(content))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
 
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, is_contiguous
-from shardkit.files import manifest, storage
-from shardkit.files.digest import combine, sha256_of
+from shardkit.files import manifest
+from shardkit.files.digest import combine
 from shardkit.keys.expressions import Opaque, to_json
+from shardkit.operations.describe import OutputFiles
 from shardkit.operations.describe_dcp import WriteBeside
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.rank_files import RankImages
@@ -60,7 +62,7 @@ class FilesOutput:
         )
 
 
-class FileDescriptions:
+class FileDescriptions(ExitStack):
     """Has the files beside those of the ranks written, and then the manifest. A context manager.
 
     Args:
@@ -73,14 +75,9 @@ class FileDescriptions:
     def __init__(
         self, job: FilesOutput, write_beside: WriteBeside, directory: str, *, sha256: bool = False
     ) -> None:
-        self._job, self._write_beside, self._directory = job, write_beside, directory
-        self._sha256 = sha256
-
-    def __enter__(self) -> FileDescriptions:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        super().__init__()
+        self._job, self._write_beside = job, write_beside
+        self._files = OutputFiles(directory, digest=job.digest != "none", sha256=sha256)
 
     def add_file(self, digest: FileDigest) -> None:
         """Do nothing: a finished file needs no description of its own."""
@@ -92,13 +89,13 @@ class FileDescriptions:
             digests: of every file, those of an interrupted run included.
             scattered: CRC-32 of every scattered tensor, by its source name.
         """
-        beside = self._write_beside(self._directory)
+        beside = self._write_beside(self._files)
         has_digests = self._job.digest != "none"
         content = replace(
             self._job.describe(self._tensor_crcs(digests, scattered) if has_digests else {}),
             files=tuple(sorted((*beside, *map(self._listed, digests.values())), key=attrgetter("name"))),
         )
-        storage.write_file(os.path.join(self._directory, manifest.NAME), manifest.dump(content))
+        self._files.write(manifest.NAME, manifest.dump(content))
 
     def _listed(self, digest: FileDigest) -> manifest.ListedFile:
         image = next(image for image in self._job.output if image.name == digest.name)
@@ -107,12 +104,11 @@ class FileDescriptions:
             name=digest.name,
             size=digest.size,
             crc32=digest.crc32,
-            sha256=self._sha256_of(digest) if self._sha256 else None,
+            sha256=self._files.sha256_of(
+                os.path.join(self._files.directory, digest.name), digest.name, digest.sha256
+            ),
             extents=tuple((hole.start, hole.nbytes, crc) for hole, crc in holes if hole.nbytes) or None,
         )
-
-    def _sha256_of(self, digest: FileDigest) -> str:
-        return digest.sha256 or sha256_of(os.path.join(self._directory, digest.name), digest.name)
 
     def _tensor_crcs(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> dict[str, int]:
         """Return the CRC-32 of every tensor's logical bytes, as `describe_dcp.Descriptions` does."""

@@ -272,7 +272,7 @@ class _Builder:
         name = self._names(file) if fqn is None else file.name.removesuffix(f":{fqn}")
         if name not in self._files:
             self._files[name] = len(self._files)
-            self._sizes.append(file.size if file.decode is None else _size_on_disk(file.path))
+            self._sizes.append(file.size if file.decode is None else size_on_disk(file.path))
             self._plain.append(file.decode is None)
         return self._files[name]
 
@@ -478,7 +478,8 @@ def _template(fqn: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))
 
 
-def _size_on_disk(path: str) -> int:
+def size_on_disk(path: str) -> int:
+    """Return the bytes of a file; 0 if it cannot be asked."""
     try:
         return storage.stat(path).st_size
     except OSError:

@@ -141,8 +141,7 @@ class Kept:
             if not is_remote(path):
                 storage.make_directories(os.path.dirname(path))
             write_small(path, data)
-            described = manifest.describe_bytes(f"{SAVED_ASSETS}/{name}", data, digest=True, sha256=False)
-            written.append(manifest.File(name=described.name, size=described.size, crc32=described.crc32))
+            written.append(manifest.describe_bytes(f"{SAVED_ASSETS}/{name}", data, digest=True, sha256=False))
         if problems:
             warnings.warn(
                 f"not kept beside the checkpoint: {'; '.join(problems)}; consolidate takes it from --base MODEL",

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import shardkit
 from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
-from shardkit.operations import companions, reshard
+from shardkit.operations import companions, describe
 from shardkit.operations.companions import copy_file, survey
 from tests.operations.reshard.test_reshard import content
 
@@ -152,11 +152,11 @@ def test_entries_of_single_ranks_are_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_meanwhile(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copy_later(where: str, file: Any, directory: str, **options: bool) -> tuple[int | None, str | None]:
+    def copy_later(path: str, file: Any, directory: str, **options: bool) -> tuple[int | None, str | None]:
         (source / "scheduler.pt").write_bytes(b"rewritten")
-        return copy_file(where, file, directory, **options)
+        return copy_file(path, file, directory, **options)
 
-    monkeypatch.setattr(reshard, "copy_file", copy_later)
+    monkeypatch.setattr(describe, "copy_file", copy_later)
     with pytest.raises(IntegrityError, match=r"scheduler\.pt changed"):
         shardkit.reshard(source, str(tmp_path / "out"), world_size=2)
     assert os.listdir(tmp_path) == ["checkpoint-2"]
@@ -170,8 +170,9 @@ def test_a_file_that_is_replaced_never_hangs(source: Path, tmp_path: Path, repla
         os.mkfifo(source / file.name)
     elif replacement == "link":
         (source / file.name).symlink_to("/etc/hostname")
+    (tmp_path / "target").mkdir()
     with pytest.raises(IntegrityError, match="changed"):
-        copy_file(str(source), file, str(tmp_path / "target"))
+        copy_file(str(source / file.name), file, str(tmp_path / "target"))
 
 
 def test_a_full_disk_while_files_are_copied(

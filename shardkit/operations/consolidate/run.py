@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from shardkit.core.catalog import FileStamp
@@ -16,16 +17,17 @@ from shardkit.core.text import count, escape
 from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 from shardkit.files import manifest, storage
-from shardkit.files.digest import combine, crc32, sha256_of
+from shardkit.files.digest import combine, crc32
 from shardkit.formats.contract import OpenedHubModel
 from shardkit.formats.hub.assets import CONFIG, is_weights
 from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file, select_weights
 from shardkit.formats.recorded import SourceManifests
 from shardkit.layout.traced import ClassAnswer, ClassQuestion, asking
-from shardkit.operations.companions import BesideFile, copy_file
+from shardkit.operations.companions import BesideFile
 from shardkit.operations.consolidate.assets import Asset, TrainedModule
 from shardkit.operations.consolidate.job import ConsolidateJob
+from shardkit.operations.describe import OutputFiles
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 
@@ -33,7 +35,7 @@ _PART = ".part"
 _SWITCHED_OFF = "--ask-class off"
 
 
-class HubDescriptions:
+class HubDescriptions(ExitStack):
     """Writes config, tokenizer and the like, then the index. Then it reads everything back.
 
     Args:
@@ -57,26 +59,20 @@ class HubDescriptions:
         on_written: Callable[[], object],
         shards: str | None = None,
     ) -> None:
+        super().__init__()
         self._job, self._directory, self._shards = job, directory, shards or directory
         self._on_manifest = on_manifest
         self._manifests, self._has_digests = manifests, job.options.digest != "none"
-        self._sha256, self._moving = job.options.sha256, moving
-        self._on_written = on_written
-        self._hashes: dict[str, str] = {}
-
-    def __enter__(self) -> HubDescriptions:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        self._files = OutputFiles(directory, digest=self._has_digests, sha256=job.options.sha256)
+        self._moving, self._on_written = moving, on_written
+        self._hashes: dict[str, str | None] = {}
 
     def add_file(self, digest: FileDigest) -> None:
         """Write a header that no tensor follows, and take a finished file's sha256."""
         for image in self._job.output:
             if image.name == digest.name and not image.tensors:
-                self._write_synced(image.name, image.header)
-        if self._sha256:
-            self._hashes[digest.name] = self._sha256_of(digest)
+                self._files.write(image.name, image.header)
+        self._hashes[digest.name] = self._sha256_of(digest)
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         """Write the rest, the index last, and check that the output is what was decided.
@@ -90,48 +86,38 @@ class HubDescriptions:
             SourceError, ResourceError: a file beside the weights cannot be read or written.
         """
         self._on_written()
-        others, copies = list[manifest.File](), list[tuple[str, str, int | None]]()
-        for asset in self._job.assets:
-            is_large = asset.path is not None and is_weights(asset.name)
-            data = b"" if is_large else asset.read()
-            others.append(self._copy(asset) if is_large else self._write_listed(asset.name, data))
-            if asset.path is not None:
-                crc = others[-1].crc32 if is_large else int(crc32(data))
-                copies.append((asset.name, asset.path, crc))
-        self._manifests.check_copies(copies)
+        others = [self._write_asset(asset) for asset in self._job.assets]
+        self._manifests.check_copies(self._files.copies)
         others += [self._move(module) for module in self._job.modules]
-        if not self._has_digests:
-            others = [replace(entry, crc32=None) for entry in others]
         index = self._job.output.index()
         if index is not None:
-            others.append(self._entry(self._job.output.index_name, index))
+            others.append(self._files.describe(self._job.output.index_name, index))
         if self._job.options.is_recorded:
             self._write_manifest(digests, others)
         if index is not None:
             # The index makes a model of a directory of several files. So it gets its name only when it is whole.
             name = self._job.output.index_name
-            self._write_synced(name + _PART, index)
+            self._files.write(name + _PART, index)
             storage.rename(os.path.join(self._directory, name + _PART), os.path.join(self._directory, name))
         if self._shards == self._directory:
             check_output(self._job, self._directory)
 
-    def _sha256_of(self, digest: FileDigest) -> str:
-        return digest.sha256 or sha256_of(os.path.join(self._shards, digest.name), digest.name)
+    def _sha256_of(self, digest: FileDigest) -> str | None:
+        return self._files.sha256_of(os.path.join(self._shards, digest.name), digest.name, digest.sha256)
 
     def _write_manifest(self, digests: Mapping[str, FileDigest], others: list[manifest.File]) -> None:
-        if self._sha256:
-            for name in digests.keys() - self._hashes.keys():  # of an interrupted run
-                self._hashes[name] = self._sha256_of(digests[name])
+        for name in digests.keys() - self._hashes.keys():  # of an interrupted run
+            self._hashes[name] = self._sha256_of(digests[name])
         data = manifest.dump(self._manifest(digests, others))
         if self._job.options.manifest:
-            self._write_synced(manifest.NAME, data)
+            self._files.write(manifest.NAME, data)
         self._on_manifest(data)
 
     def _manifest(
         self, digests: Mapping[str, FileDigest], others: Sequence[manifest.File]
     ) -> manifest.HubModel:
         return replace(
-            self._job.describe(self._tensor_crcs(digests) if self._job.options.digest != "none" else {}),
+            self._job.describe(self._tensor_crcs(digests) if self._has_digests else {}),
             files=tuple(
                 manifest.File(
                     name=image.name,
@@ -154,27 +140,16 @@ class HubDescriptions:
                 found[tensor.fqn] = combine([(next(crcs), hole.nbytes) for _, hole in holes])
         return found
 
-    def _write_listed(self, name: str, data: bytes) -> manifest.File:
-        """Write a file; return what the manifest says of it."""
-        self._write_synced(name, data)
-        return self._entry(name, data)
-
-    def _copy(self, asset: Asset) -> manifest.File:
-        """Copy a module's own weights block by block; return what the manifest says of them."""
-        assert asset.path is not None
+    def _write_asset(self, asset: Asset) -> manifest.File:
+        """Write a file beside the weights; a module's own weights are copied block by block."""
+        if asset.path is None or not is_weights(asset.name):
+            return self._files.write(asset.name, asset.read(), path=asset.path)
         try:
-            stamp = FileStamp.of(storage.stat(asset.path))
+            file = BesideFile(asset.name, FileStamp.of(storage.stat(asset.path)))
         except OSError as error:
             raise ResourceError(f"cannot copy {escape(asset.name)}: {error.strerror}") from error
-        crc, sha256 = copy_file(
-            os.path.dirname(asset.path),
-            BesideFile(asset.name, stamp, is_executable=False),
-            self._directory,
-            path=asset.path,
-            digest=self._has_digests or self._manifests.crc_of(asset.path) is not None,
-            sha256=self._sha256,
-        )
-        return manifest.File(name=asset.name, size=stamp.size, crc32=crc, sha256=sha256)
+        is_recorded = self._manifests.crc_of(asset.path) is not None
+        return self._files.copy(file, asset.path, is_recorded=is_recorded)
 
     def _move(self, module: TrainedModule) -> manifest.File:
         """Write a module's weights from the checkpoint; return what the manifest says of them."""
@@ -189,18 +164,9 @@ class HubDescriptions:
             check=SourceCheck(module.catalog) if self._moving.check_source else None,
         ).run()
         digest = digests[module.file]
-        path = os.path.join(self._directory, module.file)
-        sha256 = sha256_of(path, module.file) if self._sha256 else None
-        return manifest.File(name=module.file, size=digest.size, crc32=digest.crc32, sha256=sha256)
-
-    def _entry(self, name: str, data: bytes) -> manifest.File:
-        return manifest.describe_bytes(
-            name, data, digest=self._job.options.digest != "none", sha256=self._sha256
-        )
-
-    def _write_synced(self, name: str, data: bytes) -> None:
-        storage.make_folders(self._directory, os.path.dirname(name))
-        storage.write_file(os.path.join(self._directory, name), data)
+        sha256 = self._files.sha256_of(os.path.join(self._directory, module.file), module.file)
+        crc = digest.crc32 if self._has_digests else None
+        return manifest.File(name=module.file, size=digest.size, crc32=crc, sha256=sha256)
 
 
 def check_output(job: ConsolidateJob, directory: str) -> None:

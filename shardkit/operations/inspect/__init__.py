@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -22,10 +21,10 @@ from shardkit.core.result import Result
 from shardkit.core.text import escape, listed
 from shardkit.errors import LayoutError, SourceError
 from shardkit.files import manifest, storage, stores
-from shardkit.files.home import home_of, path_in
+from shardkit.files.home import home_of
 from shardkit.files.links import may_follow_links
+from shardkit.files.listing import unlike
 from shardkit.files.staging import journal_of
-from shardkit.files.strict_json import status_of
 from shardkit.formats.contract import Checkpoint, OpenedHubModel, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dequantize import why_scaled
@@ -37,7 +36,7 @@ from shardkit.keys.quantised import why_quantised
 from shardkit.keys.ties import ties_embeddings
 from shardkit.layout.recorded import recorded_layout
 from shardkit.operations.casts import DTypeCount, count_dtypes
-from shardkit.operations.holdings import Holdings, hold, shared_extents
+from shardkit.operations.holdings import Holdings, hold, shared_extents, size_on_disk
 from shardkit.operations.leftovers import Leftover, leftover_at, refuse
 from shardkit.operations.resolve import stands_for
 from shardkit.osft.plan import stored_targets
@@ -159,12 +158,6 @@ class InspectResult(Result):
     holdings: Holdings | None = None
     """Which rank and which file holds which bytes; None unless it was asked for. Its `to_json` is its own."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data, without `holdings`."""
-        plain = asdict(replace(self, holdings=None))
-        del plain["holdings"]
-        return plain
-
 
 @may_follow_links
 def inspect(
@@ -266,10 +259,6 @@ def _quantised(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Iter
 def _inspect_hub(path: str, checkpoint: Checkpoint, model: OpenedHubModel, *, unfold: bool) -> InspectResult:
     catalog, config = model.catalog, model.config or {}
     found = [_Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values()]
-    held = {file.name: 0 for file in catalog.files}
-    for fqn in catalog.tensors:
-        file = catalog.files[catalog.chunks.file[catalog.tensors[fqn].first_chunk]].name
-        held[file] += catalog.tensors[fqn].nbytes
     notes = catalog.notes
     if ties_embeddings(config):
         notes += ("config.json ties the word embeddings: input and output are one parameter",)
@@ -281,24 +270,11 @@ def _inspect_hub(path: str, checkpoint: Checkpoint, model: OpenedHubModel, *, un
         format=catalog.format,
         model_class=model_class_of(config),
         **_tensor_fields(found, unfold=unfold),
-        files=tuple(_hub_files(model.identity, held)),
+        files=tuple(_files(catalog, ())),
         objects=catalog.objects,
         notes=notes,
         **_target_fields(found),
     )
-
-
-def _hub_files(source: manifest.RecordedSource, held: Mapping[str, int]) -> Iterator[InspectedFile]:
-    """Yield the weight files. A legacy file is one file, though each of its tensors has an entry of its own."""
-    nbytes = {file.name: 0 for file in source.files}
-    for entry, size in held.items():
-        name = entry  # of a legacy file: FILE:TENSOR
-        while name not in nbytes and ":" in name:
-            name = name.rpartition(":")[0]
-        if name in nbytes:
-            nbytes[name] += size
-    for file in source.files:
-        yield InspectedFile(name=file.name, file_bytes=file.size_bytes, tensor_bytes=nbytes[file.name])
 
 
 def _inspect_sharded(
@@ -337,7 +313,7 @@ def _inspect_sharded(
     )
 
 
-def _files(catalog: Catalog, copies: set[str]) -> Iterator[InspectedFile]:
+def _files(catalog: Catalog, copies: Collection[str]) -> Iterator[InspectedFile]:
     """Yield the files with the bytes of tensors in each. What exists only decoded counts for the file that holds it."""
     held: dict[str, int] = {file.name: 0 for file in catalog.files if file.decode is None}
     sizes = {file.name: file.size for file in catalog.files if file.decode is None}
@@ -350,17 +326,10 @@ def _files(catalog: Catalog, copies: set[str]) -> Iterator[InspectedFile]:
             file = files[chunks.file[row]]
             name = file.name if file.decode is None else file.name.removesuffix(f":{fqn}")
             if name not in held:
-                held[name], sizes[name] = 0, _size_on_disk(os.path.join(catalog.directory, name))
+                held[name], sizes[name] = 0, size_on_disk(os.path.join(catalog.directory, name))
             held[name] += region.num_elements * entry.dtype.itemsize
     for name, nbytes in held.items():
         yield InspectedFile(name=name, file_bytes=sizes[name], tensor_bytes=nbytes)
-
-
-def _size_on_disk(path: str) -> int:
-    try:
-        return storage.stat(path).st_size
-    except OSError:
-        return 0
 
 
 def _inspect_presharded(
@@ -420,24 +389,15 @@ def _units(units: Iterable[manifest.Unit]) -> tuple[InspectedUnits, ...]:
 def _differences(directory: str, said: manifest.Presharded) -> Iterator[str]:
     """Yield what differs between the directory and the manifest: names and sizes, no digests."""
     described = [each for file in said.files for each in (file, file.chunks)]
-    known = {file.name: file.size for file in (*([said.metadata] if said.metadata else ()), *described)}
-    for name, size in known.items():
-        held = _file_size(path_in(directory, name))
+    known = {file.name: file for file in (*([said.metadata] if said.metadata else ()), *described)}
+    for name, held in unlike(directory, known.values()).items():
         if held is None:
             yield f"{escape(name)}: the manifest lists it, and there is no such file"
-        elif held != size:
-            yield f"{escape(name)}: {size} bytes in the manifest, {held} on disk"
+        else:
+            yield f"{escape(name)}: {known[name].size} bytes in the manifest, {held} on disk"
     stale = sorted(n for n in storage.listdir(directory) if n.endswith(_SHARD_SUFFIX) and n not in known)
     if stale:
         yield f"{len(stale)} {_SHARD_SUFFIX} files are not of this checkpoint: {listed(stale)}"
-
-
-def _file_size(path: str) -> int | None:
-    try:
-        status = status_of(path)
-    except OSError:
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 class _Tensor(NamedTuple):

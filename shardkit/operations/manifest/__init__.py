@@ -22,11 +22,11 @@ from shardkit.files import manifest, storage, stores
 from shardkit.files.digest import FileBytes, Scan, combine, place_of
 from shardkit.files.home import home_of, path_in
 from shardkit.files.links import is_snapshot, may_follow_links
+from shardkit.files.listing import FolderContent, list_files
 from shardkit.formats.registry import directory_of, format_of
 from shardkit.operations.destination import check_sidecar, write_sidecar
 from shardkit.operations.resolve import stands_for
 from shardkit.operations.verify.bytes import scan_whole
-from shardkit.operations.verify.manifest import FolderContent, list_files
 from shardkit.operations.verify.result import Report, in_threads
 from shardkit.operations.verify.structure import Structure, check_structure
 

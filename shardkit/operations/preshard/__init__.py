@@ -10,7 +10,7 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -83,12 +83,6 @@ class PreshardResult(WriteResult):
     """(name, reason) of files that hold weights beside the model's own; they are not in the output either."""
     holdings: Holdings | None = None
     """Which rank and which file holds which bytes; None unless it was asked for. Its `to_json` is its own."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data, without `holdings`."""
-        plain = asdict(replace(self, holdings=None))
-        del plain["holdings"]
-        return plain
 
 
 @may_follow_links
@@ -244,14 +238,7 @@ def _describe(
     job: PreshardJob, run: OsftRun | None, directory: str, *, sha256: bool, shards: str | None = None
 ) -> FolderDescriptions | FileDescriptions:
     """Return the writer of the files beside the shards in a directory."""
-    write_beside = partial(
-        write_companions,
-        job.profile,
-        job.assets,
-        job.layout.mesh.size,
-        job.part.digest,
-        sha256=sha256,
-    )
+    write_beside = partial(write_companions, job.profile, job.assets, job.layout.mesh.size)
     if isinstance(job.part, FilesOutput):
         return FileDescriptions(job.part, write_beside, directory, sha256=sha256)
     return FolderDescriptions(

@@ -30,7 +30,8 @@ from shardkit.keys.quantised import EXPORT_CONFIG
 from shardkit.keys.rule_sets import shipped
 from shardkit.layout.choice.factored import factors_below
 from shardkit.layout.layout import Layout
-from shardkit.operations.companions import BesideFile, copy_file
+from shardkit.operations.companions import BesideFile
+from shardkit.operations.describe import OutputFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,13 +300,7 @@ def companions_of(profile: Profile, world_size: int) -> dict[str, bytes]:
 
 
 def write_companions(
-    profile: Profile,
-    assets: Mapping[str, str],
-    world_size: int,
-    digest: str,
-    directory: str,
-    *,
-    sha256: bool,
+    profile: Profile, assets: Mapping[str, str], world_size: int, output: OutputFiles
 ) -> list[manifest.ListedFile]:
     """Write the files that the trainer reads beside the shards; return what the manifest says of them.
 
@@ -313,20 +308,10 @@ def write_companions(
         profile: says which.
         assets: files that are copied: name in the output -> path.
         world_size: number of ranks.
-        digest: "crc32" or "none".
-        directory: where the output goes.
-        sha256: take the sha256 of each.
+        output: where they go.
     """
-    companions = companions_of(profile, world_size)
-    for name, data in companions.items():
-        storage.make_folders(directory, os.path.dirname(name))
-        storage.write_file(os.path.join(directory, name), data)
-    written = [
-        manifest.describe_bytes(name, data, digest=digest != "none", sha256=sha256)
-        for name, data in companions.items()
+    written = [output.write(name, data) for name, data in companions_of(profile, world_size).items()]
+    copied = [
+        output.copy(BesideFile(name, FileStamp.of(storage.stat(path))), path) for name, path in assets.items()
     ]
-    for name, path in assets.items():
-        file = BesideFile(name, FileStamp.of(storage.stat(path)), is_executable=False)
-        crc, taken = copy_file(path, file, directory, path=path, digest=digest != "none", sha256=sha256)
-        written.append(manifest.ListedFile(name=name, size=file.stamp.size, crc32=crc, sha256=taken))
-    return written
+    return [*written, *copied]

@@ -6,7 +6,7 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,11 @@ from shardkit.files.home import home_of
 from shardkit.files.links import may_follow_links
 from shardkit.files.stores import is_remote
 from shardkit.formats.recorded import SourceManifests
-from shardkit.operations.companions import copy_file
+from shardkit.operations.describe import OutputFiles
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.destination import default_output, label_of
 from shardkit.operations.parts.pool import in_pool
-from shardkit.operations.reshard.job import ReshardJob, build_job, take_apart
+from shardkit.operations.reshard.job import Parts, ReshardJob, build_job, take_apart
 from shardkit.operations.reshard.options import ReshardOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, adapter_file, take
 from shardkit.operations.uploading.place import check_one_folder
@@ -28,34 +28,27 @@ from shardkit.operations.write import Writer, WriteResult
 
 
 def copy_files(
-    source: str, job: ReshardJob, manifests: SourceManifests, directory: str, *, sha256: bool
+    source: str, parts: Parts, manifests: SourceManifests, output: OutputFiles
 ) -> list[manifest.ListedFile]:
     """Copy the files and the empty directories that lie beside the folders.
 
     Args:
         source: the checkpoint that they are copied from.
-        job: what is being written.
+        parts: what is being written.
         manifests: of the source; copies are compared with them.
-        directory: where the output goes.
-        sha256: take the sha256 of every file.
+        output: where they go.
 
     Returns:
         What the manifest says of them.
     """
-    has_digests = any(part.digest != "none" for part in job.folders.values())
-    for name in job.parts.empty:
-        storage.make_folders(directory, name)
+    for name in parts.empty:
+        storage.make_folders(output.directory, name)
     copied = list[manifest.ListedFile]()
-    paths = {file.name: os.path.join(source, file.name) for file in job.parts.files}
-    paths.update(job.parts.places)
-    for file in job.parts.files:
-        is_listed, path = manifests.crc_of(paths[file.name]) is not None, job.parts.places.get(file.name)
-        crc, taken = copy_file(
-            source, file, directory, path=path, digest=has_digests or is_listed, sha256=sha256
-        )
-        copied.append(manifest.ListedFile(name=file.name, size=file.stamp.size, crc32=crc, sha256=taken))
-    manifests.check_copies((entry.name, paths[entry.name], entry.crc32) for entry in copied)
-    return copied if has_digests else [replace(entry, crc32=None) for entry in copied]
+    for file in parts.files:
+        path = parts.places.get(file.name, os.path.join(source, file.name))
+        copied.append(output.copy(file, path, is_recorded=manifests.crc_of(path) is not None))
+    manifests.check_copies(output.copies)
+    return copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +141,7 @@ def reshard(options: ReshardOptions) -> ReshardResult:
         partial(
             FolderDescriptions,
             job.folders,
-            partial(copy_files, home_of(resolved.path), job, manifests, sha256=options.sha256),
+            partial(copy_files, home_of(resolved.path), parts, manifests),
             sha256=options.sha256,
         ),
         needed_bytes=job.plan.written_bytes + chunks * DESCRIPTION_BYTES + copied,

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from shardkit.core.keywords import keywords_of
-from shardkit.core.threads import NoProgress, Progress, choose_jobs
+from shardkit.core.threads import NoProgress, choose_jobs
 from shardkit.files import storage, stores
 from shardkit.files.digest import place_of
 from shardkit.files.links import may_follow_links
 from shardkit.formats.contract import Checkpoint
+from shardkit.formats.hub.repo import Repo, list_repo, named_repo
 from shardkit.operations.holdings import Holdings, hold, hold_files
-from shardkit.operations.resolve import Taken, stands_for, take
+from shardkit.operations.resolve import stands_for, take
+from shardkit.operations.verify.against import check_against, check_repo, open_comparison
 from shardkit.operations.verify.bytes import check_files, check_sample
 from shardkit.operations.verify.gaps import check_gaps
 from shardkit.operations.verify.options import VerifyOptions
@@ -24,9 +25,6 @@ from shardkit.operations.verify.orthonormality import check_factors
 from shardkit.operations.verify.result import Report, VerifyResult
 from shardkit.operations.verify.store import check_stored
 from shardkit.operations.verify.structure import Structure, check_structure
-
-if TYPE_CHECKING:
-    from shardkit.operations.verify.against import Against, AgainstRepo
 
 
 @may_follow_links
@@ -82,49 +80,32 @@ def verify(options: VerifyOptions) -> VerifyResult:
         report.add_notes(taken.notes)
     manifest_path = None if options.manifest is None else os.fspath(options.manifest)
     if options.store:
-        check_stored(path, manifest_path, report, report.progress)
+        check_stored(path, manifest_path, report)
         return _result(options, path, None, report)
     structure = check_structure(path, report, manifest_path=manifest_path)
-    if structure.checkpoint is not None:
-        check_gaps(structure.checkpoint, report, ask_class=options.ask_class)
-    compared = _opened(options, path, structure, other, report.progress)
-    repo = _listed(options, structure, num_threads)
+    checkpoint = structure.checkpoint
+    if checkpoint is not None:
+        check_gaps(checkpoint, report, ask_class=options.ask_class)
+    compared = None if options.against is None else stores.as_path(options.against)
+    comparison, commit, remote = None, None, None
+    if compared is not None:
+        comparison = open_comparison(path, checkpoint, compared, other, report.progress)
+    if options.hub is not None:
+        repo = named_repo(options.hub, options.revision) or Repo(options.hub, options.revision)
+        commit, remote = list_repo(repo.id, revision=repo.revision)
     if options.level == "full":
         check_files(structure.files, report, num_threads)
     elif options.level == "sample":
         num_bytes = options.sample_bytes(report.tensor_bytes)
         check_sample(structure.files, report, num_threads, num_bytes=num_bytes, seed=options.seed)
-    if structure.checkpoint is not None:
-        check_factors(structure.checkpoint, report, full=options.full)
-    if compared is not None:
-        compared.check(report)
-    if repo is not None:
-        repo.check(report)
-    result = _result(
-        options, path, structure.checkpoint, report, commit=None if repo is None else repo.commit
-    )
+    if checkpoint is not None:
+        check_factors(checkpoint, report, full=options.full)
+    if compared is not None and comparison is not None:
+        check_against(comparison, path, compared, report, rounded=options.rounded)
+    if remote is not None:
+        check_repo(remote, structure.directory, report, num_threads)
+    result = _result(options, path, checkpoint, report, commit=commit)
     return replace(result, holdings=_hold(structure) if options.holdings else None)
-
-
-def _opened(
-    options: VerifyOptions, path: str, structure: Structure, other: Taken | None, progress: Progress
-) -> Against | None:
-    """Return the checkpoint to compare with, opened; None if there is none. `other` is what was taken before."""
-    if options.against is None:
-        return None
-    from shardkit.operations.verify.against import Against
-
-    given = stores.as_path(options.against)
-    return Against(path, structure.checkpoint, given, other, rounded=options.rounded, progress=progress)
-
-
-def _listed(options: VerifyOptions, structure: Structure, num_threads: int) -> AgainstRepo | None:
-    """Return the repo to compare with; None if there is none."""
-    if options.hub is None:
-        return None
-    from shardkit.operations.verify.against import AgainstRepo
-
-    return AgainstRepo(structure.directory, options.hub, options.revision, num_threads)
 
 
 def _hold(structure: Structure) -> Holdings:
@@ -152,26 +133,9 @@ def _result(
         level=options.level,
         format=checkpoint.format if checkpoint is not None else None,
         writer=checkpoint.writer if checkpoint is not None else None,
-        manifests=tuple(report.manifests),
         against=None if options.against is None else os.fspath(options.against),
-        num_compared_tensors=report.num_compared_tensors,
-        num_rounded_tensors=report.num_rounded_tensors,
         repo=options.hub,
         commit=commit,
         seed=options.seed if options.level == "sample" else None,
-        num_files=len(report.files),
-        num_tensors=report.num_tensors,
-        num_chunks=report.num_chunks,
-        tensor_bytes=report.tensor_bytes,
-        num_checked_chunks=report.num_checked_chunks,
-        num_unrecorded_chunks=report.num_unrecorded_chunks,
-        num_unrecorded_tensors=len(report.unrecorded),
-        num_checked_files=report.num_checked_files,
-        read_bytes=report.read_bytes,
-        num_vouched_files=report.num_vouched_files,
-        vouched_bytes=report.vouched_bytes,
-        problems=tuple(report.problems),
-        warnings=tuple(report.warnings),
-        doubts=tuple(report.doubts),
-        notes=tuple(report.notes),
+        **report.found(),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from functools import partial
 
 from shardkit.core.dtypes import short_dtype
@@ -12,83 +13,74 @@ from shardkit.core.threads import Progress
 from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.digest import ByteReader
+from shardkit.files.listing import list_files
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint
-from shardkit.formats.hub.repo import Repo, RepoFile, list_repo, named_repo
+from shardkit.formats.hub.repo import RepoFile
 from shardkit.operations.diff import Comparison, DiffResult, TensorDiff
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.diff.sides import ComparisonWording
 from shardkit.operations.resolve import Taken, as_it_is, take
-from shardkit.operations.verify.manifest import list_files
 from shardkit.operations.verify.result import Report, in_threads
 
 
-class Against:
-    """The weights of a checkpoint, and those of another one that they should be; each that differs is a problem.
-
-    Values that are the other's, rounded to bf16 or fp16, are no problem where the stored dtypes show it.
+def open_comparison(
+    path: str, checkpoint: Checkpoint | None, other: str, taken: Taken | None, progress: Progress
+) -> Comparison | SourceError:
+    """Open a checkpoint, and another one whose weights it should have; return what keeps them from being compared.
 
     Args:
         path: what is verified.
         checkpoint: the same, opened; None if that failed.
         other: what to compare with: a checkpoint of any format or a run directory.
         taken: the checkpoint that `other` stands for, where that is known already.
-        rounded: values may be rounded even where the dtype is the same, such as bf16 values stored as fp32.
         progress: told of the bytes.
 
     Raises:
         ResourceError: one of them cannot be opened.
     """
+    diff = f"`shardkit diff {in_shell(path)} {in_shell(other)} --all`"  # verify has no --all
+    wording = ComparisonWording((escape(path), escape(other)), f"{diff} compares all")
+    try:
+        mine = take(path) if checkpoint is None else as_it_is(path, checkpoint)
+        sides = (mine, taken or take(other))
+        return Comparison(sides, DiffOptions(path, other, progress=progress), wording)
+    except SourceError as error:
+        return error
 
-    def __init__(
-        self,
-        path: str,
-        checkpoint: Checkpoint | None,
-        other: str,
-        taken: Taken | None,
-        *,
-        rounded: bool,
-        progress: Progress,
-    ) -> None:
-        self._path, self._other, self._rounded = path, other, rounded
-        self._comparison: Comparison | None = None
-        self._failure: SourceError | None = None
-        try:
-            mine = take(path) if checkpoint is None else as_it_is(path, checkpoint)
-            sides = (mine, taken or take(other))
-            diff = f"`shardkit diff {in_shell(path)} {in_shell(other)} --all`"  # verify has no --all
-            wording = ComparisonWording((escape(path), escape(other)), f"{diff} compares all")
-            self._comparison = Comparison(sides, DiffOptions(path, other, progress=progress), wording)
-        except SourceError as error:
-            self._failure = error
 
-    def check(self, report: Report) -> None:
-        """Compare them, and report what differs.
+def check_against(
+    comparison: Comparison | SourceError, path: str, other: str, report: Report, *, rounded: bool
+) -> None:
+    """Compare the weights of a checkpoint with those of another one; each that differs is a problem.
 
-        Raises:
-            SourceError: they cannot be compared. If problems were found before, a note says so instead.
-        """
-        failure, result = self._failure, None
-        if self._comparison is not None:
-            try:
-                result = self._comparison.compare()
-            except SourceError as error:
-                failure = error
-        path, other = self._path, self._other
-        if failure is not None:
-            if not report.problems:
-                raise failure
-            report.add_notes([f"not compared with {escape(other)}: {failure.message}"])
-            return
-        assert result is not None
-        report.add_notes(result.notes)
-        report.warnings += result.warnings
-        if result.resolved_b.rstrip("/") != other.rstrip("/"):
-            report.add_notes([f"{escape(other)}: took {escape(result.resolved_b)}"])
-        report.num_compared_tensors += result.count("equal", "close", "rounded", "folded", "dtype", "values")
-        _report_rounded(result, path, other, report, rounded=self._rounded)
-        for tensor in result.differences:
-            _report(tensor, escape(other), report)
+    Values that are the other's, rounded to bf16 or fp16, are no problem where the stored dtypes show it.
+
+    Args:
+        comparison: of `open_comparison`, with `path` and `other`.
+        report: gets what differs.
+        rounded: values may be rounded even where the dtype is the same, such as bf16 values stored as fp32.
+
+    Raises:
+        SourceError: they cannot be compared. If problems were found before, a note says so instead.
+    """
+    try:
+        if isinstance(comparison, SourceError):
+            raise comparison
+        result = comparison.compare()
+    except SourceError as error:
+        if not report.problems:
+            raise
+        report.add_notes([f"not compared with {escape(other)}: {error.message}"])
+        return
+    report.add_notes(result.notes)
+    report.warnings += result.warnings
+    if result.resolved_b.rstrip("/") != other.rstrip("/"):
+        report.add_notes([f"{escape(other)}: took {escape(result.resolved_b)}"])
+    report.num_compared_tensors += result.count("equal", "close", "rounded", "folded", "dtype", "values")
+    _report_rounded(result, path, other, report, rounded=rounded)
+    for tensor in result.differences:
+        _report(tensor, escape(other), report)
 
 
 def _report_rounded(result: DiffResult, path: str, other: str, report: Report, *, rounded: bool) -> None:
@@ -141,46 +133,32 @@ _LEFT_OUT = (".gitattributes", "shardkit.json")
 """What the Hub or shardkit puts beside a model; it is no part of the model."""
 
 
-class AgainstRepo:
-    """The files of a directory, which should be those of a repo.
+def check_repo(remote: Mapping[str, RepoFile], directory: str, report: Report, jobs: int) -> None:
+    """Report the files that differ from those of a repo, that are missing, and that the repo lacks.
 
     Args:
+        remote: the files of the repo, by name.
         directory: with the files; or one file.
-        repo_id: `organisation/name`, or its address.
-        revision: branch, tag or commit; None is the default branch.
+        report: gets what is wrong.
         jobs: threads.
-
-    Raises:
-        UsageError: huggingface_hub is told to stay offline.
-        SourceError: not a repo id, no such repo or revision.
-        ResourceError: no network.
     """
-
-    def __init__(self, directory: str, repo_id: str, revision: str | None, jobs: int) -> None:
-        repo = named_repo(repo_id, revision) or Repo(repo_id, revision)
-        self.commit, self._remote = list_repo(repo.id, revision=repo.revision)
-        is_one_file = not storage.isdir(directory)
-        home = (os.path.dirname(directory) or os.curdir) if is_one_file else directory
-        local = list_files(home, follow=True)
-        names = [os.path.basename(directory)] if is_one_file else [*local.files]
-        self._held = {name: local.files[name] for name in names if name in local.files}
-        self._wanted = names if is_one_file else self._remote
-        self._home, self._jobs = home, jobs
-
-    def check(self, report: Report) -> None:
-        """Report the files that differ, that are missing, and that the repo lacks."""
-        held, remote = self._held, self._remote
-        for name in sorted({*held, *self._wanted}):
-            if name in held and name in remote:
-                if held[name] != remote[name].size:
-                    expected, found = str(remote[name].size), str(held[name])
-                    report.problem("size in bytes in the repo", file=name, expected=expected, found=found)
-            elif name not in _LEFT_OUT:
-                which = "extra: the repo has no such file" if name in held else "missing: the repo has it"
-                report.problem(which, file=name)
-        alike = [name for name in held if name in remote and held[name] == remote[name].size]
-        tasks = [partial(_compare, os.path.join(self._home, name), remote[name]) for name in alike]
-        in_threads(report, tasks, self._jobs, label="hash", total_bytes=sum(held[name] for name in alike))
+    is_one_file = not storage.isdir(directory)
+    home = (os.path.dirname(directory) or os.curdir) if is_one_file else directory
+    held, wanted = list_files(home, follow=True).files, [*remote]
+    if is_one_file:
+        wanted = [os.path.basename(directory)]
+        held = {name: held[name] for name in wanted if name in held}
+    for name in sorted({*held, *wanted}):
+        if name in held and name in remote:
+            if held[name] != remote[name].size:
+                expected, found = str(remote[name].size), str(held[name])
+                report.problem("size in bytes in the repo", file=name, expected=expected, found=found)
+        elif name not in _LEFT_OUT:
+            which = "extra: the repo has no such file" if name in held else "missing: the repo has it"
+            report.problem(which, file=name)
+    alike = [name for name in held if name in remote and held[name] == remote[name].size]
+    tasks = [partial(_compare, os.path.join(home, name), remote[name]) for name in alike]
+    in_threads(report, tasks, jobs, label="hash", total_bytes=sum(held[name] for name in alike))
 
 
 def _compare(path: str, remote: RepoFile, report: Report) -> None:

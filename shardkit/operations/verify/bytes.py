@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -297,10 +297,7 @@ def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> FirstDif
         if name in _FREE and len(recorded) < 2:  # the content was compared with it when the record was read
             for place in (content, *(slice(at, at + 4) for at in crcs)):
                 found[place] = expected[place]
-    if found == expected:
-        return True
-    at = next(at for at, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1])
-    return FirstDifference(start + at + (hole if at >= num_before else 0), expected[at], found[at])
+    return _alike_or_where(expected, found, lambda at: start + at + (hole if at >= num_before else 0))
 
 
 def object_spelling(
@@ -329,10 +326,17 @@ def object_spelling(
         if name == _SERIALIZATION_ID and len({bytes(found[at : at + 4]) for at in crcs}) == 1:
             for place in (slice(entry.start, stop), *(slice(at, at + 4) for at in crcs)):
                 found[place] = expected[place]
+    return _alike_or_where(expected, found, lambda at: start + at)
+
+
+def _alike_or_where(
+    expected: bytes | bytearray, found: bytearray, place: Callable[[int], int]
+) -> FirstDifference | bool:
+    """Return True for equal bytes, or else the first difference; `place` says where in the file a byte of them lies."""
     if found == expected:
         return True
     at = next(at for at, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1])
-    return FirstDifference(start + at, expected[at], found[at])
+    return FirstDifference(place(at), expected[at], found[at])
 
 
 @lru_cache(maxsize=4096)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardkit.core.catalog import SourceFile, TensorEntry
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, SourceError
-from shardkit.files import storage
+from shardkit.files import manifest, storage
 from shardkit.files.digest import Archive, FileBytes, Stretch
 from shardkit.files.home import path_in
 from shardkit.files.strict_json import named_failures, open_regular
@@ -88,12 +88,14 @@ def _files_by_lists(folder: str, described: Described | None, report: Report) ->
         return []
     names: set[str] = set()
     files: list[FileBytes] = []
-    for name, recorded in described.files.items():
-        where, path = os.path.join(folder, name), os.path.join(described.directory, name)
-        file = FileBytes(name=where, path=path, size=recorded.size, crc32=recorded.crc32)
+    for shard in described.content.files:
+        if shard.name not in described.files:
+            continue
+        where, path = os.path.join(folder, shard.name), os.path.join(described.directory, shard.name)
+        file = FileBytes(name=where, path=path, size=shard.size, crc32=manifest.crc_of(shard))
         files.append(file)
         report.files.add(where)
-        listed = described.lists.get(name)
+        listed = described.lists.get(shard.name)
         for chunk in listed.chunks if listed is not None else ():
             crc, nbytes = chunk.crc32, chunk.data_nbytes
             file.stretches.append(Stretch(chunk.data_start, nbytes, chunk.fqn, chunk.region, crc))
@@ -179,7 +181,7 @@ class _Folder:
         name = os.path.join(self._folder, source.name)
         self._report.files.add(name)
         recorded = self._described.files.get(source.name) if self._described is not None else None
-        crc = recorded.crc32 if recorded is not None else None
+        crc = None if recorded is None else manifest.crc_of(recorded)
         return FileBytes(name=name, path=source.path, size=source.size, crc32=crc)
 
     def _place(self, row: int) -> _ChunkRow:
@@ -305,43 +307,34 @@ class _Folder:
         file: FileBytes,
     ) -> None:
         """Compare a line of a chunk list with `.metadata` and with the record itself."""
-        names = {place.entry.fqn for place in same}
-        if names != {line.fqn, *aliases}:
-            listed = ", ".join(map(escape, sorted({line.fqn, *aliases})))
-            stored = ", ".join(map(escape, sorted(names)))
-            self._report.problem(
-                "names in the chunk list", file=file.name, at=same[0].stretch, expected=stored, found=listed
-            )
         place = same[0]
         meant = (place.entry.dtype.name, place.entry.shape, tuple(place.region), place.nbytes)
-        found = (line.dtype.name, line.shape, tuple(line.region), line.record_nbytes)
-        if meant != found:
-            self._report.problem(
-                "line in the chunk list",
-                file=file.name,
-                at=place.stretch,
-                expected=str(meant),
-                found=str(found),
-            )
-        if record is None:
-            return
-        if (line.data_start, line.data_nbytes) != (record.data_start, record.data_nbytes):
-            self._report.problem(
-                "data in the chunk list",
-                file=file.name,
-                at=place.stretch,
-                expected=_bytes(record.data_start, record.data_nbytes),
-                found=_bytes(line.data_start, line.data_nbytes),
-            )
-        if None not in (line.crc32, record.crc32) and line.crc32 != record.crc32:
-            self._report.problem(
-                "CRC-32 in the record: it is not the one that was written here",
-                file=file.name,
-                at=place.stretch,
-                expected=f"{line.crc32:08x}",
-                found=f"{record.crc32:08x}",
-            )
+        said = (line.dtype.name, line.shape, tuple(line.region), line.record_nbytes)
+        compared: list[tuple[str, Any, Any, Callable[[Any], str]]] = [
+            ("names in the chunk list", {each.entry.fqn for each in same}, {line.fqn, *aliases}, _names),
+            ("line in the chunk list", meant, said, str),
+        ]
+        if record is not None:
+            recorded, listed = ((each.data_start, each.data_nbytes) for each in (record, line))
+            compared.append(("data in the chunk list", recorded, listed, _bytes))
+        if record is not None and None not in (line.crc32, record.crc32):
+            what = "CRC-32 in the record: it is not the one that was written here"
+            compared.append((what, line.crc32, record.crc32, "{:08x}".format))
+        for message, expected, found, show in compared:
+            if expected != found:
+                self._report.problem(
+                    message,
+                    file=file.name,
+                    at=place.stretch,
+                    expected=show(expected),
+                    found=show(found),
+                )
 
 
-def _bytes(start: int, nbytes: int) -> str:
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(map(escape, sorted(names)))
+
+
+def _bytes(extent: tuple[int, int]) -> str:
+    start, nbytes = extent
     return f"{count(nbytes, 'byte')} at {start}"

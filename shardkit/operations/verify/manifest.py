@@ -1,47 +1,31 @@
-"""Compares a directory with its manifest: names, sizes, and digests of the files that describe the others.
-
-`list_files` says what a directory holds; a manifest of files lists all of it.
-"""
+"""Compares a directory with its manifest: names, sizes, and digests of the files that describe the others."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, escape, listed
-from shardkit.errors import ResourceError, ShardkitError, SourceError
+from shardkit.errors import ResourceError, ShardkitError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import FileBytes, crc32, place_of
-from shardkit.files.home import METADATA, path_in, root_of
+from shardkit.files.home import path_in
 from shardkit.files.links import locate
-from shardkit.files.strict_json import FOLLOWS_LINKS, read_small
+from shardkit.files.listing import unlike, unlisted
+from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.dcp.chunk_list import ChunkList
 from shardkit.formats.recorded import unlike_stored
-from shardkit.operations.companions import walk
 from shardkit.operations.verify.result import SIZE, Report
 
 _LIST = re.compile(r".*\.chunks\.json")
-_UPLOADED = (".gitattributes", "README.md")
-"""What the Hub itself puts beside an uploaded model."""
-
-
-class Recorded(NamedTuple):
-    """What a manifest says of a file that has the right size."""
-
-    size: int
-    crc32: int | None
-    sha256: str | None
-    extents: Mapping[tuple[int, int], int]
-    """(first byte, bytes) of chunks that have no checksum in the file -> CRC-32."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,14 +39,10 @@ class Described:
     """The directory that it describes, relative to the checkpoint."""
     directory: str
     """Path of that directory."""
-    files: dict[str, Recorded] = field(default_factory=dict)
-    """Those listed under "files" that have the right size. Except in the kind "files", these are shards or weights."""
-    others: dict[str, Recorded] = field(default_factory=dict)
-    """Those listed under "others" that have the right size."""
+    files: dict[str, manifest.SavedFile] = field(default_factory=dict)
+    """Those that are there with the right size, without chunk lists and `.metadata`."""
     lists: dict[str, ChunkList] = field(default_factory=dict)
     """Shard file -> its chunk list."""
-    names: set[str] = field(default_factory=set)
-    """Every file that is listed."""
     is_metadata_damaged: bool = False
     """`.metadata` is not what was written, so nothing that it says counts."""
 
@@ -81,14 +61,6 @@ class Described:
     def lists_files(self) -> bool:
         """True for a manifest that only lists files, and does not say how they were made."""
         return isinstance(self.content, manifest.FileList)
-
-    @property
-    def follow(self) -> bool:
-        """Links count as files, as in the Hub's cache."""
-        content = self.content
-        return isinstance(content, manifest.HubModel) or (
-            isinstance(content, manifest.FileList) and content.layout == "hub"
-        )
 
 
 def read_manifest(
@@ -128,34 +100,50 @@ def read_manifest(
 
 
 def _check_files(described: Described, report: Report) -> None:
-    content = described.content
-    metadata = described.metadata
-    if metadata is not None and _recorded(described, metadata, report) is not None:
+    content, metadata = described.content, described.metadata
+    follow = manifest.follows_links(content)
+    others = unlike(described.directory, manifest.every_file(content), follow=follow)
+
+    def is_there(file: manifest.SavedFile) -> bool:
+        """Report a file that is not there with the right size."""
+        if file.name in others:
+            _report_unlike(described, file, others[file.name], report)
+        return file.name not in others
+
+    if metadata is not None and is_there(metadata):
         described.is_metadata_damaged = not _read_described(described, metadata, report)
-    for file in content.files:
-        recorded = _recorded(described, file, report)
-        if recorded is not None:
-            described.files[file.name] = recorded
-        if isinstance(file, manifest.ShardFile):
-            _check_list(described, file, report)
-    for file in manifest.all_files(content)[len(content.files) :]:
-        recorded = _recorded(described, file, report)
-        if recorded is not None:
-            described.others[file.name] = recorded
+    for file in manifest.all_files(content):
+        if is_there(file):
+            described.files[file.name] = file
+        if isinstance(file, manifest.ShardFile) and _has_own_list(described, file, report):
+            if is_there(file.chunks):
+                _check_list(described, file, report)
+
+
+def _report_unlike(described: Described, file: manifest.SavedFile, held: int | None, report: Report) -> None:
+    where = os.path.join(described.folder, file.name)
+    if held is None:
+        is_there = storage.lexists(path_in(described.directory, file.name))
+        reason = "it is no regular file of the directory" if is_there else "there is no such file"
+        report.problem(f"{escape(os.path.basename(described.where))} lists it, and {reason}", file=where)
+    else:
+        report.problem(SIZE, file=where, expected=str(file.size), found=str(held))
+
+
+def _has_own_list(described: Described, file: manifest.ShardFile, report: Report) -> bool:
+    name = chunk_list.name_for(file.name)
+    if file.chunks.name != name:
+        report.problem(
+            f"{escape(file.name)} has another chunk list",
+            file=described.where,
+            expected=escape(name),
+            found=escape(file.chunks.name),
+        )
+    return file.chunks.name == name
 
 
 def _check_list(described: Described, file: manifest.ShardFile, report: Report) -> None:
     name = os.path.join(described.folder, file.chunks.name)
-    if file.chunks.name != chunk_list.name_for(file.name):
-        report.problem(
-            f"{escape(file.name)} has another chunk list",
-            file=described.where,
-            expected=escape(chunk_list.name_for(file.name)),
-            found=escape(file.chunks.name),
-        )
-        return
-    if _recorded(described, file.chunks, report) is None:
-        return
     is_whole = _read_described(described, file.chunks, report)
     if file.name not in described.files:  # the reason was reported
         return
@@ -166,25 +154,6 @@ def _check_list(described: Described, file: manifest.ShardFile, report: Report) 
     except ShardkitError as error:
         if is_whole:  # else the reason was reported
             report.error(error, file=name)
-
-
-def _recorded(described: Described, file: manifest.SavedFile, report: Report) -> Recorded | None:
-    """Return the record of a file; None unless the file is there and has the right size."""
-    described.names.add(file.name)
-    crc, sha256 = (file.crc32, file.sha256) if isinstance(file, manifest.File) else (None, None)
-    extents = file.extents if isinstance(file, manifest.ListedFile) else None
-    recorded = Recorded(
-        file.size, crc, sha256, {(start, nbytes): crc for start, nbytes, crc in extents or ()}
-    )
-    where = os.path.join(described.folder, file.name)
-    held = file_size(described.directory, file.name, follow=described.follow)
-    if held is None:
-        is_there = storage.lexists(path_in(described.directory, file.name))
-        reason = "it is no regular file of the directory" if is_there else "there is no such file"
-        report.problem(f"{escape(os.path.basename(described.where))} lists it, and {reason}", file=where)
-    elif held != file.size:
-        report.problem(SIZE, file=where, expected=str(file.size), found=str(held))
-    return recorded if held == file.size else None
 
 
 def _read_described(described: Described, file: manifest.File, report: Report) -> bool:
@@ -215,7 +184,7 @@ def _check_unlisted(described: Described, report: Report) -> None:
         return
     if isinstance(described.content, manifest.HubModel) and described.content.others is None:
         return  # it lists weights alone
-    found = list(_unlisted(described))
+    found = list(unlisted(described.directory, described.content))
     if described.lists_files:
         for name in found:
             report.problem(
@@ -228,26 +197,11 @@ def _check_unlisted(described: Described, report: Report) -> None:
         )
 
 
-def _unlisted(described: Described) -> Iterator[str]:
-    """Yield the names that are not listed. Folders with a manifest of their own are left to that manifest."""
-    content = described.content
-    listing = list_files(described.directory, follow=described.follow)
-    known = {*described.names, manifest.NAME}
-    folders: tuple[str, ...] = ()
-    if isinstance(content, manifest.FileList):
-        known.update(content.unlisted)
-        folders = tuple(f"{folder}/" for folder in content.folders or ())
-    else:
-        known.update(_UPLOADED)
-    for name in sorted((*listing.files, *listing.unlisted)):
-        if name not in known and not name.startswith(folders):
-            yield name
-
-
 def _stale(described: Described) -> Iterator[str]:
     """Yield a warning for each chunk list that belongs to no file of the manifest."""
+    names = {file.name for file in manifest.every_file(described.content)}
     for name in sorted(storage.listdir(described.directory)):
-        if _LIST.fullmatch(name) and name not in described.names:
+        if _LIST.fullmatch(name) and name not in names:
             yield f"{escape(os.path.join(described.folder, name))}: not of this checkpoint"
 
 
@@ -255,15 +209,15 @@ def add_recorded(described: Iterable[Described], files: list[FileBytes]) -> None
     """Add to files what manifests record of them as a whole, and add the files that hold no tensors."""
     known = {place_of(file.path): file for file in files}
     for each in described:
-        for name, recorded in {**each.files, **each.others}.items():
-            if recorded.crc32 is None and recorded.sha256 is None:
+        follow = manifest.follows_links(each.content)
+        for name, recorded in each.files.items():
+            if not isinstance(recorded, manifest.File) or (recorded.crc32, recorded.sha256) == (None, None):
                 continue
             path = path_in(each.directory, name)
             file = known.get(place_of(path))
             if file is None:
-                file = FileBytes(
-                    name=os.path.join(each.folder, name), path=path, follow=each.follow, size=recorded.size
-                )
+                where = os.path.join(each.folder, name)
+                file = FileBytes(name=where, path=path, follow=follow, size=recorded.size)
                 files.append(file)
                 known[place_of(path)] = file
             file.crc32 = recorded.crc32 if recorded.crc32 is not None else file.crc32
@@ -271,11 +225,13 @@ def add_recorded(described: Iterable[Described], files: list[FileBytes]) -> None
             _add_crcs_of_chunks(each, recorded, file)
 
 
-def _add_crcs_of_chunks(described: Described, recorded: Recorded, file: FileBytes) -> None:
+def _add_crcs_of_chunks(described: Described, recorded: manifest.File, file: FileBytes) -> None:
     """Give a chunk without a checksum in the file the manifest's; for a whole tensor, that of the tensor."""
+    extents = recorded.extents if isinstance(recorded, manifest.ListedFile) else None
+    crcs = {(start, nbytes): crc for start, nbytes, crc in extents or ()}
     for at, stretch in enumerate(file.stretches):
         if stretch.crc32 is None and stretch.tensor is not None:
-            crc = recorded.extents.get((stretch.start, stretch.nbytes))
+            crc = crcs.get((stretch.start, stretch.nbytes))
             crc = tensor_crc(described, stretch.tensor, stretch.nbytes) if crc is None else crc
             file.stretches[at] = stretch._replace(crc32=crc)
 
@@ -307,68 +263,3 @@ def tensor_crc(described: Described, fqn: str, nbytes: int) -> int | None:
     said = manifest.all_tensors(described.content).get(fqn)
     is_whole = said is not None and prod(said.shape) * BY_NAME[said.dtype].itemsize == nbytes
     return said.crc32 if said is not None and is_whole else None
-
-
-_LEFT_OUT = (".git", os.path.join(".cache", "huggingface"))
-"""Directories in which git and `hf download` keep their own state."""
-
-
-class FolderContent(NamedTuple):
-    """What a directory holds, at any depth. Names are relative to it."""
-
-    files: dict[str, int]
-    """Name -> bytes, of regular files; in the order of the names."""
-    unlisted: tuple[str, ...]
-    """Links that are not followed, pipes, sockets and devices."""
-
-
-def list_files(directory: str, *, follow: bool) -> FolderContent:
-    """Return the files below a directory, without the state that git and `hf download` keep there.
-
-    Args:
-        directory: of a checkpoint.
-        follow: a link counts as the file that it leads to, unless it leaves the directory (and, in the Hub's cache,
-            the repo). Where `FOLLOWS_LINKS` says so, every one does. Links to directories are never followed.
-
-    Raises:
-        ResourceError: a directory cannot be listed.
-    """
-    files, unlisted = dict[str, int](), list[str]()
-    for name in _names(directory):
-        size = file_size(directory, name, follow=follow)
-        if size is None:
-            unlisted.append(name)
-        else:
-            files[name] = size
-    return FolderContent(dict(sorted(files.items())), tuple(sorted(unlisted)))
-
-
-def _names(directory: str) -> Iterator[str]:
-    """Yield the names of everything but directories."""
-    if root_of(directory) != directory:
-        yield METADATA
-    for here, folder, inner, names in walk(directory):
-        links = [name for name in inner if storage.islink(os.path.join(here, name))]
-        inner[:] = [name for name in inner if os.path.join(folder, name) not in _LEFT_OUT]
-        yield from (os.path.join(folder, name) for name in (*links, *names))
-
-
-def file_size(directory: str, name: str, *, follow: bool) -> int | None:
-    """Return the size of a regular file in bytes; None for anything else, and for a link out of the directory.
-
-    Args:
-        directory: that the name is relative to.
-        name: of a file at any depth.
-        follow: as for `list_files`.
-    """
-    path = path_in(directory, name)
-    try:
-        status = storage.lstat(path)
-        if stat.S_ISLNK(status.st_mode) and not (follow or FOLLOWS_LINKS.get()):
-            return None
-        if stat.S_ISLNK(status.st_mode) or os.sep in name:  # a directory on the way may be a link
-            locate(directory, name)
-            status = storage.stat(path)
-    except (OSError, SourceError, ValueError):  # ValueError: a NUL in the name
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -136,9 +136,7 @@ class VerifyResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data, without `holdings`."""
-        plain = asdict(replace(self, holdings=None))
-        del plain["holdings"]
-        return {"ok": self.ok, **plain}
+        return {"ok": self.ok, **Result.to_json(self)}
 
 
 _COUNTS = ("num_checked_chunks", "num_checked_files", "read_bytes")
@@ -174,6 +172,16 @@ class Report:
     num_vouched_files: int = 0
     vouched_bytes: int = 0
     read_bytes: int = 0
+
+    def found(self) -> dict[str, Any]:
+        """Return the fields of `VerifyResult` that are collected here."""
+        shared = {each.name for each in fields(self)} & {each.name for each in fields(VerifyResult)}
+        collected = {name: getattr(self, name) for name in shared}
+        return {
+            **{name: tuple(v) if isinstance(v, list) else v for name, v in collected.items()},
+            "num_files": len(self.files),
+            "num_unrecorded_tensors": len(self.unrecorded),
+        }
 
     def problem(self, message: str, *, at: Stretch | None = None, **fields: Any) -> None:
         """Add a problem.

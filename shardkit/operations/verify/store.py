@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from shardkit.core.text import count, escape
-from shardkit.core.threads import Progress, at_once
+from shardkit.core.threads import at_once
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of, path_in
@@ -21,14 +21,13 @@ from shardkit.formats.registry import directory_of
 from shardkit.operations.verify.result import SIZE, Report
 
 
-def check_stored(path: str, manifest_path: str | None, report: Report, progress: Progress) -> None:
+def check_stored(path: str, manifest_path: str | None, report: Report) -> None:
     """Compare what a manifest records with what the store says of each file.
 
     Args:
         path: of a checkpoint in a store.
         manifest_path: of a manifest that lies elsewhere.
-        report: gets what is wrong, and what the store cannot tell.
-        progress: told of the bytes that each file has.
+        report: gets what is wrong, and what the store cannot tell; its progress is told of the bytes.
 
     Raises:
         UsageError: the path is none of a store that can be asked.
@@ -44,14 +43,14 @@ def check_stored(path: str, manifest_path: str | None, report: Report, progress:
         raise absent(path)
     directory = home_of(directory_of(path))
     wanted = list(_recorded(directory, manifest_path, report))
-    progress.start(sum(file.size for _, file in wanted), "ask")
+    report.progress.start(sum(file.size for _, file in wanted), "ask")
     try:
         answers = at_once(writer_of(path).head, [path_in(directory, name) for name, _ in wanted])
     finally:
-        progress.finish()
+        report.progress.finish()
     untold, unrecorded = list[str](), list[str]()
     for (name, file), stored in zip(wanted, answers, strict=True):
-        crc = file.crc32 if isinstance(file, manifest.File) else None
+        crc = manifest.crc_of(file)
         if isinstance(file, manifest.ShardFile):
             report.files.add(name)
         if stored is None:

@@ -18,6 +18,7 @@ from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import Archive, FileBytes, Stretch, place_of
 from shardkit.files.home import home_of, path_in
+from shardkit.files.listing import walk
 from shardkit.files.strict_json import is_about_links, open_regular
 from shardkit.formats.contract import Checkpoint, absent
 from shardkit.formats.dcp import METADATA
@@ -26,7 +27,6 @@ from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, read_directory
 from shardkit.formats.torchsave.classes import UnreadableClass, Unsupported
 from shardkit.keys.moments import NamedShape, parts_of_ranks
-from shardkit.operations.companions import walk
 from shardkit.operations.leftovers import refuse
 from shardkit.operations.resolve import was_checkpoint
 from shardkit.operations.verify.dcp import verify_dcp
@@ -289,8 +289,9 @@ def verify_hub(checkpoint: Checkpoint, report: Report) -> list[FileBytes]:
     catalog = checkpoint.catalog
     report.num_tensors += len(catalog.tensors)
     report.add_notes(checkpoint.notes)
-    is_legacy = catalog.format == "torch-bin"
-    files = _legacy_files(catalog, report) if is_legacy else _files(catalog, checkpoint.path, report)
+    files = _files(catalog, checkpoint.path, report)
+    for file in files if catalog.format == "torch-bin" else ():  # zips with a checksum for each entry
+        file.archives, file.stretches = [Archive(0, file.size, file.name)], []
     if storage.isdir(checkpoint.path):
         known = {file.name for file in files}
         report.warnings += [
@@ -387,21 +388,6 @@ def _decoded(catalog: Catalog) -> Mapping[str, list[str]]:
         for path in {file.path for file in files if file.decode is not None}:
             found.setdefault(path, []).append(fqn)
     return found
-
-
-def _legacy_files(catalog: Catalog, report: Report) -> list[FileBytes]:
-    """Return `.bin` files: zips that torch writes, with a checksum for each entry."""
-    files: dict[str, FileBytes] = {}
-    for entry in catalog.tensors.values():
-        report.chunk(entry.nbytes)
-    for source in catalog.files:
-        if source.path not in files:
-            name, size = os.path.basename(source.path), storage.stat(source.path).st_size
-            files[source.path] = FileBytes(
-                name=name, path=source.path, follow=True, size=size, archives=[Archive(0, size, name)]
-            )
-            report.files.add(name)
-    return list(files.values())
 
 
 def _add_entries(file: FileBytes, decoded: Sequence[str], report: Report) -> None:

@@ -678,13 +678,14 @@ class TestChecks:
     def test_what_was_written_is_read_back(
         self, damage: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from shardkit.operations.consolidate.run import HubDescriptions
+        from shardkit.files.manifest import ListedFile
+        from shardkit.operations.describe import OutputFiles
 
-        write = HubDescriptions._write_synced
+        write = OutputFiles.write
 
-        def damaging(self: HubDescriptions, name: str, data: bytes) -> None:
-            write(self, name, data)
-            weights_of = sorted(Path(self._directory).glob("model-*.safetensors"))
+        def damaging(self: OutputFiles, name: str, data: bytes, **options: str | None) -> ListedFile:
+            listed = write(self, name, data, **options)
+            weights_of = sorted(Path(self.directory).glob("model-*.safetensors"))
             if damage == "index":
                 write(self, name, data.replace(b"model.norm", b"model.form"))
             elif damage == "header":
@@ -692,8 +693,9 @@ class TestChecks:
                 weights_of[0].write_bytes(content.replace(b'"F32"', b'"I32"', 1))
             else:
                 weights_of[0].unlink()
+            return listed
 
-        monkeypatch.setattr(HubDescriptions, "_write_synced", damaging)
+        monkeypatch.setattr(OutputFiles, "write", damaging)
         with pytest.raises(IntegrityError, match="what was written"):
             shardkit.consolidate(trained, max_shard_size=4000)
         assert [p.name for p in tmp_path.iterdir()] == ["step-7"]

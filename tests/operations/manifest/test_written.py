@@ -246,7 +246,9 @@ def test_digests_of_a_file_with_holes(tmp_path: Path) -> None:
     stamp = (status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
     beside = BesideFile("file", FileStamp(*stamp), False)
     data = (tmp_path / "file").read_bytes()
-    found = copy_file(str(tmp_path), beside, str(tmp_path / "out"), digest=True, sha256=True)
+    for name in ("out", "other"):
+        (tmp_path / name).mkdir()
+    found = copy_file(str(tmp_path / "file"), beside, str(tmp_path / "out"), digest=True, sha256=True)
     assert found == (crc32(data), hashlib.sha256(data).hexdigest())
     assert (tmp_path / "out" / "file").read_bytes() == data
-    assert copy_file(str(tmp_path), beside, str(tmp_path / "other")) == (None, None)
+    assert copy_file(str(tmp_path / "file"), beside, str(tmp_path / "other")) == (None, None)
