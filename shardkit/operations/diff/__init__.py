@@ -16,7 +16,7 @@ from shardkit.core.keywords import keywords_of
 from shardkit.core.regions import Shape
 from shardkit.core.result import Result
 from shardkit.core.text import count, listed, parse_size
-from shardkit.core.threads import NoProgress, Progress
+from shardkit.core.threads import NoProgress
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.operations.diff.options import DiffOptions
@@ -264,6 +264,10 @@ class Comparison:
         self._progress = options.progress or NoProgress()
         self._a, self._b, self._notes = open_sides(taken, options, wording)
         self._pairs = pairs(self._a, self._b)
+        self._readers: list[Reader] = []
+        self._roundings: dict[str, Roundings] = {}
+        """By name, of those that are equal after rounding."""
+        self._read_bytes = 0  # of both sides
 
     def compare(self) -> DiffResult:
         """Compare all pairs.
@@ -276,24 +280,23 @@ class Comparison:
         with ExitStack() as stack:
             stack.enter_context(storage.hold_at_most(parse_size(self._options.max_memory) // 2))
             files = [stack.enter_context(SourceFiles(side.catalog.files)) for side in sides]
-            readers = [stack.enter_context(each.reader()) for each in files]
+            self._readers = [stack.enter_context(each.reader()) for each in files]
             places = max((sum(side.entry(name).num_chunks for side in sides) for name in names), default=1)
             for side, each in zip(sides, files, strict=True):
                 each.expect(chunk_ranges(side.catalog, {side.names[name] for name in names}), places)
-            comparing = _Comparing(one, two, readers[0], readers[1], self._options, self._progress)
             self._progress.start(sum(one.entry(name).nbytes for name in names), "diff")
             try:
                 is_one_alone = any(pair.in_a != pair.in_b for pair in self._pairs)
                 ties = {**find_ties(one, two), **find_ties(two, one)} if is_one_alone else {}
                 found = [
-                    comparing.pair(pair) if _is_read(one, two, pair) else self._unread(pair, ties)
+                    self._compare(pair) if _is_read(one, two, pair) else self._unread(pair, ties)
                     for pair in self._pairs
                 ]
             finally:
                 self._progress.finish()
             for each in files:
                 each.check_unchanged()
-        return self._result(found, comparing)
+        return self._result(found)
 
     def _unread(self, pair: Pair, ties: Mapping[str, str]) -> TensorDiff:
         """Return the text about a tensor that one side alone has, or that has two shapes."""
@@ -304,9 +307,9 @@ class Comparison:
         status = "tied" if kept is not None else alone
         return _describe(self._a, self._b, pair, status, tied_to=kept)
 
-    def _result(self, found: list[TensorDiff], comparing: _Comparing) -> DiffResult:
+    def _result(self, found: list[TensorDiff]) -> DiffResult:
         options, one, two = self._options, self._a, self._b
-        found, rounded_side = _rounded_one_way(found, comparing.roundings)
+        found, rounded_side = _rounded_one_way(found, self._roundings)
         if options.sort == "difference":
             found.sort(key=lambda tensor: tensor.magnitude, reverse=True)
         return DiffResult(
@@ -321,76 +324,20 @@ class Comparison:
             rtol=options.tolerance.rtol if options.tolerance else None,
             atol=options.tolerance.atol if options.tolerance else None,
             tensors=tuple(found),
-            read_bytes=comparing.read_bytes,
+            read_bytes=self._read_bytes,
             elapsed_s=round(time.monotonic() - self._begun, 3),
             notes=(*self._notes, *_frozen_notes(found)),
             warnings=(*one.resolved.warnings, *two.resolved.warnings),
         )
 
-
-def _rounded_one_way(
-    found: list[TensorDiff], roundings: Mapping[str, Roundings]
-) -> tuple[list[TensorDiff], RoundedSide | None]:
-    """Mark tensors "rounded" in one direction: that of most of them, or else that of the stored dtypes.
-
-    Args:
-        found: of every name.
-        roundings: by name, of those that are equal after rounding.
-
-    Returns:
-        The same tensors in the same order, and the side whose values are rounded; None if none are.
-    """
-    from shardkit.operations.diff.values import ROUNDED_TO
-
-    if not roundings:
-        return found, None
-    tensors = {tensor.name: tensor for tensor in found}
-
-    def stored(name: str, side: RoundedSide) -> str | None:
-        return tensors[name].dtype_a if side == "a" else tensors[name].dtype_b
-
-    def votes(side: RoundedSide) -> tuple[int, int]:
-        holding = [(name, dtype) for name, each in roundings.items() for one, dtype in each if one == side]
-        told = sum(stored(name, side) == dtype.name for name, dtype in holding)
-        return len({name for name, _ in holding}), told
-
-    sides: tuple[RoundedSide, ...] = ("b", "a")
-    side = max(sides, key=votes)
-    for name, each in roundings.items():
-        holding = [dtype for dtype in ROUNDED_TO if (side, dtype) in each]
-        if holding:
-            dtype = max(holding, key=lambda dtype: dtype.name == stored(name, side))
-            tensors[name] = replace(
-                tensors[name], status="rounded", rounded_to=dtype.name, num_flushed=each[side, dtype]
-            )
-    return list(tensors.values()), side
-
-
-def _is_read(a: Side, b: Side, pair: Pair) -> bool:
-    return pair.in_a and pair.in_b and a.entry(pair.name).shape == b.entry(pair.name).shape
-
-
-class _Comparing:
-    """Compares pair after pair."""
-
-    def __init__(
-        self, a: Side, b: Side, left: Reader, right: Reader, options: DiffOptions, progress: Progress
-    ) -> None:
-        self._a, self._b, self._left, self._right = a, b, left, right
-        self._options, self._progress = options, progress
-        self.roundings: dict[str, Roundings] = {}
-        """By name, of those that are equal after rounding."""
-        self.read_bytes = 0
-        """Of both sides."""
-
-    def pair(self, pair: Pair) -> TensorDiff:
+    def _compare(self, pair: Pair) -> TensorDiff:
         """Compare what both sides have under a name, in one shape."""
         name = pair.name
         measure = self._measure(name)
         entry, status = self._a.entry(name), self._status(name, measure)
         if status in ("dtype", "values"):
             if self._is_rounded(name, measure):
-                self.roundings[name] = measure.roundings
+                self._roundings[name] = measure.roundings
             elif self._is_factors(name) and _is_folded_well(measure):
                 status = "folded"
         return _describe(
@@ -462,10 +409,52 @@ class _Comparing:
         """Yield both sides' bytes in step."""
         one, two = self._a.entry(name), self._b.entry(name)
         limit = self._options.max_elements(max(one.dtype.itemsize, two.dtype.itemsize), measured=measured)
-        lefts, rights = self._a.bands(name, self._left, limit), self._b.bands(name, self._right, limit)
-        for left, right in zip(lefts, rights, strict=True):
-            self.read_bytes += len(left) + len(right)
+        sides = zip((self._a, self._b), self._readers, strict=True)
+        for left, right in zip(*(side.bands(name, reader, limit) for side, reader in sides), strict=True):
+            self._read_bytes += len(left) + len(right)
             yield left, right
+
+
+def _rounded_one_way(
+    found: list[TensorDiff], roundings: Mapping[str, Roundings]
+) -> tuple[list[TensorDiff], RoundedSide | None]:
+    """Mark tensors "rounded" in one direction: that of most of them, or else that of the stored dtypes.
+
+    Args:
+        found: of every name.
+        roundings: by name, of those that are equal after rounding.
+
+    Returns:
+        The same tensors in the same order, and the side whose values are rounded; None if none are.
+    """
+    from shardkit.operations.diff.values import ROUNDED_TO
+
+    if not roundings:
+        return found, None
+    tensors = {tensor.name: tensor for tensor in found}
+
+    def stored(name: str, side: RoundedSide) -> str | None:
+        return tensors[name].dtype_a if side == "a" else tensors[name].dtype_b
+
+    def votes(side: RoundedSide) -> tuple[int, int]:
+        holding = [(name, dtype) for name, each in roundings.items() for one, dtype in each if one == side]
+        told = sum(stored(name, side) == dtype.name for name, dtype in holding)
+        return len({name for name, _ in holding}), told
+
+    sides: tuple[RoundedSide, ...] = ("b", "a")
+    side = max(sides, key=votes)
+    for name, each in roundings.items():
+        holding = [dtype for dtype in ROUNDED_TO if (side, dtype) in each]
+        if holding:
+            dtype = max(holding, key=lambda dtype: dtype.name == stored(name, side))
+            tensors[name] = replace(
+                tensors[name], status="rounded", rounded_to=dtype.name, num_flushed=each[side, dtype]
+            )
+    return list(tensors.values()), side
+
+
+def _is_read(a: Side, b: Side, pair: Pair) -> bool:
+    return pair.in_a and pair.in_b and a.entry(pair.name).shape == b.entry(pair.name).shape
 
 
 def _describe(a: Side, b: Side, pair: Pair, status: Status, **found: Any) -> TensorDiff:

@@ -78,18 +78,14 @@ class Side:
         Raises:
             IntegrityError, ResourceError: a file cannot be read as described.
         """
-        entry, table = self.entry(name), self.catalog.chunks
+        entry = self.entry(name)
         if not entry.num_elements:
             return
-        if not entry.shape:  # a scalar: one chunk, stored or decoded
-            view, row = memoryview(bytearray(entry.nbytes)), entry.first_chunk
-            reader.read_into(table.file[row], view, table.start[row], entry.fqn)
-            yield view
-            return
-        flat, itemsize = flat_source(entry, self.catalog), entry.dtype.itemsize
         if self.is_folded(name):
             yield from self._folded_bands(entry, reader, max_elements)
             return
+        itemsize = entry.dtype.itemsize
+        flat = flat_source(entry, self.catalog) if entry.shape else None  # a scalar may be decoded
         if flat is None:
             whole = full_region(entry.shape)
             yield from bands(self.catalog, entry.fqn, whole, reader, max_elements * itemsize)
