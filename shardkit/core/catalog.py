@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import os
 
     import numpy
+    import torch
 
     Ints = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
@@ -146,26 +147,44 @@ class SourceReader(Protocol):
         """Fill a buffer from byte `start` of a file, for a tensor; return the CRC-32 where it was taken."""
 
 
-class Computation(Protocol):
-    """Elements that lie in no file and are computed from other files of a catalog, piece by piece."""
+class StoredParts(Protocol):
+    """The stored tensors that something is made of, read as far as it needs them."""
+
+    def box(self, name: str, region: Region, /) -> numpy.ndarray:
+        """Return a box of a tensor, as unsigned integers of its item size (void above 8 bytes)."""
+
+    def values(self, name: str, region: Region, /) -> torch.Tensor:
+        """Return a box of a tensor, in its own dtype."""
+
+    def whole(self, name: str, /) -> torch.Tensor:
+        """Return all of a tensor, in its own dtype."""
+
+
+class Codec(Protocol):
+    """Makes a tensor of stored ones, a box at a time.
+
+    It reads through `StoredParts` what a box needs, and takes memory for a few times that and the box, whatever the tensor's
+    size. The same box has the same bytes, whoever else is made and in whatever order.
+    """
+
+    @property
+    def of(self) -> tuple[str, ...]:
+        """Names of the stored tensors that it needs, the one that messages are about first."""
+
+    @property
+    def dtype(self) -> DType:
+        """Of what is made."""
 
     @property
     def shape(self) -> Shape:
-        """Of all elements together; they are counted row-major."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Of what is made."""
 
     @property
     def needs_torch(self) -> bool:
-        """True if torch computes them."""
+        """True if torch computes it."""
 
-    def fill(self, reader: SourceReader, start: int, buffer: memoryview, fqn: str, /) -> None:
-        """Fill a buffer with the bytes from byte `start` on; the tensor's name is for messages."""
-
-    def box(self, reader: SourceReader, region: Region, fqn: str, /) -> numpy.ndarray:
-        """Return a box of the elements, as unsigned integers of their size (void above 8 bytes)."""
+    def box(self, parts: StoredParts, region: Region, /) -> numpy.ndarray:
+        """Return a box of what is made, as unsigned integers of its item size (void above 8 bytes)."""
 
 
 OnRead = Callable[[str, int, memoryview], None]
@@ -176,6 +195,29 @@ def ignore_read(path: str, start: int, data: memoryview) -> None:
     """Note nothing; an `OnRead`."""
 
 
+class Decoded(NamedTuple):
+    """Bytes that exist once all of them are decoded (legacy `.bin`, compressed records)."""
+
+    decode: Callable[[OnRead], memoryview]
+    span: tuple[int, int] | None = None
+    """(first byte, end) of the range of the file that decoding reads, if it is one range."""
+    is_proved: bool = False
+    """Decoding compares a checksum, or the bytes come from something that was compared when the file was opened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Computed:
+    """Bytes that a codec makes of other files of the catalog, a box at a time. These count where they are read from."""
+
+    codec: Codec
+    catalog: Catalog
+    """Of raw extents: what the codec reads."""
+    numbers: Sequence[int] | None = None
+    """The reader's number of each of its files; None if they are equal."""
+    group: object = None
+    """What is made at once with it, whole, has an equal one; None if each box is made by itself."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
     """A file that chunks point into."""
@@ -183,26 +225,30 @@ class SourceFile:
     name: str
     """Name relative to the checkpoint, for messages and manifests."""
     path: str
-    """Where to open it; empty while it is yet to be computed. Where `decode` is given, the file that the bytes are decoded
-    from."""
+    """Where to open it; empty while it is yet to be computed. Where the bytes are `made`, a file that they are made of."""
     size: int
     """Bytes."""
-    decode: Callable[[OnRead], memoryview] | None = None
-    """Gives bytes that exist only after decoding (legacy `.bin`), row-major and contiguous. Such a file holds a single
-    tensor."""
-    decoded_from: tuple[int, int] | None = None
-    """(first byte, end) of the range of the file at `path` that decoding reads, if it is one range."""
-    compute: Computation | None = None
-    """Gives the bytes piece by piece, where they are computed from other files of the catalog. Such a file has `decode`
-    too, for all of it."""
-    is_converted: bool = False
-    """`decode` makes the bytes of other files of the catalog: they count where they are read from."""
+    made: Decoded | Computed | None = None
+    """How its bytes come to be, if they lie nowhere as they are. Such a file holds a single tensor, row-major."""
     checksums: Checksums | None = None
     """Checksums to compare the bytes at `path` with; None if nothing is recorded."""
-    is_proved: bool = False
-    """Decoding compares a checksum, or the bytes come from something that was compared when the file was opened."""
     stamp: FileStamp | None = None
     """Stamp of the descriptor that the description was read from; None if nobody has looked."""
+
+    @property
+    def is_raw(self) -> bool:
+        """True if its bytes lie at `path` as they are."""
+        return self.made is None
+
+    def decoded(self) -> memoryview:
+        """Return its bytes, which have to be decoded."""
+        assert isinstance(self.made, Decoded)
+        return self.made.decode(ignore_read)
+
+    @property
+    def is_proved(self) -> bool:
+        """True if what its bytes are decoded from is proved to be what was written."""
+        return isinstance(self.made, Decoded) and self.made.is_proved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,48 +430,13 @@ class Catalog:
         self.tensors[name] = replace(entry, fqn=name, first_chunk=first)
 
 
-@dataclass(frozen=True, slots=True)
-class _OtherNumbers:
-    """A reader of files that are known by other numbers."""
-
-    reader: SourceReader
-    numbers: Sequence[int]
-    """The reader's number of each file."""
-
-    def read_into(self, file: int, buffer: memoryview, start: int, fqn: str, /) -> int | None:
-        return self.reader.read_into(self.numbers[file], buffer, start, fqn)
-
-
-@dataclass(frozen=True, slots=True)
-class _Moved:
-    """A computation among the files of another catalog than the one that it was made for; a `Computation`."""
-
-    of: Computation
-    numbers: Sequence[int]
-    """Number there of each file that it knows."""
-
-    @property
-    def shape(self) -> Shape:
-        return self.of.shape
-
-    @property
-    def itemsize(self) -> int:
-        return self.of.itemsize
-
-    @property
-    def needs_torch(self) -> bool:
-        return self.of.needs_torch
-
-    def fill(self, reader: SourceReader, start: int, buffer: memoryview, fqn: str, /) -> None:
-        self.of.fill(_OtherNumbers(reader, self.numbers), start, buffer, fqn)
-
-    def box(self, reader: SourceReader, region: Region, fqn: str, /) -> numpy.ndarray:
-        return self.of.box(_OtherNumbers(reader, self.numbers), region, fqn)
-
-
 def renumber(file: SourceFile, numbers: Sequence[int]) -> SourceFile:
     """Return a file of a catalog as one of another, which has the catalog's files under other numbers."""
-    return file if file.compute is None else replace(file, compute=_Moved(file.compute, numbers))
+    made = file.made
+    if not isinstance(made, Computed):
+        return file
+    known = numbers if made.numbers is None else [numbers[number] for number in made.numbers]
+    return replace(file, made=replace(made, numbers=known))
 
 
 def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
@@ -444,6 +455,20 @@ def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
     for name in names:
         chosen.copy_tensor(catalog, name, name)
     return chosen
+
+
+def carry(catalog: Catalog, names: Collection[str], theirs: Catalog, sources: Mapping[str, str]) -> Catalog:
+    """Return a catalog of some of its tensors, and some of another's: name here -> name there."""
+    carried = subset(catalog, names)
+    numbers = range(len(carried.files), len(carried.files) + len(theirs.files))
+    carried.files += [renumber(file, numbers) for file in theirs.files]
+    for source, name in sources.items():
+        carried.copy_tensor(theirs, name, source, numbers)
+    if (open_records := catalog.open_records) is not None:
+        carried.open_records = lambda those, *, as_read=False: carry(
+            open_records(those), names, theirs, sources
+        )
+    return carried
 
 
 def beside(chosen: Catalog, whole: Catalog) -> Catalog:
@@ -488,7 +513,8 @@ def combine_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
     for key, catalog in catalogs.items():
         numbers = [_number(whole, known, file) for file in catalog.files]
         for number, file in zip(numbers, catalog.files, strict=True):
-            whole.files[number] = renumber(file, numbers) if file.compute is not None else whole.files[number]
+            if isinstance(file.made, Computed):
+                whole.files[number] = renumber(file, numbers)
         for fqn in catalog.tensors:
             whole.copy_tensor(catalog, fqn, f"{key}.{fqn}", numbers)
             paths[f"{key}.{fqn}"] = (key, *(catalog.paths or {}).get(fqn, (fqn,)))
@@ -518,7 +544,7 @@ def join_name(folder: str, name: str) -> str:
 
 def _number(whole: Catalog, known: dict[object, int], file: SourceFile) -> int:
     """Return the file's number in the whole. Each file that is decoded is a file of its own."""
-    key = (file.path, file.stamp) if file.decode is None else id(file)
+    key = (file.path, file.stamp) if file.is_raw else id(file)
     if key not in known:
         whole.files.append(file)
         known[key] = len(whole.files) - 1

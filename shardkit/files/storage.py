@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, BinaryIO, cast
 
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import Catalog, Computed
 from shardkit.files import stores, uploads
 from shardkit.files.remote import ranges
 from shardkit.files.stores import FIRST_NUMBER, is_remote
@@ -525,9 +525,9 @@ def can_share_extents(catalog: Catalog, directory: str) -> bool:
     files = [
         file
         for file in catalog.files
-        if file.size >= BLOCK and file.path and file.compute is None and not file.is_converted
+        if file.size >= BLOCK and file.path and not isinstance(file.made, Computed)
     ]
-    if is_remote(directory) or not files or any(file.decode or is_remote(file.path) for file in files):
+    if is_remote(directory) or not files or any(not file.is_raw or is_remote(file.path) for file in files):
         return False
     try:
         with _nameless(directory) as probe:

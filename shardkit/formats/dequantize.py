@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.text import count, escape
 from shardkit.formats.contract import Checkpoint, Dequantized
-from shardkit.formats.hub.base import Base, BaseTensor
+from shardkit.formats.derived import derive_base, derive_checkpoint
+from shardkit.formats.hub.base import Base
 from shardkit.formats.hub.directory import read_config, read_json
 from shardkit.keys.quantised import (
     EXPORT_CONFIG,
@@ -21,13 +19,11 @@ from shardkit.keys.quantised import (
     holds_narrow,
     method_of,
     plain_config,
-    plain_shape,
     refuse_quantised,
     why_narrow,
     why_quantised,
 )
-from shardkit.transfer.computed.dequantize import dequantize as dequantize_catalog
-from shardkit.transfer.computed.dequantize import plain_paths
+from shardkit.transfer.codecs.dequantize import Product
 
 PLAIN = BY_NAME["bfloat16"]
 """The dtype of weights that were quantised, unless another is asked for."""
@@ -98,68 +94,27 @@ def plain_base(base: Base) -> Base:
     if why_quantised(tensors, base.config) is None or not can_dequantize(method):
         return base
     quantised = find_scaled(tensors, base.config, base.label)
-    numbers = {each.numbers: name for name, each in quantised.scaled.items()}
-    plain: dict[str, BaseTensor] = {}
-    for stored, tensor in tensors.items():
-        if stored in numbers:
-            name = numbers[stored]
-            plain[name] = BaseTensor(PLAIN, plain_shape(quantised.scaled[name]))
-        elif stored not in quantised.consumed:
-            plain[stored] = tensor
-    return replace(
-        base,
-        config=None if base.config is None else plain_config(base.config),
-        tensors=None if base.tensors is None else plain,
-        catalog=None if base.catalog is None else dequantize_catalog(base.catalog, quantised, PLAIN),
-    )
+    plain = derive_base(base, _products(quantised, PLAIN), quantised.scales)
+    return plain if plain.config is None else replace(plain, config=plain_config(plain.config))
+
+
+def _products(quantised: Quantised, dtype: DType) -> dict[str, Product]:
+    return {name: Product(scaled, dtype) for name, scaled in quantised.scaled.items()}
 
 
 def _plain(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: str | None) -> Checkpoint:
-    catalog, hub = checkpoint.catalog, checkpoint.hub
     number = len(quantised.scaled)
     notes = [f"dequantised to {dtype.name}: {count(number, 'tensor')}; the scales are gone"] if number else []
-    if hub is not None and method is not None:
+    if checkpoint.hub is not None and method is not None:
         notes.append(f"quantization_config ({escape(method)}) is no longer in the config")
-    if catalog.encoding == "raw":
-        plain = dequantize_catalog(catalog, quantised, dtype)
-    else:
-        plain = _described(catalog, quantised, dtype)
-    plain.notes = (*plain.notes, *notes) if hub is not None else plain.notes
-    config = None if hub is None or hub.config is None else plain_config(hub.config)
+    plain = derive_checkpoint(checkpoint, _products(quantised, dtype), quantised.scales)
+    hub = plain.hub
+    if hub is not None:
+        plain.catalog.notes = (*plain.catalog.notes, *notes)
+        hub = hub if hub.config is None else replace(hub, config=plain_config(hub.config))
     return replace(
-        checkpoint,
-        catalog=plain,
-        hub=None if hub is None else replace(hub, catalog=plain, config=config),
-        dcp=None,
-        select=partial(_select, checkpoint, quantised, dtype),
+        plain,
+        hub=hub,
         notes=(*checkpoint.notes, *notes),
         dequantized=Dequantized(method or ", ".join(sorted(quantised.methods)), frozenset(quantised.scaled)),
     )
-
-
-def _described(catalog: Catalog, quantised: Quantised, dtype: DType) -> Catalog:
-    """Return a catalog of the plain tensors whose records were not opened yet: those that are made have no chunks."""
-    plain = replace(catalog, tensors={}, chunks=type(catalog.chunks)(), paths=plain_paths(catalog, quantised))
-    by_numbers = {each.numbers: name for name, each in quantised.scaled.items()}
-    for stored in catalog.tensors:
-        if stored in by_numbers:
-            name = by_numbers[stored]
-            plain.add_tensor(name, dtype, plain_shape(quantised.scaled[name]), iter(()))
-        elif stored not in quantised.consumed:
-            plain.copy_tensor(catalog, stored, stored)
-    return plain
-
-
-def _stored(quantised: Quantised, names: Collection[str]) -> list[str]:
-    """Return the stored tensors that have to be read for some tensors."""
-    found = dict[str, None]()
-    for name in names:
-        scaled = quantised.scaled.get(name)
-        found.update(dict.fromkeys((name,) if scaled is None else (scaled.numbers, scaled.scales)))
-    return list(found)
-
-
-def _select(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, names: Collection[str]) -> Catalog:
-    wanted = {name: quantised.scaled[name] for name in names if name in quantised.scaled}
-    stored = checkpoint.select(_stored(quantised, names))
-    return dequantize_catalog(stored, replace(quantised, scaled=wanted), dtype)

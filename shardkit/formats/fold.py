@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from math import prod
 
-from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import most_bytes
 from shardkit.formats.contract import Checkpoint, Folded
-from shardkit.formats.hub.base import Base, BaseTensor
+from shardkit.formats.derived import derive_base, derive_checkpoint
+from shardkit.formats.hub.base import Base
 from shardkit.osft.plan import Target, factor_of, stored_targets
-from shardkit.transfer.computed.fold import FOLDED, fold_catalog
+from shardkit.transfer.codecs.fold import Fold, refuse_other_dtypes
 
 
 def take_folded(checkpoint: Checkpoint) -> Checkpoint:
@@ -25,50 +24,27 @@ def take_folded(checkpoint: Checkpoint) -> Checkpoint:
     targets = stored_targets({name: entry.shape for name, entry in tensors.items()})
     if not targets:
         return checkpoint
-    catalog, hub = fold_catalog(checkpoint.catalog, targets), checkpoint.hub
+    refuse_other_dtypes(tensors, targets.values())
     by_weight = {target.weight: target for target in targets.values()}
-    return replace(
-        checkpoint,
-        catalog=catalog,
-        hub=None if hub is None else replace(hub, catalog=catalog),
-        dcp=None,
-        select=partial(_select, checkpoint, by_weight),
-        folded=Folded(by_weight, checkpoint.select),
-    )
+    folded = derive_checkpoint(checkpoint, _folds(targets))
+    return replace(folded, folded=Folded(by_weight, checkpoint.select))
 
 
 def folded_base(base: Base) -> Base:
     """Return a base as it would be with dense weights, in the dtype of most bytes of its other tensors.
 
     Raises:
-        LayoutError: its factors are not complete.
+        LayoutError: its factors are not complete, or are no floating numbers.
     """
     tensors = base.tensors or {}
     targets = stored_targets({name: tensor.shape for name, tensor in tensors.items()})
     if not targets:
         return base
+    refuse_other_dtypes(tensors, targets.values())
     others = [tensor for name, tensor in tensors.items() if factor_of(name) not in targets]
-    dtype = most_bytes((each.dtype, prod(each.shape) * each.dtype.itemsize) for each in others) or FOLDED
-    dense: dict[str, BaseTensor] = {}
-    for name, tensor in tensors.items():
-        target = targets.get(factor_of(name) or "")
-        if target is None:
-            dense[name] = tensor
-        else:
-            dense[target.weight] = BaseTensor(dtype, (target.rows, target.columns))
-    catalog = None if base.catalog is None else fold_catalog(base.catalog, targets)
-    return replace(base, tensors=dense, catalog=catalog)
+    dtype = most_bytes((each.dtype, prod(each.shape) * each.dtype.itemsize) for each in others)
+    return derive_base(base, _folds(targets), dtype=dtype)
 
 
-def _stored(targets: Mapping[str, Target], names: Collection[str]) -> list[str]:
-    """Return the stored tensors that have to be read for some tensors."""
-    found = dict[str, None]()
-    for name in names:
-        target = targets.get(name)
-        found.update(dict.fromkeys((name,) if target is None else target.shapes))
-    return list(found)
-
-
-def _select(checkpoint: Checkpoint, targets: Mapping[str, Target], names: Collection[str]) -> Catalog:
-    wanted = {targets[name].path: targets[name] for name in names if name in targets}
-    return fold_catalog(checkpoint.select(_stored(targets, names)), wanted)
+def _folds(targets: Mapping[str, Target]) -> dict[str, Fold]:
+    return {target.weight: Fold(target) for target in targets.values()}

@@ -165,11 +165,11 @@ def _check_fits(read: _Read, catalogs: Iterable[Catalog]) -> None:
     for catalog in catalogs:
         for file in catalog.files:
             path = storage.realpath(file.path)
-            if path not in sizes and (file.decode or not path.startswith(os.path.join(home, ""))):
+            if path not in sizes and (not file.is_raw or not path.startswith(os.path.join(home, ""))):
                 continue  # it is read from beside the source
             if path not in sizes:
                 problems[f"{escape(file.name)}: it is not listed"] = None
-            elif file.decode is None and sizes[path] != file.size:
+            elif file.is_raw and sizes[path] != file.size:
                 problems[f"{escape(file.name)}: {file.size} bytes, the manifest lists {sizes[path]}"] = None
     if problems:
         raise SourceError(
@@ -230,7 +230,7 @@ def _check_headers(
 
 def _lacks(file: SourceFile) -> bool:
     """True for a file that is read as it lies on disk, and does not record the CRC-32 of every storage."""
-    return file.decode is None and (file.checksums is None or 0 in file.checksums.crcs)
+    return file.is_raw and (file.checksums is None or 0 in file.checksums.crcs)
 
 
 def _add_checksums(

@@ -99,15 +99,9 @@ class Quantised:
         return frozenset(MXFP4 if each.is_packed else FP8 for each in self.scaled.values())
 
     @property
-    def consumed(self) -> frozenset[str]:
-        """Stored names that are gone once the tensors are plain."""
-        names = {name for each in self.scaled.values() for name in (each.numbers, each.scales)}
-        return frozenset((*names, *self.of_activations))
-
-
-def plain_shape(scaled: Scaled) -> Shape:
-    """Return the shape of a tensor once it is plain."""
-    return tuple(scaled.shape[dim] for dim in scaled.dims)
+    def scales(self) -> frozenset[str]:
+        """Stored names that nothing stands for once the tensors are plain."""
+        return frozenset((*(each.scales for each in self.scaled.values()), *self.of_activations))
 
 
 def method_of(config: Mapping[str, Any] | None) -> str | None:

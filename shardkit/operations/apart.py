@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shardkit.core.catalog import Catalog
 from shardkit.keys.expressions import Cut, Expression, Stored, Zeros, concat, leaves, made_name, under_names
 from shardkit.keys.inverse import invert
-from shardkit.transfer.bound import bind
+from shardkit.transfer.codecs.bound import bind
 
 
 class Apart(NamedTuple):

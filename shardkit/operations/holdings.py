@@ -258,7 +258,7 @@ class _Builder:
         self._files: dict[str, int] = {}
         self._sizes: list[int] = []
         self._plain: list[bool] = []
-        self._number = [self._number_of(file) if file.decode is None else -1 for file in catalog.files]
+        self._number = [self._number_of(file) if file.is_raw else -1 for file in catalog.files]
         self._num_rows = min(layout.mesh.size, MAX_ROWS) if layout is not None else len(self._files)
         self._units = _Units(catalog, layout)
         self._ways: dict[tuple[object, ...], _Way] = {}
@@ -272,8 +272,8 @@ class _Builder:
         name = self._names(file) if fqn is None else file.name.removesuffix(f":{fqn}")
         if name not in self._files:
             self._files[name] = len(self._files)
-            self._sizes.append(file.size if file.decode is None else size_on_disk(file.path))
-            self._plain.append(file.decode is None)
+            self._sizes.append(file.size if file.is_raw else size_on_disk(file.path))
+            self._plain.append(file.is_raw)
         return self._files[name]
 
     def add(self, fqn: str, entry: TensorEntry) -> None:

@@ -115,7 +115,7 @@ def place_of(catalog: Catalog, stored: str) -> tuple[object, ...] | None:
     """Return where a tensor's bytes lie, or its records; None if it has none, or they exist only after decoding."""
     entry, chunks = catalog.tensors[stored], catalog.chunks
     rows = entry.chunk_ids
-    if not entry.nbytes or not rows or any(catalog.files[chunks.file[row]].decode for row in rows):
+    if not entry.nbytes or not rows or not all(catalog.files[chunks.file[row]].is_raw for row in rows):
         return None
     extents = tuple((chunks.file[row], chunks.start[row]) for row in rows)
     return entry.dtype.name, entry.shape, extents, tuple(chunks.regions(rows))

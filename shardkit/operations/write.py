@@ -187,12 +187,10 @@ def ingredients(job: Job, stamp: Stamp) -> dict[str, object]:
     table, tensors, made = job.plan.catalog.chunks, job.plan.catalog.tensors, job.plan.made_of
     records = {table.file[row] for name in made for row in tensors[name].chunk_ids}
     files = [file for number, file in enumerate(job.plan.catalog.files) if number not in records]
-    plain = {file.path for file in files if file.decode is None}
+    plain = {file.path for file in files if file.is_raw}
     # What is decoded or computed of a file is known to those processes alone that read it.
     sources = [
-        ReadFile(file.name, file.path, file.stamp)
-        for file in files
-        if file.decode is None or file.path not in plain
+        ReadFile(file.name, file.path, file.stamp) for file in files if file.is_raw or file.path not in plain
     ]
     described: dict[str, object] = {
         **{key: value for key, value in job.decided.items() if key != _VERSIONS},

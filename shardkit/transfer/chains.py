@@ -18,7 +18,7 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardkit.core.catalog import Catalog, Checksums
+from shardkit.core.catalog import Catalog, Checksums, Decoded
 from shardkit.core.text import escape
 from shardkit.files.digest import crc32, crc32_combine
 
@@ -122,16 +122,20 @@ class Entries:
         self._other_numbers: dict[tuple[int, Entry], int] = {}
         self._plain_files: dict[int, int] = {}
         for index, at in enumerate(self.table_of):
-            if not catalog.files[index].decode:
+            if catalog.files[index].is_raw:
                 self._plain_files.setdefault(at, index)
-        decoded = ((self._numbers.get(file.path, -1), file.decoded_from) for file in catalog.files)
+        decoded = (
+            (self._numbers.get(file.path, -1), file.made.span)
+            for file in catalog.files
+            if isinstance(file.made, Decoded)
+        )
         self.decoded = {self.holding(number, *span) for number, span in decoded if span is not None}
         """Entries of which parts are decoded."""
         self._labels = list[str]()
         self._files = self._label()
         self._table_labels = dict(zip(self.table_of, self._labels, strict=True))
         files = (number for number in sorted({*catalog.chunks.file}) if self.table_of[number] < 0)
-        plain = (self._labels[number] for number in files if not catalog.files[number].decode)
+        plain = (self._labels[number] for number in files if catalog.files[number].is_raw)
         self.unrecorded = int(crc32("\0".join(plain).encode()))
         """Stands for the files of which nothing is recorded: a manifest may appear between two runs."""
 

@@ -17,7 +17,7 @@ from itertools import compress, groupby
 from operator import sub
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import Catalog, Computed
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError
 from shardkit.files.digest import crc32, crc32_combine
@@ -344,7 +344,7 @@ class SourceCheck:
         table, found = self._catalog.chunks, dict[int, list[str]]()
         for fqn, tensor in self._catalog.tensors.items():
             for row in tensor.chunk_ids:
-                if self._catalog.files[table.file[row]].decode:
+                if not self._catalog.files[table.file[row]].is_raw:
                     continue
                 entry = self.entries.holding_chunk(row)
                 if entry is not None and entry in self._different:
@@ -412,7 +412,7 @@ class SourceCheck:
             has_table, is_proved = self.entries.table_at(files[file].path) >= 0, files[file].is_proved
             if not nbytes or (has_table and not looks_for_unread and not is_proved):
                 continue
-            if files[file].compute is not None or files[file].is_converted:  # counted where it is made from
+            if isinstance(files[file].made, Computed):  # counted where it is made from
                 continue
             if (file, start) in known:  # a tied name
                 continue
@@ -421,7 +421,7 @@ class SourceCheck:
                 proved += nbytes
             elif not has_table:
                 counts.add(NOT_RECORDED, nbytes)
-            elif looks_for_unread and not files[file].decode:
+            elif looks_for_unread and files[file].is_raw:
                 entry = self.entries.holding_chunk(row)
                 if entry is not None and not self._is_proved(entry):
                     wanted[entry] = wanted.get(entry, 0) + nbytes

@@ -14,8 +14,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 
+from shardkit.core.catalog import Computed
 from shardkit.core.dtypes import DType
 from shardkit.core.text import KIB, MIB, escape, format_size
 from shardkit.core.threads import Progress, run_all, until_done
@@ -296,15 +298,16 @@ class Execution:
                 job(fqn)
 
         # What is made together follows one another, and no two groups are in memory at a time.
-        catalog, whole = self.plan.catalog, dict[str, int]()
+        catalog, groups, jobs = self.plan.catalog, dict[object, list[str]](), list[Callable[[], None]]()
         for fqn in self.plan.scattered:
-            for row in catalog.tensors[fqn].chunk_ids:
-                if catalog.files[catalog.chunks.file[row]].is_converted:
-                    whole[fqn] = catalog.chunks.file[row]
-        jobs: list[Callable[[], None]] = [
-            partial(job, fqn) for fqn in self.plan.scattered if fqn not in whole
-        ]
-        return [partial(one_by_one, sorted(whole, key=whole.__getitem__)), *jobs] if whole else jobs
+            files = {catalog.chunks.file[row] for row in catalog.tensors[fqn].chunk_ids}
+            computed = (made for file in files if isinstance(made := catalog.files[file].made, Computed))
+            group = next((made.group for made in computed), None)
+            if group is None:
+                jobs.append(partial(job, fqn))
+            else:
+                groups.setdefault(group, []).append(fqn)
+        return [partial(one_by_one, [*chain(*groups.values())]), *jobs] if groups else jobs
 
     def _holding(self) -> contextlib.AbstractContextManager[None]:
         held = self._options.held_bytes(self.plan)

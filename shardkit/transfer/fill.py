@@ -345,7 +345,7 @@ class Scatter:
                 # What is computed may need all of its factors for every piece.
                 least = (
                     _MIN_PART // itemsize
-                    if not self._sources.is_decoded(table.file[chunk])
+                    if self._sources.made(table.file[chunk]) is None
                     else region.num_elements
                 )
                 for block in blocks(region.sizes, max(self._band_bytes // itemsize, 1)):

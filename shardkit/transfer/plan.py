@@ -24,7 +24,7 @@ from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
-from shardkit.core.catalog import MIN_COLUMNS, MIN_TOTAL, Catalog, TensorEntry
+from shardkit.core.catalog import MIN_COLUMNS, MIN_TOTAL, Catalog, Computed, Decoded, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_offset, intersect, is_contiguous
 from shardkit.transfer.convert import needs_torch
@@ -163,7 +163,7 @@ def build_plan(
         flat = flat_source(entry, catalog) if holes_are_runs else None
         if flat is not None:
             streamed[name] = flat
-        elif holes_are_runs and not _is_decoded(entry, catalog):
+        elif holes_are_runs and not _is_made_whole(entry, catalog):
             gathered.add(name)
         else:
             scattered[name] = tuple(hole for holes in wanted for hole in images.holes(holes.fqn))
@@ -179,7 +179,7 @@ def build_plan(
         scattered=scattered,
         made_of=made_of,
         needs_torch=any(needs_torch(catalog.tensors[holes.source].dtype, holes.dtype) for holes in every)
-        or any(file.compute is not None and file.compute.needs_torch for file in catalog.files),
+        or any(isinstance(file.made, Computed) and file.made.codec.needs_torch for file in catalog.files),
         read_bytes=sum(catalog.tensors[name].nbytes for name in _read(every, made_of)),
         written_bytes=sum(image.size for image in images),
         hole_bytes=sum(holes.nbytes for holes in every),
@@ -197,10 +197,10 @@ def _are_runs(sizes: Iterable[Shape], shape: Shape) -> bool:
     return all(is_contiguous(Region((0,) * len(each), each), shape) for each in sizes)
 
 
-def _is_decoded(entry: TensorEntry, catalog: Catalog) -> bool:
-    """True if a part of a tensor exists only once all of it is decoded."""
-    files = (catalog.files[catalog.chunks.file[row]] for row in entry.chunk_ids)
-    return any(file.decode is not None and file.compute is None for file in files)
+def _is_made_whole(entry: TensorEntry, catalog: Catalog) -> bool:
+    """True if a part of a tensor exists only once all of it is decoded, or made with others."""
+    every = (catalog.files[catalog.chunks.file[row]].made for row in entry.chunk_ids)
+    return any(isinstance(made, Decoded) or (made is not None and made.group is not None) for made in every)
 
 
 def flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
@@ -218,7 +218,7 @@ def flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
         if region.num_elements
     )
     files = array("i", [table.file[row] for _, row, _ in rows])
-    if any(catalog.files[file].decode for file in set(files)):
+    if not all(catalog.files[file].is_raw for file in set(files)):
         return None
     return FlatSource(
         dtype=entry.dtype,
@@ -243,7 +243,9 @@ def _flat_rows(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
         return None
     starts, counts = offsets[:, 0] * prod(entry.shape[1:]), sizes[:, 0] * prod(entry.shape[1:])
     files = np.frombuffer(table.file, dtype=np.int32)[rows.start : rows.stop][kept]
-    if (starts[1:] <= starts[:-1]).any() or any(catalog.files[f].decode for f in np.unique(files).tolist()):
+    if (starts[1:] <= starts[:-1]).any() or not all(
+        catalog.files[f].is_raw for f in np.unique(files).tolist()
+    ):
         return None
     return FlatSource(
         dtype=entry.dtype,

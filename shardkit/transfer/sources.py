@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from shardkit.core.catalog import (
     Catalog,
-    Computation,
+    Computed,
+    Decoded,
     FileStamp,
     OnRead,
     SourceFile,
@@ -31,6 +32,7 @@ from shardkit.files.storage import BLOCK
 from shardkit.files.stores import is_remote
 from shardkit.transfer.chains import Evidence, Run
 from shardkit.transfer.checks import Rest, Runs, SourceCheck
+from shardkit.transfer.codecs.boxes import fill_computed
 
 if TYPE_CHECKING:
     import numpy
@@ -139,9 +141,9 @@ class SourceFiles:
         """
         self._expected, self._num_places = ranges, num_places
 
-    def is_decoded(self, file: int) -> bool:
-        """True for bytes that lie in no file as they are."""
-        return self._files[file].decode is not None
+    def made(self, file: int) -> Decoded | Computed | None:
+        """Return how a file's bytes come to be; None if they lie in it as they are."""
+        return self._files[file].made
 
     def reader(self, *, compares: bool = True) -> Reader:
         """Return a reader for one thread; `release` it when the thread's stretch is done.
@@ -218,17 +220,13 @@ class SourceFiles:
                 with suppress(ResourceError, IntegrityError):
                     self._open[each] = self._open_checked(each, is_soon=True)
 
-    def compute(self, file: int) -> Computation | None:
-        """Return the computation that gives the bytes of a file piece by piece, if there is one."""
-        return self._files[file].compute
-
     def decoded(self, file: int, fqn: str) -> tuple[memoryview, list[Run]]:
         """Return the bytes of a file that has to be decoded for a tensor, and the runs read for them."""
         with self._lock:
             found = self._decoded.get(file)
             if found is None:
-                decode, runs = self._files[file].decode, None if self.check is None else self.check.runs()
-                assert decode is not None
+                made, runs = self._files[file].made, None if self.check is None else self.check.runs()
+                assert isinstance(made, Decoded)
                 if file in self._stamps and _stamp_now(self._files[file].path) != self._stamps[file]:
                     raise changed([self._files[file].name])
 
@@ -239,7 +237,7 @@ class SourceFiles:
                         runs.read(path, start, data, fqn)
 
                 self._decoded.clear()  # one tensor at a time: decoding may have had to copy it
-                content = decode(tell)
+                content = made.decode(tell)
                 found = self._decoded[file] = content, [] if runs is None else runs.collect()
             return found
 
@@ -346,7 +344,7 @@ class Reader:
 
     def is_decoded(self, file: int) -> bool:
         """True for bytes that lie in no file as they are."""
-        return self._sources.is_decoded(file)
+        return self._sources.made(file) is not None
 
     def descriptor(self, file: int) -> int:
         """Return an open descriptor of a file on disk."""
@@ -403,11 +401,11 @@ class Reader:
         """
         fd, size = self._borrowed.get(file), len(buffer)
         if fd is None:
-            if self._sources.is_decoded(file):
-                compute = self._sources.compute(file)
-                if compute is not None:
-                    compute.fill(self, start, buffer, fqn)
-                    return None
+            made = self._sources.made(file)
+            if isinstance(made, Computed):
+                fill_computed(made, self, start, buffer, fqn)
+                return None
+            if made is not None:
                 content, runs = self._sources.decoded(file, fqn)
                 buffer[:] = content[start : start + size]
                 if self._runs is not None and self._decoded_runs is not runs:

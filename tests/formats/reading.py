@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from shardkit.core.catalog import Catalog, ignore_read
+from shardkit.core.catalog import Catalog
 from shardkit.core.regions import relative_to, runs
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dcp import chunk_list
@@ -38,9 +38,9 @@ def read_tensor(catalog: Catalog, name: str) -> bytes:
         source, region = catalog.files[table.file[row]], table.region(row)
         start, nbytes = table.start[row], table.nbytes[row]
         assert nbytes == region.num_elements * itemsize
-        if source.decode:
+        if not source.is_raw:
             assert nbytes == source.size
-            data = bytes(source.decode(ignore_read))[start : start + nbytes]
+            data = bytes(source.decoded())[start : start + nbytes]
         else:
             with open(source.path, "rb") as file:
                 file.seek(start)

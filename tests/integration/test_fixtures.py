@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import shardkit
 from shardkit import formats
-from shardkit.core.catalog import Catalog, ignore_read
+from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_SAFETENSORS
 from shardkit.core.regions import relative_to, runs
 from shardkit.errors import SourceError
@@ -125,8 +125,8 @@ def read_tensor(catalog: Catalog, fqn: str) -> bytes:
         source, region = catalog.files[table.file[row]], table.region(row)
         assert table.nbytes[row] == region.num_elements * itemsize
         start, stop = table.start[row], table.start[row] + table.nbytes[row]
-        if source.decode:
-            data = bytes(source.decode(ignore_read))[start:stop]
+        if not source.is_raw:
+            data = bytes(source.decoded())[start:stop]
         else:
             with open(source.path, "rb") as file:
                 file.seek(start)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.core.catalog import Catalog, Checksums, SourceFile, subset
+from shardkit.core.catalog import Catalog, Checksums, Decoded, SourceFile, subset
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError
@@ -271,7 +271,9 @@ def test_what_is_decoded_once_serves_several_files(tmp_path: Path) -> None:
     """The runs of its reading stay as they are beside those of a neighbour that differs from file to file."""
     catalog, content = source(tmp_path, [1000])
     ((start, stop),) = places(catalog)
-    catalog.files.append(replace(catalog.files[0], decoded_from=(start + 400, stop)))
+    catalog.files.append(
+        replace(catalog.files[0], made=Decoded(lambda _: memoryview(b""), (start + 400, stop)))
+    )
     check = SourceCheck(catalog)
     for first, end in ((start, start + 100), (start + 100, start + 400)):
         decoding = check.runs()

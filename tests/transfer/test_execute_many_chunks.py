@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.catalog import Catalog, Decoded, SourceFile
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Region, Shape
 from shardkit.files.digest import crc32
@@ -40,7 +40,10 @@ def chunked(
         if decoded:
             catalog.files.append(
                 SourceFile(
-                    name=f"d{number}", path="", size=len(part), decode=lambda _, part=part: memoryview(part)
+                    name=f"d{number}",
+                    path="",
+                    size=len(part),
+                    made=Decoded(lambda _, part=part: memoryview(part)),
                 )
             )
             chunks.append((number, 0, len(part), box))

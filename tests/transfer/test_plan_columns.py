@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.catalog import Catalog, Decoded, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region, Shape
 from shardkit.transfer import plan
@@ -34,8 +34,8 @@ def catalogs(draw: st.DrawFn) -> Catalog:
     catalog = Catalog(format="dcp", directory="")
     decoded = draw(st.integers(0, 3)) == 0
     for number in range(3):
-        decode = (lambda: memoryview(b"")) if decoded and number == 2 else None
-        catalog.files.append(SourceFile(name=f"{number}", path="", size=1 << 20, decode=decode))
+        made = Decoded(lambda _: memoryview(b"")) if decoded and number == 2 else None
+        catalog.files.append(SourceFile(name=f"{number}", path="", size=1 << 20, made=made))
     catalog.add_tensor("before", DTYPE, (1,), iter([(0, 5, 4, Region((0,), (1,)))]))
     catalog.add_tensor(
         "w", DTYPE, shape, iter([(n % 3, 100 * n, r.num_elements * 4, r) for n, r in enumerate(regions)])

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.catalog import Catalog, Decoded, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
@@ -202,9 +202,8 @@ class StateWriter:
                 name=f"{self._source.name}:{path_name(path)}",
                 path=self._source.path,
                 size=len(data),
-                decode=lambda _: memoryview(data),
+                made=Decoded(lambda _: memoryview(data), is_proved=True),
                 stamp=self._source.stamp,
-                is_proved=True,
             )
             self._catalog.files.append(made)
             file = self._files[data] = len(self._catalog.files) - 1

@@ -31,7 +31,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, ignore_read, subset
+from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, find_tiling_error
 from shardkit.core.text import count, escape, listed
@@ -201,8 +201,8 @@ def _take_scalar(catalog: Catalog, shards: Catalog, fqn: str) -> bool:
 def _bytes_of(catalog: Catalog, fqn: str) -> bytes:
     row, table = catalog.tensors[fqn].first_chunk, catalog.chunks
     source = catalog.files[table.file[row]]
-    if source.decode is not None:
-        return bytes(source.decode(ignore_read))
+    if not source.is_raw:
+        return bytes(source.decoded())
     with open_regular(source.path, source.name) as (fd, _):
         return read_exactly(fd, table.start[row], table.nbytes[row], source.name)
 

@@ -4,7 +4,7 @@ A record says itself what it holds. If that is not what `.metadata` says, the ch
 
 The bytes of some chunks lie in no file as they are. A dense tensor that was not contiguous is stored with its
 strides. A record that went through a stream extension (torch's `ZStandard`) is stored compressed. Such a
-chunk becomes a file of its own, which exists only after decoding (`SourceFile.decode`).
+chunk becomes a file of its own, which exists only after decoding (`SourceFile.made`).
 
 Source: torch 2.13, torch/distributed/checkpoint/_extension.py.
 """
@@ -30,11 +30,11 @@ from shardkit.core.catalog import (
     UNSEEN,
     Catalog,
     Checksums,
+    Decoded,
     FileStamp,
     OnRead,
     SourceFile,
     TensorEntry,
-    ignore_read,
     subset,
 )
 from shardkit.core.dtypes import DType
@@ -244,10 +244,9 @@ def check_records(catalog: Catalog, transforms: Transforms, names: Collection[st
                 )
     scan.raise_problems()
     for row, chunk in scan.packed.items():
-        decode = packed_file(scan.chosen.files[scan.chosen.chunks.file[row]], chunk).decode
-        assert decode is not None
+        packed = packed_file(scan.chosen.files[scan.chosen.chunks.file[row]], chunk)
         try:
-            decode(ignore_read)
+            packed.decoded()
         except IntegrityError as error:
             yield error.message
 
@@ -582,7 +581,7 @@ def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
             return data[record.start : record.start + record.nbytes]
         return gather(data[record.data_start : record.data_start + record.data_nbytes], record)
 
-    return replace(decoded_file(source, chunk.entry, nbytes, decode), is_proved=True)
+    return decoded_file(source, chunk.entry, nbytes, Decoded(decode, is_proved=True))
 
 
 def decode_object(source: SourceFile, fqn: str, place: EntryLocation, limit: int) -> memoryview:

@@ -90,7 +90,7 @@ def holds_equal(base: Base, one: str, other: str) -> bool:
     if catalog is None or not {one, other} <= catalog.tensors.keys():
         return False
     rows = (row for name in (one, other) for row in catalog.tensors[name].chunk_ids)
-    is_raw = not any(catalog.files[catalog.chunks.file[row]].decode for row in rows)
+    is_raw = all(catalog.files[catalog.chunks.file[row]].is_raw for row in rows)
     return is_raw and same_bytes(catalog, one, other)
 
 

@@ -358,7 +358,7 @@ def _catalog(
                 continue
             places[tensor.fqn] = (tensor.dtype, tensor.shape, len(catalog.files), 0)
             size = full_region(tensor.shape).num_elements * tensor.dtype.itemsize
-            decoded = replace(whole, name=f"{name}:{tensor.fqn}", size=size, decode=tensor.decode)
+            decoded = replace(whole, name=f"{name}:{tensor.fqn}", size=size, made=tensor.made)
             catalog.files.append(decoded)
     for fqn in index.weight_map if index else places:
         dtype, shape, file, start = places[fqn]

@@ -19,12 +19,12 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardkit.core.catalog import Checksums, FileStamp, OnRead
+from shardkit.core.catalog import Checksums, Decoded, FileStamp, OnRead
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Shape, full_region
 from shardkit.core.text import count, escape
@@ -80,8 +80,8 @@ class BinTensor(NamedTuple):
     shape: Shape
     start: int | None
     """First byte in the file, None if the bytes do not lie there as they are."""
-    decode: Callable[[OnRead], memoryview] | None
-    """Returns the bytes if there is no `start`: read-only, row-major, contiguous, little-endian. Else None."""
+    made: Decoded | None
+    """Gives the bytes if there is no `start`: read-only, row-major, contiguous, little-endian. Else None."""
 
 
 class _BinContent(NamedTuple):
@@ -262,7 +262,7 @@ def _of_record(fqn: str, record: TensorRef, path: str, name: str) -> BinTensor:
     def decode(on_read: OnRead) -> memoryview:
         return row_major(path, name, record, on_read, follow=True)
 
-    return BinTensor(fqn, record.dtype, record.shape, None, decode)
+    return BinTensor(fqn, record.dtype, record.shape, None, Decoded(decode))
 
 
 def _load(path: str, name: str, is_zip: bool) -> Mapping[object, object]:
@@ -377,8 +377,8 @@ def _describe(fqn: str, tensor: torch.Tensor, path: str, mappings: _Mappings) ->
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise ValueError(f"layout {tensor.layout} on device {tensor.device.type}")
     start = _place(tensor, mappings)
-    decode = partial(_row_major_bytes, tensor, path, mappings) if start is None else None
-    return BinTensor(fqn, dtype, tuple(tensor.shape), start, decode)
+    made = Decoded(partial(_row_major_bytes, tensor, path, mappings)) if start is None else None
+    return BinTensor(fqn, dtype, tuple(tensor.shape), start, made)
 
 
 def _place(tensor: torch.Tensor, mappings: _Mappings) -> int | None:

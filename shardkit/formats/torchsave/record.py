@@ -9,12 +9,11 @@ Source: torch 2.2 and 2.13, torch/_utils.py (`_rebuild_tensor_v2`, `_rebuild_ten
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
-from shardkit.core.catalog import OnRead, SourceFile, TensorEntry
+from shardkit.core.catalog import Decoded, OnRead, SourceFile, TensorEntry
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
@@ -224,8 +223,8 @@ def strided_file(source: SourceFile, entry: TensorEntry, record: TensorRecord) -
     def decode(on_read: OnRead) -> memoryview:
         return row_major(source.path, source.name, record, on_read, follow=False)
 
-    file = decoded_file(source, entry, record.nbytes, decode)
-    return replace(file, decoded_from=(record.data_start, record.data_start + record.data_nbytes))
+    span = record.data_start, record.data_start + record.data_nbytes
+    return decoded_file(source, entry, record.nbytes, Decoded(decode, span))
 
 
 def row_major(path: str, name: str, record: TensorRecord, on_read: OnRead, *, follow: bool) -> memoryview:
@@ -244,12 +243,10 @@ def row_major(path: str, name: str, record: TensorRecord, on_read: OnRead, *, fo
     return gather(data, record)
 
 
-def decoded_file(
-    source: SourceFile, entry: TensorEntry, nbytes: int, decode: Callable[[OnRead], memoryview]
-) -> SourceFile:
+def decoded_file(source: SourceFile, entry: TensorEntry, nbytes: int, made: Decoded) -> SourceFile:
     """Return a file of `nbytes` bytes that exist only after decoding; it has the stamp of its source."""
     name = f"{source.name}:{entry.fqn}"
-    return SourceFile(name=name, path=source.path, size=nbytes, decode=decode, stamp=source.stamp)
+    return SourceFile(name=name, path=source.path, size=nbytes, made=made, stamp=source.stamp)
 
 
 def gather(storage: memoryview, record: TensorRecord) -> memoryview:

@@ -1,23 +1,18 @@
 """Checkpoints of PEFT models: the adapter by itself, or merged into the weights that it was trained on.
 
-Merging is W + scale * B A, tensor by tensor. Deciding it is pure: a tensor that has to be computed becomes a tensor of
-the catalog whose bytes are made when they are asked for. So everything else treats it like a stored one.
-
-Source: peft 0.21, tuners/lora/layer.py (Linear.merge, Embedding.merge), tuners/lora/dora.py.
+Deciding how it is merged is pure: a tensor that has to be computed becomes a tensor of the catalog that a codec makes
+when it is read (`transfer.codecs.lora`). So everything else treats it like a stored one.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import sqrt
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from shardkit.core.catalog import Catalog, OnRead, SourceFile, TensorEntry
-from shardkit.core.regions import Region
+from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import storage
@@ -42,14 +37,11 @@ from shardkit.keys.peft import (
     pattern_value,
 )
 from shardkit.operations.consolidate.assets import dump_config
-from shardkit.transfer.sources import SourceFiles
-
-if TYPE_CHECKING:
-    import torch
+from shardkit.transfer.codecs.derive import derive
+from shardkit.transfer.codecs.lora import Lora
 
 STEM = "adapter_model"  # peft 0.21, SAFETENSORS_WEIGHTS_NAME
 _BY_PEFT = "PEFT merges it into a model that lies elsewhere"
-_BLOCK_BYTES = 64 << 20  # of float32 values that are computed at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +157,9 @@ def _adapter_notes(peft: PeftNames, settings: Settings | None) -> Iterator[str]:
 
 def _merged(checkpoint: Checkpoint, names: Mapping[str, str], settings: Settings | None) -> Chosen:
     plan = plan_merge(checkpoint.catalog.tensors, names, settings.values if settings else {})
-    catalog = merged_catalog(checkpoint.select(list(names)), plan)
+    catalog = derive(checkpoint.select(list(names)), plan.made, plan.gone)
     origin = f", scaled as {settings.origin} says" if settings else ""
-    note = f"the adapter was added to {len(plan.merges)} tensors{origin}"
+    note = f"the adapter was added to {len(plan.made)} tensors{origin}"
     return Chosen(kind="merged", catalog=catalog, names=plan.names, notes=(note,))
 
 
@@ -248,29 +240,18 @@ def _repo_of(base: Base | None) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraMerge:
-    """One tensor that is computed. Names are those of the catalog."""
-
-    base: str
-    """The tensor to add to; the result has its name, shape and dtype."""
-    a: str | None
-    """(r, in), or (r, num_embeddings); None for a bias."""
-    b: str
-    """(out, r), or (dim, r); for a bias, the vector to add to it."""
-    magnitude: str | None
-    """DoRA's vector, one value for each output."""
-    scale: float
-    kind: Literal["linear", "transposed", "bias"]
-    """How the base is stored: "linear" is (out, in), "transposed" is (in, out) as Conv1D and embeddings are."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MergePlan:
     """A model with its adapter merged, decided."""
 
     names: dict[str, str]
     """Name in the catalog -> name in the output."""
-    merges: tuple[LoraMerge, ...]
+    made: dict[str, Lora]
+    """What merges, by the name of the base's tensor in the catalog."""
+
+    @property
+    def gone(self) -> frozenset[str]:
+        """The adapter's tensors that are merged."""
+        return frozenset(name for merge in self.made.values() for name in merge.added)
 
 
 def plan_merge(
@@ -296,12 +277,12 @@ def plan_merge(
             hint="--merge-lora is for checkpoints that hold both an adapter and the weights that it was trained on",
         )
     _check_settings(peft, config)
-    merges, problems = list[LoraMerge](), list[str]()
+    merges, problems = list[Lora](), list[str]()
     for module in peft.modules:
         merges += _merges_of(module, stored, tensors, config, problems)
     SourceError.raise_for(problems, f"{len(problems)} modules cannot be merged")
     kept = {stored[name]: target for name, target in peft.base_names.items()}
-    return MergePlan(names=kept, merges=tuple(merges))
+    return MergePlan(names=kept, made={merge.base: merge for merge in merges})
 
 
 def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:
@@ -333,7 +314,7 @@ def _merges_of(
     tensors: Mapping[str, TensorEntry],
     config: Mapping[str, Any],
     problems: list[str],
-) -> Iterator[LoraMerge]:
+) -> Iterator[Lora]:
     if module.a is None or module.b is None or module.base is None:
         part = "lora_A" if module.a is None else "lora_B" if module.b is None else "weight of the base"
         problems.append(f"{escape(module.path)}: its {part} is missing")
@@ -356,10 +337,24 @@ def _merges_of(
     alpha = pattern_value(config.get("alpha_pattern"), module.path, config["lora_alpha"])
     scale = alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank
     kind: Literal["linear", "transposed"] = "transposed" if is_transposed else "linear"
-    yield LoraMerge(base=base, a=a, b=b, magnitude=magnitude, scale=scale, kind=kind)
+    weight = tensors[base]
+    merge = Lora(
+        base=base,
+        dtype=weight.dtype,
+        shape=weight.shape,
+        a=a,
+        b=b,
+        magnitude=magnitude,
+        scale=scale,
+        kind=kind,
+    )
+    yield merge
     if module.b_bias and module.base_bias:
-        bias = stored[module.base_bias]
-        yield LoraMerge(base=bias, a=None, b=stored[module.b_bias], magnitude=None, scale=scale, kind="bias")
+        bias = tensors[stored[module.base_bias]]
+        b = stored[module.b_bias]
+        yield replace(
+            merge, base=bias.fqn, dtype=bias.dtype, shape=bias.shape, a=None, b=b, magnitude=None, kind="bias"
+        )
 
 
 def _shape_problem(base: TensorEntry, a: TensorEntry, b: TensorEntry, is_transposed: bool) -> str | None:
@@ -373,89 +368,3 @@ def _shape_problem(base: TensorEntry, a: TensorEntry, b: TensorEntry, is_transpo
             f"{list(base.shape)} and what is added, {list(b.shape)} x {list(a.shape)}, do not fit each other"
         )
     return None
-
-
-def merged_catalog(catalog: Catalog, plan: MergePlan) -> Catalog:
-    """Return a catalog in which the tensors to merge are whole, and are computed when they are read.
-
-    Args:
-        catalog: raw extents; it holds every tensor that the plan names.
-        plan: from `plan_merge`.
-    """
-    assert catalog.encoding == "raw"
-    merged = replace(catalog, files=list(catalog.files), tensors=dict(catalog.tensors))
-    merged.chunks = copy.deepcopy(catalog.chunks)
-    for merge in plan.merges:
-        entry = catalog.tensors[merge.base]
-        first = catalog.files[catalog.chunks.file[entry.first_chunk]]
-        merged.files.append(
-            SourceFile(
-                name=f"{first.name} (merged)",
-                path=first.path,
-                size=entry.nbytes,
-                decode=partial(compute_merge, catalog, merge),
-                stamp=first.stamp,
-            )
-        )
-        whole = Region((0,) * len(entry.shape), entry.shape)
-        chunk = (len(merged.files) - 1, 0, entry.nbytes, whole)
-        merged.add_tensor(merge.base, entry.dtype, entry.shape, iter([chunk]))
-    return merged
-
-
-def compute_merge(catalog: Catalog, merge: LoraMerge, on_read: OnRead = lambda *_: None) -> memoryview:
-    """Return the bytes of a merged tensor, row-major, in the dtype of its base.
-
-    It is computed in float32 and rounded once, at the end. Beside the tensor and the adapter's, this takes memory for
-    one block of rows.
-    """
-    base, b = read_tensor(catalog, merge.base, on_read), read_tensor(catalog, merge.b, on_read).float()
-    if merge.kind == "bias":
-        base.copy_(base.float() + b * merge.scale)
-        return as_bytes(base)
-    assert merge.a is not None
-    a = read_tensor(catalog, merge.a, on_read).float()
-    magnitude = None
-    if merge.magnitude:
-        magnitude = read_tensor(catalog, merge.magnitude, on_read).float().reshape(-1)
-    is_transposed = merge.kind == "transposed"
-    # DoRA's norm goes over the inputs, which lie in different rows of a transposed matrix.
-    step = max(_BLOCK_BYTES // (4 * max(base.shape[1], 1)), 1)
-    step = len(base) if magnitude is not None and is_transposed else step
-    for start in range(0, len(base), max(step, 1)):
-        rows = slice(start, start + step)
-        delta = ((b @ a[:, rows]).T if is_transposed else b[rows] @ a) * merge.scale
-        value = delta.add_(base[rows])
-        if magnitude is not None:
-            norm = value.norm(dim=0 if is_transposed else 1)
-            factor = (magnitude if is_transposed else magnitude[rows]) / norm
-            value *= factor if is_transposed else factor[:, None]
-        base[rows] = value.to(base.dtype)
-    return as_bytes(base)
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's bytes, row-major."""
-    import torch
-
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-def read_tensor(catalog: Catalog, name: str, on_read: OnRead) -> torch.Tensor:
-    """Return a tensor, put together from its chunks in a catalog of raw extents."""
-    import numpy as np
-    import torch
-
-    entry, table = catalog.tensors[name], catalog.chunks
-    itemsize = entry.dtype.itemsize
-    whole = np.empty((*entry.shape, itemsize), np.uint8)
-    with SourceFiles(catalog.files, on_read=on_read) as files, files.reader() as reader:
-        for row in entry.chunk_ids:
-            region = table.region(row)
-            chunk = np.empty((*region.sizes, itemsize), np.uint8)
-            if chunk.size:
-                reader.read_into(table.file[row], chunk.data.cast("B"), table.start[row], name)
-                box = tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))
-                whole[box] = chunk
-    values = torch.from_numpy(whole.reshape(-1)).view(getattr(torch, entry.dtype.name))
-    return values.reshape(entry.shape)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardkit.core.catalog import Catalog, renumber, subset
+from shardkit.core.catalog import Catalog, carry
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.formats.contract import Folded
 from shardkit.formats.hub.safetensors import OutputTensor
 from shardkit.keys.expressions import made_name
 from shardkit.osft.plan import Target
-from shardkit.transfer.computed.fold import folded_among
+from shardkit.transfer.codecs.derive import made_among
+from shardkit.transfer.codecs.fold import Fold
 
 _UNLOADABLE = (
     "weights are written as factors of OSFT, which from_pretrained does not know; consolidate without --keep-factors "
@@ -46,7 +47,7 @@ def take_factors(
         UsageError: there are no factors to keep.
         LayoutError: the Hub has some of the weights in another form, or under a name of another kind; lists all.
     """
-    folds = folded_among(catalog, (tensor.source for tensor in tensors))
+    folds = made_among(catalog, (tensor.source for tensor in tensors), Fold)
     among = [tensor for tensor in tensors if tensor.source in folds]
     if not keep:
         notes = (f"folded from factors of OSFT: {count(len(among), 'weight')}",) if among else ()
@@ -64,13 +65,11 @@ def take_factors(
     )
     chosen = {tensor.source: folded.targets[tensor.source] for tensor in among}
     factors = [name for target in chosen.values() for name in target.shapes]
-    joined = subset(catalog, [tensor.source for tensor in tensors if tensor.source not in chosen])
-    theirs = folded.factors(factors)
-    numbers = range(len(joined.files), len(joined.files) + len(theirs.files))
-    joined.files += [renumber(file, numbers) for file in theirs.files]
     sources = {name: made_name(name, catalog.tensors) for name in factors}
-    for name, source in sources.items():
-        joined.copy_tensor(theirs, name, source, numbers)
+    dense = [tensor.source for tensor in tensors if tensor.source not in chosen]
+    joined = carry(
+        catalog, dense, folded.factors(factors), {source: name for name, source in sources.items()}
+    )
     written = list[OutputTensor]()
     for tensor in tensors:
         target = chosen.get(tensor.source)

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
 
-from shardkit.core.catalog import Catalog, renumber, subset
+from shardkit.core.catalog import Catalog, carry
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.core.threads import OnStep
@@ -86,8 +86,9 @@ from shardkit.operations.keys import AUTO, NONE, load_rules
 from shardkit.operations.parts.agreement import Share
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
-from shardkit.transfer.bound import bind
-from shardkit.transfer.computed.fold import folded_among
+from shardkit.transfer.codecs.bound import bind
+from shardkit.transfer.codecs.derive import made_among
+from shardkit.transfer.codecs.fold import Fold
 from shardkit.transfer.plan import TransferPlan, build_plan
 from shardkit.transfer.sources import is_far
 
@@ -390,7 +391,7 @@ def _tensors(
     names, stored = named.names, named.chosen.catalog
     held = held_dtypes(stored, {name: each for each, name in names.items()}, checkpoint.dequantized, {})
     said = list[str]()
-    folds = folded_among(stored, names)
+    folds = made_among(stored, names, Fold)
     folded = [name for source, name in names.items() if source in folds]
     if folded and not options.keep_factors and options.dtype in (KEEP, BASE):
         nbytes = {name: stored.tensors[source].nbytes for source, name in names.items()}
@@ -871,24 +872,8 @@ def _carry(chosen: Chosen, base: Base | None, names: Sequence[str]) -> Chosen:
     assert base is not None
     assert base.catalog is not None
     sources = {made_name(name, chosen.catalog.tensors): name for name in names}
-    catalog = _carried(chosen.catalog, list(chosen.names), base.catalog, sources)
+    catalog = carry(chosen.catalog, list(chosen.names), base.catalog, sources)
     return replace(chosen, catalog=catalog, names={**chosen.names, **sources})
-
-
-def _carried(
-    catalog: Catalog, names: Collection[str], theirs: Catalog, sources: Mapping[str, str]
-) -> Catalog:
-    """Return a catalog of some of its tensors, and some of another's: name here -> name there."""
-    carried = subset(catalog, names)
-    numbers = range(len(carried.files), len(carried.files) + len(theirs.files))
-    carried.files += [renumber(file, numbers) for file in theirs.files]
-    for source, name in sources.items():
-        carried.copy_tensor(theirs, name, source, numbers)
-    if (open_records := catalog.open_records) is not None:
-        carried.open_records = lambda those, *, as_read=False: _carried(
-            open_records(those), names, theirs, sources
-        )
-    return carried
 
 
 def _images(

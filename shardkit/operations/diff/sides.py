@@ -39,7 +39,8 @@ from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
 from shardkit.osft.plan import factor_of
-from shardkit.transfer.computed.fold import is_folded
+from shardkit.transfer.codecs.derive import made_by
+from shardkit.transfer.codecs.fold import Fold
 from shardkit.transfer.plan import flat_source
 from shardkit.transfer.sources import Reader, bands, same_bytes
 
@@ -103,7 +104,7 @@ class Side:
 
     def is_folded(self, name: str) -> bool:
         """True if a tensor is stored as factors, or a part of it."""
-        return is_folded(self.catalog, self.names[name])
+        return made_by(self.catalog, self.names[name], Fold)
 
     def _folded_bands(self, entry: TensorEntry, reader: Reader, max_elements: int) -> Iterator[memoryview]:
         """Yield the same bands as of any other tensor, out of larger ones: each takes a pass over all of V."""

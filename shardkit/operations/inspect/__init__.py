@@ -315,8 +315,8 @@ def _inspect_sharded(
 
 def _files(catalog: Catalog, copies: Collection[str]) -> Iterator[InspectedFile]:
     """Yield the files with the bytes of tensors in each. What exists only decoded counts for the file that holds it."""
-    held: dict[str, int] = {file.name: 0 for file in catalog.files if file.decode is None}
-    sizes = {file.name: file.size for file in catalog.files if file.decode is None}
+    held: dict[str, int] = {file.name: 0 for file in catalog.files if file.is_raw}
+    sizes = {file.name: file.size for file in catalog.files if file.is_raw}
     chunks, files = catalog.chunks, catalog.files
     for fqn, entry in catalog.tensors.items():
         if fqn in copies:
@@ -324,7 +324,7 @@ def _files(catalog: Catalog, copies: Collection[str]) -> Iterator[InspectedFile]
         regions = catalog.chunks.regions(entry.chunk_ids)
         for row, region in zip(entry.chunk_ids, regions, strict=True):
             file = files[chunks.file[row]]
-            name = file.name if file.decode is None else file.name.removesuffix(f":{fqn}")
+            name = file.name if file.is_raw else file.name.removesuffix(f":{fqn}")
             if name not in held:
                 held[name], sizes[name] = 0, size_on_disk(os.path.join(catalog.directory, name))
             held[name] += region.num_elements * entry.dtype.itemsize

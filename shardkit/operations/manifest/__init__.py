@@ -252,7 +252,7 @@ class Digests:
         """What the manifest says of each file."""
         self._crcs = array("q", [_NOT_TAKEN]) * len(catalog.chunks)
         self._rows: dict[str, list[int]] = {}
-        places = [place_of(file.path) if file.decode is None else None for file in catalog.files]
+        places = [place_of(file.path) if file.is_raw else None for file in catalog.files]
         for row, number in enumerate(catalog.chunks.file):
             place = places[number]
             if place is not None:

@@ -55,8 +55,8 @@ from shardkit.operations.preshard.profiles import (
 )
 from shardkit.operations.write import ReadFile
 from shardkit.osft.plan import factor_of, stored_targets
-from shardkit.transfer.bound import bind
-from shardkit.transfer.converted import group_nbytes, opaque_groups
+from shardkit.transfer.codecs.bound import bind
+from shardkit.transfer.codecs.converted import group_nbytes, opaque_groups
 from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactorRecords, factored_weight, plan_records
 from shardkit.transfer.plan import TransferPlan, build_plan
 from shardkit.transfer.rank_files import RankImages

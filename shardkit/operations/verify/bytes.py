@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from shardkit.core.catalog import SourceFile, ignore_read
+from shardkit.core.catalog import SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files import storage
@@ -224,9 +224,8 @@ def _is_zip(fd: int, archive: Archive) -> bool:
 
 
 def _decode(file: FileBytes, stretch: Stretch, packed: SourceFile, report: Report) -> None:
-    assert packed.decode is not None
     try:
-        packed.decode(ignore_read)
+        packed.decoded()
     except ResourceError:
         raise
     except SourceError as error:

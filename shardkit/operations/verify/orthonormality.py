@@ -18,7 +18,7 @@ from shardkit.errors import LayoutError
 from shardkit.formats.contract import Checkpoint
 from shardkit.operations.verify.result import Report
 from shardkit.osft.plan import HIGH, stored_targets
-from shardkit.transfer.computed.fold import refuse_other_dtypes
+from shardkit.transfer.codecs.fold import refuse_other_dtypes
 from shardkit.transfer.sources import Reader, SourceFiles, bands
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def check_factors(checkpoint: Checkpoint, report: Report, *, full: bool) -> None
     catalog = checkpoint.catalog
     try:
         targets = stored_targets({name: entry.shape for name, entry in catalog.tensors.items()})
-        refuse_other_dtypes(catalog, targets.values())
+        refuse_other_dtypes(catalog.tensors, targets.values())
     except LayoutError as error:
         report.error(error)
         return

@@ -359,7 +359,7 @@ def _files(catalog: Catalog, directory: str, report: Report) -> list[FileBytes]:
     table, found = catalog.chunks, dict[str, FileBytes]()
     for source in catalog.files:
         if source.path not in found:
-            size = source.size if source.decode is None else storage.stat(source.path).st_size
+            size = source.size if source.is_raw else storage.stat(source.path).st_size
             name = _name(source.path, directory)
             found[source.path] = FileBytes(name=name, path=source.path, follow=True, size=size)
     for fqn, entry in catalog.tensors.items():
@@ -367,7 +367,7 @@ def _files(catalog: Catalog, directory: str, report: Report) -> list[FileBytes]:
         for row, region in zip(entry.chunk_ids, regions, strict=True):
             source = catalog.files[table.file[row]]
             report.chunk(table.nbytes[row])
-            if source.decode is None:
+            if source.is_raw:
                 part = region if entry.num_chunks > 1 else None
                 stretch = Stretch(table.start[row], table.nbytes[row], fqn, part, None)
                 found[source.path].stretches.append(stretch)
@@ -385,7 +385,7 @@ def _decoded(catalog: Catalog) -> Mapping[str, list[str]]:
     table, found = catalog.chunks, dict[str, list[str]]()
     for fqn, entry in catalog.tensors.items():
         files = (catalog.files[number] for number in {table.file[row] for row in entry.chunk_ids})
-        for path in {file.path for file in files if file.decode is not None}:
+        for path in {file.path for file in files if not file.is_raw}:
             found.setdefault(path, []).append(fqn)
     return found
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.catalog import Catalog, OnRead, SourceFile
+from shardkit.core.catalog import Catalog, Decoded, OnRead, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed
@@ -153,8 +153,8 @@ def _catalog(state: Mapping[str, Any], label: str) -> Catalog:
         place = memory if nbytes else name
         if place not in numbers:
             numbers[place] = len(catalog.files)
-            decode = _decoder(tensor, name)
-            catalog.files.append(SourceFile(name=name, path=label, size=nbytes, decode=decode))
+            made = Decoded(_decoder(tensor, name))
+            catalog.files.append(SourceFile(name=name, path=label, size=nbytes, made=made))
         catalog.add_tensor(name, dtype, region.sizes, iter(((numbers[place], 0, nbytes, region),)))
     catalog.objects = tuple(others)
     if others:

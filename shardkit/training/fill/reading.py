@@ -40,10 +40,10 @@ from shardkit.layout.naming import NameMatch
 from shardkit.osft.plan import Svd, Target
 from shardkit.training.ranks.agree import agreed, gather_json, say, world
 from shardkit.training.ranks.local import LocalShard, memory_of, window
-from shardkit.transfer.bound import bind
 from shardkit.transfer.checks import CheckedSource, SourceCheck, Unchecked
+from shardkit.transfer.codecs.bound import bind
+from shardkit.transfer.codecs.converted import Convert
 from shardkit.transfer.convert import one_thread_each
-from shardkit.transfer.converted import Convert
 from shardkit.transfer.plan import Ranges
 from shardkit.transfer.sources import Reader, SourceFiles
 

@@ -86,8 +86,8 @@ def _places(catalog: Catalog, identity: str, most_files: int) -> Iterator[tuple[
     parts = [
         (table.file[row], table.start[row], table.nbytes[row])
         for row in range(len(table))
-        if table.nbytes[row] and not catalog.files[table.file[row]].decode
-    ] or [(number, 0, file.size) for number, file in enumerate(catalog.files) if not file.decode]
+        if table.nbytes[row] and catalog.files[table.file[row]].is_raw
+    ] or [(number, 0, file.size) for number, file in enumerate(catalog.files) if file.is_raw]
     files = set(_draw(sorted({file for file, _, _ in parts}), most_files, identity))
     parts = [part for part in parts if part[0] in files]
     pieces = -(-_NUM_PLACES // max(len(parts), 1))

@@ -26,7 +26,7 @@ from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import IncompleteError, ResourceError, ShardkitError
 from shardkit.files.digest import crc32
-from shardkit.transfer.bound import read_box
+from shardkit.transfer.codecs.boxes import read_box
 from shardkit.transfer.sources import Reader
 
 _BOOT = "import sys; sys.path[:] = sys.argv[1:-1]; from shardkit.transfer.factors.child import main; main()"

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardkit.core.catalog import Catalog, SourceFile, ignore_read
+from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region, relative_to, runs
 from shardkit.formats.dcp.directory import open_dcp
@@ -35,8 +35,8 @@ def read_tensor(catalog: Catalog, fqn: str) -> bytes:
     for row in entry.chunk_ids:
         source, region = catalog.files[table.file[row]], table.region(row)
         assert table.nbytes[row] == region.num_elements * itemsize
-        if source.decode:
-            data = bytes(source.decode(ignore_read))
+        if not source.is_raw:
+            data = bytes(source.decoded())
         else:
             with open(source.path, "rb") as file:
                 file.seek(table.start[row])

@@ -20,7 +20,7 @@ from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner
 from shardkit.keys.expressions import Stored, concat
 from shardkit.keys.expressions import cut as cut_out
-from shardkit.transfer.bound import bind
+from shardkit.transfer.codecs.bound import bind
 from tests.bits import raw
 from tests.formats.dcp.samples import (
     assert_holds,

@@ -64,7 +64,7 @@ def outcome(directory: str) -> object:
     except ShardkitError as error:
         return type(error), error.message, error.problems
     table = found.chunks
-    files = [(file.name, file.size, file.decode is None) for file in found.files]
+    files = [(file.name, file.size, file.is_raw) for file in found.files]
     return list(table.file), list(table.start), list(table.nbytes), found.tensors, found.notes, files
 
 

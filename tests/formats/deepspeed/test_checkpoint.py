@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from shardkit import consolidate
-from shardkit.core.catalog import ignore_read
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.deepspeed.checkpoint import is_deepspeed, open_deepspeed
@@ -184,7 +183,7 @@ def read(checkpoint: Checkpoint) -> Tensors:
         for chunk, region in zip(entry.chunk_ids, catalog.chunks.regions(entry.chunk_ids), strict=True):
             file, nbytes = catalog.files[catalog.chunks.file[chunk]], catalog.chunks.nbytes[chunk]
             start = catalog.chunks.start[chunk]
-            content = bytes(file.decode(ignore_read)) if file.decode else Path(file.path).read_bytes()
+            content = Path(file.path).read_bytes() if file.is_raw else bytes(file.decoded())
             data = np.frombuffer(content[start : start + nbytes], grid.dtype)
             box = tuple(slice(o, stop) for o, stop in zip(region.offsets, region.stops, strict=True))
             grid[box] = data.reshape(region.sizes)

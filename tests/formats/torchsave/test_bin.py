@@ -58,13 +58,13 @@ def test_every_kind_of_tensor(tmp_path, is_zip):
     for found in content.tensors:
         tensor = expected[found.fqn]
         assert (found.shape, f"torch.{found.dtype.name}") == (tuple(tensor.shape), str(tensor.dtype))
-        assert (found.start is None) == (found.decode is not None) == (not is_zip or found.fqn in DECODED)
-        if found.decode is None:
+        assert (found.start is None) == (found.made is not None) == (not is_zip or found.fqn in DECODED)
+        if found.made is None:
             with open(path, "rb") as file:
                 file.seek(found.start)
                 assert file.read(tensor.nbytes) == plain_bytes(tensor)
             continue
-        data = found.decode(ignore_read)
+        data = found.made.decode(ignore_read)
         assert data.readonly
         assert data.contiguous
         assert bytes(data) == plain_bytes(tensor)

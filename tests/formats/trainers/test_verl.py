@@ -52,7 +52,7 @@ def test_replicas_are_taken_once(rank_files):
 @pytest.mark.dist
 def test_only_what_is_not_contiguous_is_decoded(rank_files):
     catalog = open_verl(str(rank_files / "placed")).catalog
-    decoded = {source.name for source in catalog.files if source.decode}
+    decoded = {source.name for source in catalog.files if not source.is_raw}
     assert decoded == {f"{NAME.format(rank)}:strided" for rank in range(4)}
 
 

@@ -14,9 +14,12 @@ from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import SourceError
-from shardkit.operations.consolidate import adapter as adapter_module
-from shardkit.operations.consolidate.adapter import merged_catalog, plan_merge
+from shardkit.operations.consolidate.adapter import plan_merge
+from shardkit.transfer.codecs import lora as lora_module
+from shardkit.transfer.codecs.derive import derive
+from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.sources import SourceFiles
+from tests.transfer.codecs.test_dequantize import read
 
 P = "base_model.model."
 MakeCatalog = Callable[[Mapping[str, torch.Tensor]], Catalog]
@@ -58,10 +61,15 @@ def lora(
     }
 
 
+def small_blocks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(lora_module, "_ROWS", rows)
+    monkeypatch.setattr(lora_module, "_BLOCK_NUMBERS", 1)
+
+
 def merge(catalog: Catalog, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the merged model as it would be written."""
     plan = plan_merge(catalog.tensors, {name: name for name in catalog.tensors}, config)
-    merged, result = merged_catalog(catalog, plan), {}
+    merged, result = derive(catalog, plan.made, plan.gone), {}
     with SourceFiles(merged.files) as files, files.reader() as reader:
         for stored, target in plan.names.items():
             entry = merged.tensors[stored]
@@ -76,11 +84,11 @@ def merge(catalog: Catalog, config: Mapping[str, Any]) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("block", [1 << 20, 80], ids=["whole", "two rows at a time"])
+@pytest.mark.parametrize("rows", [192, 2], ids=["whole", "two rows at a time"])
 def test_adds_the_product(
-    make_catalog: MakeCatalog, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int
+    make_catalog: MakeCatalog, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int
 ) -> None:
-    monkeypatch.setattr(adapter_module, "_BLOCK_BYTES", block)
+    small_blocks(monkeypatch, rows)
     tensors = lora(dtype=dtype) | {f"{P}norm.weight": torch.ones(5)}
     weight, a, b = list(tensors.values())[:3]
     merged = merge(make_catalog(tensors), {"lora_alpha": 8, "r": 3})
@@ -88,6 +96,34 @@ def test_adds_the_product(
     torch.testing.assert_close(merged["q_proj.weight"], (weight.float() + b @ a * (8 / 3)).to(dtype))
     assert merged["q_proj.weight"].dtype == dtype
     assert torch.equal(merged["norm.weight"], torch.ones(5))
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["linear", "transposed"])
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(777, 1000, 8), (1500, 301, 3)])
+def test_any_range_has_the_bits_of_all_at_once(
+    make_catalog: MakeCatalog, rows: int, columns: int, rank: int, is_transposed: bool, dora: bool
+) -> None:
+    torch.manual_seed(0)
+    out, into = (columns, rows) if is_transposed else (rows, columns)
+    weight, a, b = torch.randn(rows, columns).bfloat16(), torch.randn(rank, into), torch.randn(out, rank)
+    head = f"{P}q_proj."
+    names = (f"{head}base_layer.weight", f"{head}lora_A.default.weight", f"{head}lora_B.default.weight")
+    tensors = dict(zip(names, (weight, a, b), strict=True))
+    if dora:
+        tensors[f"{head}lora_magnitude_vector.default.weight"] = torch.rand(out) + 1
+    catalog = make_catalog(tensors)
+    config = {"lora_alpha": 5, "use_dora": dora, "fan_in_fan_out": is_transposed}
+    plan = plan_merge(catalog.tensors, {name: name for name in tensors}, config)
+    with one_thread_each(True):
+        product = (b @ a) * (5 / rank)
+        expected = (product.T if is_transposed else product) + weight
+        if dora:
+            length = expected.norm(dim=0 if is_transposed else 1)
+            factor = tensors[f"{head}lora_magnitude_vector.default.weight"] / length
+            expected = expected * (factor if is_transposed else factor[:, None])
+        found = read(derive(catalog, plan.made, plan.gone), names[0])
+    assert torch.equal(found, expected.bfloat16())
 
 
 def test_settings_for_some_modules(make_catalog: MakeCatalog) -> None:
@@ -134,7 +170,7 @@ def test_embeddings(make_catalog: MakeCatalog) -> None:
 def test_dora_scales_every_output(
     make_catalog: MakeCatalog, monkeypatch: pytest.MonkeyPatch, is_transposed: bool
 ) -> None:
-    monkeypatch.setattr(adapter_module, "_BLOCK_BYTES", 80)
+    small_blocks(monkeypatch, 2)
     tensors = lora(dtype=torch.float32, is_transposed=is_transposed)
     weight, a, b = tensors.values()
     magnitude = tensors[f"{P}q_proj.lora_magnitude_vector.default.weight"] = torch.rand(7) + 1

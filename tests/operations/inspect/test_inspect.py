@@ -220,7 +220,7 @@ def test_weights_that_are_refused(tmp_path):
 
 def test_files_of_rank_tensors_are_counted_once():
     """A chunk that exists only decoded belongs to the file that it is decoded from."""
-    from shardkit.core.catalog import Catalog, SourceFile
+    from shardkit.core.catalog import Catalog, Decoded, SourceFile
     from shardkit.core.dtypes import BY_NAME
     from shardkit.core.regions import full_region
     from shardkit.operations.inspect import _files
@@ -228,7 +228,7 @@ def test_files_of_rank_tensors_are_counted_once():
     catalog = Catalog(format="torch", directory="nowhere")
     catalog.files = [
         SourceFile(name="r0.pt", path="r0.pt", size=100),
-        SourceFile(name="r0.pt:b", path="", size=8, decode=lambda _: memoryview(bytes(8))),
+        SourceFile(name="r0.pt:b", path="", size=8, made=Decoded(lambda _: memoryview(bytes(8)))),
     ]
     region = full_region((2,))
     catalog.add_tensor("a", BY_NAME["float32"], (2,), iter([(0, 10, 8, region)]))

@@ -169,7 +169,7 @@ def test_bytes_that_have_to_be_decoded(tmp_path: Path) -> None:
     whole = random((6, 5), torch.float32)
     dcp.save({"w": whole.t().contiguous().t()}, checkpoint_id=tmp_path)
     catalog = formats.open(str(tmp_path)).select(["w"])
-    assert catalog.files[catalog.chunks.file[0]].decode is not None
+    assert not catalog.files[catalog.chunks.file[0]].is_raw
     for dtype in (torch.float32, torch.float64):
         target = torch.zeros((4, 2), dtype=dtype)
         fill(catalog, Region((1, 3), (4, 2)), target)

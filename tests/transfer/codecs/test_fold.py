@@ -16,12 +16,13 @@ from shardkit.core.regions import Region
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.directory import open_model
 from shardkit.osft.plan import Target, stored_targets
-from shardkit.transfer.bound import read_box
-from shardkit.transfer.computed.fold import fold_catalog, steps
+from shardkit.transfer.codecs.boxes import read_box
+from shardkit.transfer.codecs.derive import derive
+from shardkit.transfer.codecs.fold import Fold, refuse_other_dtypes, steps
 from shardkit.transfer.sources import SourceFiles
 from tests.operations.consolidate.checkpoints import save
 from tests.osft.factored import fold
-from tests.transfer.computed.test_dequantize import read
+from tests.transfer.codecs.test_dequantize import read
 
 MIB = 1 << 20
 
@@ -30,7 +31,8 @@ def catalog_of(folder: Path, tensors: dict[str, torch.Tensor]) -> Catalog:
     save_file(tensors, folder / "model.safetensors")
     catalog = open_model(str(folder)).catalog
     targets = stored_targets({name: entry.shape for name, entry in catalog.tensors.items()})
-    return fold_catalog(catalog, targets)
+    refuse_other_dtypes(catalog.tensors, targets.values())
+    return derive(catalog, {target.weight: Fold(target) for target in targets.values()})
 
 
 def random(rows: int, columns: int, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -1,0 +1,63 @@
+"""Checkpoints and bases with tensors that codecs make of what is stored, whoever reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+
+from shardkit.core.catalog import Catalog, Codec
+from shardkit.core.dtypes import DType
+from shardkit.formats.contract import Checkpoint
+from shardkit.formats.hub.base import Base, BaseTensor
+from shardkit.transfer.codecs.derive import derive, replaced
+
+
+def derive_checkpoint(
+    checkpoint: Checkpoint, made: Mapping[str, Codec], gone: Collection[str] = ()
+) -> Checkpoint:
+    """Return a checkpoint with tensors that are made, as `derive` puts them into its catalog.
+
+    It is no DCP directory any more: what is read of that goes through `select`.
+    """
+    catalog, hub = derive(checkpoint.catalog, made, gone), checkpoint.hub
+    return replace(
+        checkpoint,
+        catalog=catalog,
+        hub=None if hub is None else replace(hub, catalog=catalog),
+        dcp=None,
+        select=partial(_select, checkpoint.select, made, gone),
+    )
+
+
+def derive_base(
+    base: Base, made: Mapping[str, Codec], gone: Collection[str] = (), *, dtype: DType | None = None
+) -> Base:
+    """Return a base with tensors that are made: what a model that was trained of such ones is compared with.
+
+    Args:
+        base: the base.
+        made: as for `derive`.
+        gone: as for `derive`.
+        dtype: that it is said to have; None is the codec's.
+    """
+    place, tensors = replaced(made, gone), dict[str, BaseTensor]()
+    for stored, tensor in (base.tensors or {}).items():
+        name = place.get(stored)
+        if name is not None:
+            tensors[name] = BaseTensor(dtype or made[name].dtype, made[name].shape)
+        elif stored not in gone:
+            tensors[stored] = tensor
+    catalog = None if base.catalog is None else derive(base.catalog, made, gone)
+    return replace(base, tensors=None if base.tensors is None else tensors, catalog=catalog)
+
+
+def _select(
+    select: Callable[[Collection[str]], Catalog],
+    made: Mapping[str, Codec],
+    gone: Collection[str],
+    names: Collection[str],
+) -> Catalog:
+    chosen = {name: made[name] for name in names if name in made}
+    stored = dict.fromkeys(each for name in names for each in (made[name].of if name in made else (name,)))
+    return derive(select(list(stored)), chosen, gone)

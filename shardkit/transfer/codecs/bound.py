@@ -1,0 +1,271 @@
+"""A catalog whose tensors are made of another's: boxes point at the same bytes, the rest is computed in pieces.
+
+`bind` gives each target its own chunks. Where an expression puts boxes of stored tensors side by side, a chunk
+points at the stored bytes, and they move like any others. What is reordered becomes a file that exists only while
+it is read: any range of it is computed from the boxes that it needs, and no more memory is taken than for a few
+times that range. What a converter of transformers makes by operations that are not known is made whole (`converted`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, ClassVar
+
+from shardkit.core.catalog import Catalog, StoredParts, beside
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import (
+    Region,
+    Shape,
+    flat_offset,
+    flat_range_boxes,
+    intersect,
+    is_contiguous,
+    relative_to,
+    runs,
+)
+from shardkit.core.text import escape
+from shardkit.errors import LayoutError
+from shardkit.keys.expressions import (
+    Concat,
+    Cut,
+    Expression,
+    FilledBox,
+    Opaque,
+    Permuted,
+    Reshaped,
+    Stored,
+    Zeros,
+    cover,
+    leaves,
+    pieces,
+)
+from shardkit.transfer.codecs.boxes import copy_array, kind_of, shifted, window
+from shardkit.transfer.codecs.converted import Convert, GroupConverter, GroupMember
+from shardkit.transfer.codecs.derive import add_computed, computed_file
+
+if TYPE_CHECKING:
+    import numpy
+
+_MAX_RUNS = 64  # of a box that becomes chunks of its own; more are computed
+
+
+def bind(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert | None = None) -> Catalog:
+    """Return a catalog of raw extents that has targets beside the tensors of another.
+
+    Args:
+        catalog: of raw extents; or of records that are still closed, and then so is the result.
+        targets: what each further tensor is made of, by its name, which is none of the catalog's.
+        convert: runs the converters of transformers that make opaque targets.
+
+    Raises:
+        LayoutError: an expression needs a tensor that is not there or has another shape, tensors of several
+            dtypes, or a converter where there is none; lists all.
+    """
+    _check(catalog, targets, convert)
+    bound = replace(catalog, files=list(catalog.files), tensors={}, paths=None)
+    bound.chunks = type(catalog.chunks)()
+    for name in catalog.tensors:
+        bound.copy_tensor(catalog, name, name)
+    if catalog.open_records is not None:
+        for name, made in targets.items():
+            bound.add_tensor(name, _dtype_of(catalog, made), made.shape, iter(()))
+        bound.open_records = partial(_open_of, bound, catalog, targets, convert)
+        return bound
+    converter = None if convert is None else GroupConverter(convert)
+    for name, made in targets.items():
+        dtype = _dtype_of(catalog, made)
+        if isinstance(made, Opaque):
+            assert converter is not None  # `_check`
+            parts = tuple(View(part, dtype) for _, part in made.parts)
+            codec = GroupMember(converter=converter, made=made, parts=parts, target=name)
+            add_computed(bound, catalog, name, codec, group=codec.group)
+        else:
+            _add(bound, catalog, name, made, dtype)
+    return bound
+
+
+def _open_of(
+    bound: Catalog,
+    catalog: Catalog,
+    targets: Mapping[str, Expression],
+    convert: Convert | None,
+    names: Collection[str],
+    /,
+    *,
+    as_read: bool = False,
+) -> Catalog:
+    """Open the records that some tensors are made of, at once; see `OpenRecords`."""
+    made = {name: targets[name] for name in targets if name in names}
+    assert catalog.open_records is not None
+    opened = catalog.open_records({*names, *(leaf.name for each in made.values() for leaf in leaves(each))})
+    return beside(bind(opened, made, convert), bound)
+
+
+def _dtype_of(catalog: Catalog, made: Expression) -> DType:
+    return catalog.tensors[next(leaves(made)).name].dtype
+
+
+def _check(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert | None) -> None:
+    problems = []
+    for target, made in targets.items():
+        if isinstance(made, Opaque) and convert is None:
+            problems.append(f"{escape(target)}: only the model's class in transformers makes it")
+        dtypes = set[str]()
+        for leaf in leaves(made):
+            entry = catalog.tensors.get(leaf.name)
+            if entry is None:
+                problems.append(f"{escape(target)}: {escape(leaf.name)} is not there")
+            elif entry.shape != leaf.shape:
+                problems.append(
+                    f"{escape(target)}: {escape(leaf.name)} is {list(entry.shape)}, not {list(leaf.shape)}"
+                )
+            else:
+                dtypes.add(entry.dtype.name)
+        if len(dtypes) > 1:
+            problems.append(
+                f"{escape(target)}: made of tensors of several dtypes: {', '.join(sorted(dtypes))}"
+            )
+    LayoutError.raise_for(problems, "tensors cannot be made of what is stored")
+
+
+def _add(bound: Catalog, catalog: Catalog, target: str, made: Expression, dtype: DType) -> None:
+    chunks = list(chain.from_iterable(_chunks(bound, catalog, piece, dtype) for piece in pieces(made)))
+    bound.add_tensor(target, dtype, made.shape, iter(sorted(chunks, key=lambda chunk: chunk[3].offsets)))
+
+
+def _chunks(
+    bound: Catalog, catalog: Catalog, piece: FilledBox, dtype: DType
+) -> Iterator[tuple[int, int, int, Region]]:
+    """Yield the chunks (file, first byte, bytes, region of the target) of a piece."""
+    if piece.is_box:
+        assert isinstance(piece.of, Stored)
+        found = list(_stored_chunks(catalog, piece.of.name, piece, dtype.itemsize))
+        if None not in found:
+            yield from (chunk for chunk in found if chunk is not None)
+            return
+    view = View(piece.of if not piece.is_box else Cut(piece.of, piece.part), dtype)
+    bound.files.append(computed_file(catalog, view))
+    yield len(bound.files) - 1, 0, bound.files[-1].size, piece.region
+
+
+def _stored_chunks(
+    catalog: Catalog, name: str, piece: FilledBox, itemsize: int
+) -> Iterator[tuple[int, int, int, Region] | None]:
+    """Yield the stretches of stored chunks that make up a box; None where they are too short to be worth it."""
+    entry, table = catalog.tensors[name], catalog.chunks
+    is_same = _without_ones(piece.part.sizes) == _without_ones(piece.region.sizes)
+    for row, held in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
+        if (
+            is_same and held == piece.part and 0 not in held.sizes
+        ):  # a whole tensor in one stretch, as in every Hub model
+            yield table.file[row], table.start[row], piece.part.num_elements * itemsize, piece.region
+            continue
+        part = intersect(piece.part, held)
+        if part is None:
+            continue
+        inner, file = relative_to(part, held.offsets), table.file[row]
+        box = relative_to(part, piece.part.offsets)
+        if is_contiguous(inner, held.sizes) and (is_same or is_contiguous(box, piece.part.sizes)):
+            place = table.start[row] + flat_offset(inner.offsets, held.sizes) * itemsize
+            start = flat_offset(box.offsets, piece.part.sizes)
+            if is_same:
+                found = [_moved(box, piece)]
+            else:
+                found = flat_range_boxes(piece.region.sizes, start, start + box.num_elements)
+            for each in found:
+                nbytes = each.num_elements * itemsize
+                yield file, place, nbytes, shifted(each, piece.region.offsets)
+                place += nbytes
+            continue
+        if not catalog.files[file].is_raw:
+            yield None
+            return
+        # Several runs of the chunk, each a range of the box too.
+        found_runs = list(runs(inner, held.sizes)) if inner.num_elements else []
+        is_worth = len(found_runs) <= _MAX_RUNS and is_contiguous(box, piece.part.sizes)
+        if not is_worth:
+            yield None
+            return
+        start = flat_offset(box.offsets, piece.part.sizes)
+        for run in found_runs:
+            place = table.start[row] + run.source * itemsize
+            first = start + run.target
+            for each in flat_range_boxes(piece.region.sizes, first, first + run.length):
+                nbytes = each.num_elements * itemsize
+                yield file, place, nbytes, shifted(each, piece.region.offsets)
+                place += nbytes
+
+
+def _without_ones(sizes: Shape) -> Shape:
+    return tuple(size for size in sizes if size != 1)
+
+
+def _moved(box: Region, piece: FilledBox) -> Region:
+    """Return a box within a piece's part as one within its region; the two differ in dims of size 1 alone."""
+    pairs = iter(
+        [pair for pair, size in zip(zip(*box, strict=True), piece.part.sizes, strict=True) if size != 1]
+    )
+    moved = [(0, 1) if size == 1 else next(pairs) for size in piece.region.sizes]
+    return Region(tuple(o for o, _ in moved), tuple(n for _, n in moved))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Puts the elements of an expression in their places; a `Codec`."""
+
+    made: Expression
+    dtype: DType
+    needs_torch: ClassVar[bool] = False
+
+    @property
+    def of(self) -> tuple[str, ...]:
+        """The stored tensors of the expression."""
+        return tuple(dict.fromkeys(leaf.name for leaf in leaves(self.made)))
+
+    @property
+    def shape(self) -> Shape:
+        """Of the expression."""
+        return self.made.shape
+
+    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
+        """Return a box of the elements."""
+        return self._read(parts, self.made, region)
+
+    def _read(self, parts: StoredParts, made: Expression, region: Region) -> numpy.ndarray:
+        """Return a box of an expression as an array of elements of the item size."""
+        import numpy
+
+        match made:
+            case Stored():
+                return parts.box(made.name, region)
+            case Cut():
+                return self._read(parts, made.of, shifted(region, made.region.offsets))
+            case Permuted():
+                back = [made.dims.index(dim) for dim in range(len(made.dims))]
+                below = Region(tuple(region.offsets[d] for d in back), tuple(region.sizes[d] for d in back))
+                turned: numpy.ndarray = self._read(parts, made.of, below).transpose(made.dims)
+                return turned
+            case Reshaped():
+                below, whole = cover(made.of.shape, made.shape, region)
+                values = self._read(parts, made.of, below)
+                if not values.flags.c_contiguous:
+                    straight = numpy.empty(values.shape, values.dtype)
+                    copy_array(values, straight)
+                    values = straight
+                box: numpy.ndarray = values.reshape(whole.sizes)[window(relative_to(region, whole.offsets))]
+                return box
+            case Zeros():
+                return numpy.zeros(region.sizes, kind_of(self.dtype.itemsize))
+            case Concat():
+                found = numpy.empty(region.sizes, kind_of(self.dtype.itemsize))
+                for part, place in made.placed():
+                    inner = intersect(place, region)
+                    if inner is not None:
+                        values = self._read(parts, part, relative_to(inner, place.offsets))
+                        copy_array(values, found[window(relative_to(inner, region.offsets))])
+                return found
+            case Opaque():
+                raise AssertionError("an opaque tensor is whole, and a target of its own")

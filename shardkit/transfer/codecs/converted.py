@@ -1,0 +1,124 @@
+"""Tensors that a converter of transformers makes of whole ones: the group is read whole, and made at once.
+
+This is what the bound on memory does not hold for: a group's stored tensors and what is made of them are in memory
+together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, ClassVar
+
+from shardkit.core.catalog import Catalog, Codec, StoredParts
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Region, Shape, full_region
+from shardkit.core.text import escape
+from shardkit.errors import LayoutError
+from shardkit.keys.expressions import Expression, Opaque, leaves
+from shardkit.transfer.codecs.boxes import as_box, as_tensor, window
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+Convert = Callable[[Opaque, "list[torch.Tensor]"], "Mapping[str, torch.Tensor]"]
+"""Makes the tensors of a group, by their names in the model, of the values of `Opaque.parts`.
+
+Raises:
+    LayoutError: it fails.
+"""
+
+
+def opaque_groups(targets: Mapping[str, Expression]) -> list[dict[str, Opaque]]:
+    """Return the targets that are made together, by name, a group at a time."""
+    groups: dict[object, dict[str, Opaque]] = {}
+    for name, made in targets.items():
+        if isinstance(made, Opaque):
+            groups.setdefault((made.group, made.parts), {})[name] = made
+    return list(groups.values())
+
+
+def group_nbytes(catalog: Catalog, group: Iterable[Opaque]) -> int:
+    """Return the bytes of what is made together and of what it is made of."""
+    members = list(group)
+    parts = {leaf.name: leaf for _, part in members[0].parts for leaf in leaves(part)}
+    itemsize = catalog.tensors[next(iter(parts))].dtype.itemsize
+    shapes = [*(part.shape for part in parts.values()), *(each.shape for each in members)]
+    return itemsize * sum(map(prod, shapes))
+
+
+@dataclass(slots=True)
+class GroupConverter:
+    """Makes groups, and keeps the tensors of the last one until another is asked for."""
+
+    convert: Convert
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _group: object = None
+    _made: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def value(self, codec: GroupMember, parts: StoredParts) -> torch.Tensor:
+        """Return a tensor of a group, which is made if the last one was another.
+
+        Raises:
+            LayoutError: the converter fails, or makes something else.
+        """
+        import torch
+
+        with self._lock:
+            if self._group != codec.group:
+                self._group, self._made = None, {}
+                wholes = [
+                    as_tensor(part.box(parts, full_region(part.shape)), part.dtype) for part in codec.parts
+                ]
+                self._group, self._made = codec.group, self.convert(codec.made, wholes)
+            value = self._made.get(codec.made.target)
+        wanted = getattr(torch, codec.dtype.name)
+        if value is None or value.dtype is not wanted or tuple(value.shape) != codec.shape:
+            said = "nothing" if value is None else f"{list(value.shape)} in {value.dtype}"
+            raise LayoutError(
+                f"{escape(codec.target)}: transformers' own code makes {said} of what is stored, not "
+                f"{list(codec.shape)} in {wanted}",
+                hint="the files and the config do not fit each other, or shardkit has a defect: please report it",
+            )
+        return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMember:
+    """A tensor of a group; a `Codec`, but for its memory."""
+
+    converter: GroupConverter
+    made: Opaque
+    parts: tuple[Codec, ...]
+    """Make the tensors that the converter sees."""
+    target: str
+    """The tensor's name, for messages."""
+    needs_torch: ClassVar[bool] = True
+
+    @property
+    def of(self) -> tuple[str, ...]:
+        """The stored tensors of all parts."""
+        return tuple(dict.fromkeys(name for part in self.parts for name in part.of))
+
+    @property
+    def dtype(self) -> DType:
+        """That of what it is made of."""
+        return self.parts[0].dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Of the tensor."""
+        return self.made.shape
+
+    @property
+    def group(self) -> object:
+        """Equal for all tensors that are made together."""
+        return self.made.group, self.made.parts
+
+    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
+        """Return a box of the tensor, of which all of the group is made."""
+        value = self.converter.value(self, parts)
+        return as_box(value[window(region)].contiguous(), self.dtype)

@@ -1,0 +1,111 @@
+"""Dense weights of the factors of orthogonal subspace fine-tuning, folded block by block in bounded memory.
+
+Rows of a weight need the same rows of U and all of V. So a block of rows holds its rows of U and its sums, in float64,
+and V passes by, a few directions at a time. The result is rounded once, to float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shardkit.core.catalog import StoredParts
+from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.regions import Region, Shape
+from shardkit.core.text import MIB, escape
+from shardkit.errors import LayoutError
+from shardkit.keys.quantised import Held
+from shardkit.osft.plan import HIGH, LOW, Target
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+FOLDED = BY_NAME["float32"]
+"""The dtype of folded weights, before they are converted."""
+_MIN_NBYTES = 8 * MIB  # a block takes as much at least: a few directions of V must fit
+_MAX_DIRECTIONS = 128  # of V at a time; with more the product is no faster
+
+
+def refuse_other_dtypes(tensors: Mapping[str, Held], targets: Collection[Target]) -> None:
+    """Refuse factors that are no ordinary floating numbers.
+
+    Raises:
+        LayoutError: lists all.
+    """
+    dtypes = {name: tensors[name].dtype for target in targets for name in target.shapes}
+    LayoutError.raise_for(
+        [f"{escape(name)}: {dtype.name}" for name, dtype in dtypes.items() if not dtype.is_convertible],
+        "factors of OSFT are no floating numbers",
+        hint="something quantised them: take the checkpoint of the training itself",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """The values of a weight in float32; a `Codec`."""
+
+    target: Target
+    dtype: ClassVar[DType] = FOLDED
+    needs_torch: ClassVar[bool] = True
+
+    @property
+    def of(self) -> tuple[str, ...]:
+        """Its six factors."""
+        return tuple(self.target.shapes)
+
+    @property
+    def shape(self) -> Shape:
+        """Of the weight."""
+        return self.target.rows, self.target.columns
+
+    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
+        """Return the values of a box, as unsigned integers of their size.
+
+        They are folded a block of rows at a time: two blocks' bytes hold what a block takes.
+        """
+        import numpy
+
+        values, (num_rows, columns) = numpy.empty(region.sizes, "f4"), region.sizes
+        directions, step = steps(self.target, columns, max(2 * values.nbytes, _MIN_NBYTES))
+        for first in range(0, num_rows, step):
+            size = min(step, num_rows - first)
+            rows = Region((region.offsets[0] + first, region.offsets[1]), (size, columns))
+            values[first : first + size] = self._rows(parts, rows, directions).numpy()
+        return values.view("u4")
+
+    def _rows(self, parts: StoredParts, region: Region, directions: int) -> torch.Tensor:
+        """Return a box of few rows in float64."""
+        import torch
+
+        whole = torch.zeros(region.sizes, dtype=torch.float64)
+        for u_name, s_name, v_name in (HIGH, LOW):
+            size = self.target.shapes[f"{self.target.path}.{s_name}"][0]
+            left = self._read(parts, u_name, Region((region.offsets[0], 0), (region.sizes[0], size)))
+            scales = self._read(parts, s_name, Region((0,), (size,))).double()
+            for first in range(0, size, directions):
+                some = slice(first, min(first + directions, size))
+                part = Region((first, region.offsets[1]), (some.stop - first, region.sizes[1]))
+                right = self._read(parts, v_name, part).double()
+                whole.addmm_(left[:, some].double().mul_(scales[some]), right)
+        return whole
+
+    def _read(self, parts: StoredParts, factor: str, region: Region) -> torch.Tensor:
+        return parts.values(f"{self.target.path}.{factor}", region)
+
+
+def steps(target: Target, columns: int, max_nbytes: int) -> tuple[int, int]:
+    """Return how many directions and how many rows are taken at a time.
+
+    The directions depend on the weight alone: stretches of V that are read again are the same each time, so that
+    their checksums can be compared.
+
+    Args:
+        target: its weight is folded.
+        columns: of the box.
+        max_nbytes: for the sums, rows of U and directions of V.
+    """
+    directions = min(_MAX_DIRECTIONS, max(_MIN_NBYTES // (2 * 16 * columns), 1))
+    row = 8 * columns + 8 * target.num_directions + 8 * directions
+    return directions, max((max_nbytes - 16 * directions * columns) // row, 1)

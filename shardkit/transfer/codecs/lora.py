@@ -1,0 +1,114 @@
+"""Weights with what LoRA learned added to them, W + scale * B A, a few rows at a time.
+
+It is computed in float32 and rounded once, at the end.
+
+Source: peft 0.21, tuners/lora/layer.py (Linear.merge, Embedding.merge), tuners/lora/dora.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shardkit.core.catalog import StoredParts
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Region, Shape, intersect, relative_to
+from shardkit.transfer.codecs.boxes import as_box, window
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+_BLOCK_NUMBERS = 1 << 18  # of float32 values that are computed at a time
+# Products of so many rows, or a multiple, have the bits of the product of all rows: kernels take up to 64 at a time, and
+# what is left of few rows goes to others that round in another order.
+_ROWS = 192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """A tensor of a model with its adapter merged; a `Codec`. Names are those of the catalog."""
+
+    base: str
+    """The tensor to add to; the result has its name."""
+    dtype: DType
+    """Of the base."""
+    shape: Shape
+    """Of the base."""
+    a: str | None
+    """(r, in), or (r, num_embeddings); None for a bias."""
+    b: str
+    """(out, r), or (dim, r); for a bias, the vector to add to it."""
+    magnitude: str | None
+    """DoRA's vector, one value for each output."""
+    scale: float
+    kind: Literal["linear", "transposed", "bias"]
+    """How the base is stored: "linear" is (out, in), "transposed" is (in, out) as Conv1D and embeddings are."""
+    needs_torch: ClassVar[bool] = True
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The adapter's tensors."""
+        return tuple(name for name in (self.a, self.b, self.magnitude) if name is not None)
+
+    @property
+    def of(self) -> tuple[str, ...]:
+        """The base and the adapter's tensors."""
+        return self.base, *self.added
+
+    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
+        """Return a box of the merged tensor, as unsigned integers of its item size.
+
+        Beside the box it takes memory for the factor that all rows need, and for a block of rows.
+        """
+        import numpy
+
+        if self.a is None:
+            added = parts.values(self.b, region).float() * self.scale
+            return as_box(parts.values(self.base, region).float() + added, self.dtype)
+        factor = parts.whole(self.b if self.kind == "transposed" else self.a).float()
+        merged = numpy.empty(region.sizes, f"u{self.dtype.itemsize}")
+        for block in self._blocks():
+            part = intersect(block, region)
+            if part is None:
+                continue
+            value, inside = self._product(parts, factor, block), window(relative_to(part, block.offsets))
+            if self.magnitude is None:
+                value = value[inside].add_(parts.values(self.base, part))
+            else:
+                value = self._scaled(parts, value.add_(parts.values(self.base, block)), block)[inside]
+            merged[window(relative_to(part, region.offsets))] = as_box(value, self.dtype)
+        return merged
+
+    def _blocks(self) -> Iterator[Region]:
+        """Yield blocks of whole rows, the same for every box, so that its bits are the same too.
+
+        With DoRA a transposed weight is one: the norm goes over the inputs, which lie in different rows.
+        """
+        rows, columns = self.shape
+        step = max(_BLOCK_NUMBERS // max(columns, 1) // _ROWS, 1) * _ROWS
+        is_one = self.magnitude is not None and self.kind == "transposed"
+        starts = range(0, 1 if is_one else max(rows - step + 1, 1), step)
+        for first in starts:
+            stop = rows if first == starts[-1] else first + step
+            yield Region((first, 0), (stop - first, columns))
+
+    def _product(self, parts: StoredParts, factor: torch.Tensor, block: Region) -> torch.Tensor:
+        """Return scale * B A of a block."""
+        assert self.a is not None
+        first, num_rows = block.offsets[0], block.sizes[0]
+        if self.kind == "transposed":
+            a = parts.values(self.a, Region((0, first), (factor.shape[1], num_rows))).float()
+            return (factor @ a).T * self.scale
+        b = parts.values(self.b, Region((first, 0), (num_rows, factor.shape[0]))).float()
+        return b @ factor * self.scale
+
+    def _scaled(self, parts: StoredParts, value: torch.Tensor, block: Region) -> torch.Tensor:
+        """Return a block of rows with the length that DoRA learned for each output."""
+        assert self.magnitude is not None
+        magnitude = parts.whole(self.magnitude).float().reshape(-1)
+        if self.kind == "transposed":
+            return value.mul_(magnitude / value.norm(dim=0))
+        rows = slice(block.offsets[0], block.stops[0])
+        return value.mul_((magnitude[rows] / value.norm(dim=1))[:, None])
