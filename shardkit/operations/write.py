@@ -57,7 +57,8 @@ from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.existing import Existing, Unproven, remember
-from shardkit.transfer.factors.phase import FactoredJob, FactorPhase, PhaseAt, weights_of
+from shardkit.transfer.factors.job import FactoredJob
+from shardkit.transfer.factors.phase import FactorPhase, PhaseAt
 from shardkit.transfer.images import ImageSet
 from shardkit.transfer.journal import (
     Journal,
@@ -831,7 +832,7 @@ class Writer:
             typed=share.typed if isinstance(share, Part) else "",
             num_parts=share.count if isinstance(share, Part) else 1,
             files=[(image.name, image.size) for image in job.output],
-            weights=[] if factors is None else weights_of(factors),
+            weights=[] if factors is None else factors.weights,
             versions=_versions_of(job),
         )
         if isinstance(share, Committing):
@@ -906,7 +907,7 @@ class Writer:
             verb=self._verb,
             files=[(image.name, image.size) for image in job.output],
             beside=sorted(job.beside),
-            num_weights=0 if factors is None else len(weights_of(factors)),
+            num_weights=0 if factors is None else len(factors.weights),
         )
 
     def _move(

@@ -36,13 +36,14 @@ from shardkit.operations.destination import check_space, default_output
 from shardkit.operations.holdings import Holdings
 from shardkit.operations.parts.part import Part
 from shardkit.operations.parts.pool import in_pool
-from shardkit.operations.preshard.decompose import OsftResult, OsftRun
+from shardkit.operations.preshard.decompose import OsftResult, factored_job, osft_result
 from shardkit.operations.preshard.held import hold_job
 from shardkit.operations.preshard.job import PreshardJob, build_job
 from shardkit.operations.preshard.options import PreshardOptions
 from shardkit.operations.preshard.profiles import write_companions
 from shardkit.operations.resolve import stands_for
 from shardkit.operations.write import Writer, WriteResult
+from shardkit.transfer.factors.job import FactoredJob
 
 _MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies what is smaller
 
@@ -176,7 +177,7 @@ def preshard(options: PreshardOptions) -> PreshardResult:
 
     job = build_job(plain, options)
     room = _room(job, path)
-    run = OsftRun.of(
+    factors = factored_job(
         options.plan,
         job.records,
         jobs=writer.options.jobs,
@@ -186,15 +187,15 @@ def preshard(options: PreshardOptions) -> PreshardResult:
     writer.warn(job.warnings)
     writer.write(
         job,
-        partial(_describe, job, run, sha256=options.sha256),
+        partial(_describe, job, factors, sha256=options.sha256),
         needed_bytes=room.needed_bytes,
         share_extents=room.shared_bytes > 0,
-        factors=run,
+        factors=factors,
     )
     facts = writer.facts(job.warnings)
     became = facts["part"]
     mine = options.share if isinstance(options.share, Part) and not (became and became.is_committed) else None
-    facts["osft"] = None if run is None else run.result(mine, record_bytes=writer.record_bytes)
+    facts["osft"] = None if factors is None else osft_result(factors, mine, record_bytes=writer.record_bytes)
     result = _result(job, source, facts, shares_extents=room.shared_bytes > job.plan.written_bytes // 2)
     return replace(result, holdings=hold_job(job)) if options.holdings else result
 
@@ -235,7 +236,7 @@ def _of_a_training(source: str, mesh: Mesh, error: SourceError) -> SourceError:
 
 
 def _describe(
-    job: PreshardJob, run: OsftRun | None, directory: str, *, sha256: bool, shards: str | None = None
+    job: PreshardJob, factors: FactoredJob | None, directory: str, *, sha256: bool, shards: str | None = None
 ) -> FolderDescriptions | FileDescriptions:
     """Return the writer of the files beside the shards in a directory."""
     write_beside = partial(write_companions, job.profile, job.assets, job.layout.mesh.size)
@@ -246,7 +247,7 @@ def _describe(
         write_beside,
         directory,
         sha256=sha256,
-        measured={} if run is None else run.measured,
+        measured={} if factors is None else factors.measured,
         shards=shards,
     )
 

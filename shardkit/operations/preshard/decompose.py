@@ -7,10 +7,9 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
-from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import parse_size
@@ -23,11 +22,9 @@ from shardkit.operations.keys import NONE
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.preshard.profiles import Profile
 from shardkit.osft.plan import OsftPlan, Target, parse_ranks
-from shardkit.transfer.existing import Unproven
 from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactorRecords
-from shardkit.transfer.factors.fill import JobFactoring, Measured, choose_num_workers
-from shardkit.transfer.factors.phase import weights_of
-from shardkit.transfer.factors.recorded import other_weights, recorded
+from shardkit.transfer.factors.fill import choose_num_workers
+from shardkit.transfer.factors.job import FactoredJob
 
 OPERATIONS_PER_S = 20e9
 """Of one core, on the safe side: a virtual core at 2.5 GHz does 30e9 with 512 to 2048 directions. A weight that is nearly
@@ -140,105 +137,59 @@ def choose_memory(max_memory: str | int | None) -> int | None:
     return None if max_memory is None else parse_size(max_memory)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OsftRun:
-    """Computes the factors of a job, and keeps what was measured."""
+def factored_job(
+    plan: OsftPlan | None,
+    records: FactorRecords,
+    *,
+    jobs: int,
+    max_memory: str | int | None,
+    sending_bytes: int,
+) -> FactoredJob | None:
+    """Return what has to be computed for a job; None if it is without factors.
 
-    records: FactorRecords
-    factoring: JobFactoring
-    measured: dict[str, Measured] = field(default_factory=dict)
-    """By the target's path; empty before."""
+    Args:
+        plan: what was asked for.
+        records: of all weights that become factors.
+        jobs: most processes.
+        max_memory: for all of them; None where a person did not say.
+        sending_bytes: what of it factors take on their way into a store.
 
-    @classmethod
-    def of(
-        cls,
-        plan: OsftPlan | None,
-        records: FactorRecords,
-        *,
-        jobs: int,
-        max_memory: str | int | None,
-        sending_bytes: int,
-    ) -> OsftRun | None:
-        """Return the run for the weights of a job; None if it is without factors.
+    Raises:
+        UsageError: the memory is too little for one of them.
+    """
+    if plan is None:
+        return None
+    targets = [weight.target for weight in records.weights]
+    workers = choose_num_workers(targets, jobs, choose_memory(max_memory), sending_bytes)
+    return FactoredJob(records=records, svd=plan.svd, num_workers=workers)
 
-        Args:
-            plan: what was asked for.
-            records: of all weights that become factors.
-            jobs: most processes.
-            max_memory: for all of them; None where a person did not say.
-            sending_bytes: what of it factors take on their way into a store.
 
-        Raises:
-            UsageError: the memory is too little for one of them.
-        """
-        if plan is None:
-            return None
-        targets = [weight.target for weight in records.weights]
-        workers = choose_num_workers(targets, jobs, choose_memory(max_memory), sending_bytes)
-        return cls(records=records, factoring=JobFactoring(svd=plan.svd, num_workers=workers))
+def osft_result(job: FactoredJob, part: Part | None, *, record_bytes: int) -> OsftResult:
+    """Return the cost of the decomposition, and its quality if it has run.
 
-    @property
-    def crcs(self) -> dict[str, int]:
-        """CRC-32 of each factor, by its name in the catalog."""
-        return {name: crc for each in self.measured.values() for name, crc in each.whole.items()}
-
-    def take_over(
-        self, found: Mapping[str, object], catalog: Catalog, jobs: int, /, *, is_known: bool
-    ) -> list[str]:
-        """Take what manifests say of factors; return why these are not of the job's weights.
-
-        Args:
-            found: the manifests that are there, by what stands before the model's own names.
-            catalog: has the weights.
-            jobs: threads that read them.
-            is_known: they are known to be of these weights.
-
-        Raises:
-            Unproven: no record says what they were computed of.
-            IntegrityError, ResourceError: as `other_weights`.
-        """
-        weights, known = self.records.weights, dict[str, Measured]()
-        for root, content in found.items():
-            if isinstance(content, manifest.Presharded):
-                known |= dict(recorded(weights, content, root))
-        if any(weight.target.path not in known for weight in weights):
-            return ["its manifest has no such factors"]
-        if not is_known:
-            if any(each.weight_crc32 is None for each in known.values()):
-                raise Unproven(
-                    "no record says what its factors were computed of (--digest none keeps none, nor did earlier versions)"
-                )
-            other = other_weights(weights, known, catalog, jobs)
-            if other:
-                return [f"{name}: its factors were computed of other values" for name in other]
-        self.measured.update(known)
-        return []
-
-    def result(self, part: Part | None, *, record_bytes: int) -> OsftResult:
-        """Return the cost of the decomposition, and its quality if it has run.
-
-        Args:
-            part: whose weights are meant; None for all.
-            record_bytes: as in the result.
-        """
-        targets = [weight.target for weight in self.records.weights]
-        if part is not None:
-            targets = [targets[number] for number in share_of([size for _, size in weights_of(self)], part)]
-        workers, seconds = self.factoring.num_workers, [_expected_s(target) for target in targets]
-        found = [self.measured[target.path] for target in targets if target.path in self.measured]
-        is_known = 0 < len(found) == len(targets)
-        largest = sorted((target.svd_nbytes for target in targets), reverse=True)[:workers]
-        return OsftResult(
-            kinds=tuple(kinds_of(targets)),
-            num_workers=workers,
-            memory_bytes=sum(largest),
-            expected_s=round(max([sum(seconds) / workers, *seconds]), 3),
-            operations_per_s=OPERATIONS_PER_S,
-            record_bytes=record_bytes,
-            num_resumed=sum(each.is_resumed for each in found),
-            max_error=max(each.error for each in found) if is_known else None,
-            max_orthogonality=max(each.orthogonality for each in found) if is_known else None,
-        )
+    Args:
+        job: what was, or would be computed.
+        part: whose weights are meant; None for all.
+        record_bytes: as in the result.
+    """
+    targets = [weight.target for weight in job.records.weights]
+    if part is not None:
+        targets = [targets[number] for number in share_of([size for _, size in job.weights], part)]
+    workers, seconds = job.num_workers, [_expected_s(target) for target in targets]
+    found = [job.measured[target.path] for target in targets if target.path in job.measured]
+    is_known = 0 < len(found) == len(targets)
+    largest = sorted((target.svd_nbytes for target in targets), reverse=True)[:workers]
+    return OsftResult(
+        kinds=tuple(kinds_of(targets)),
+        num_workers=workers,
+        memory_bytes=sum(largest),
+        expected_s=round(max([sum(seconds) / workers, *seconds]), 3),
+        operations_per_s=OPERATIONS_PER_S,
+        record_bytes=record_bytes,
+        num_resumed=sum(each.is_resumed for each in found),
+        max_error=max(each.error for each in found) if is_known else None,
+        max_orthogonality=max(each.orthogonality for each in found) if is_known else None,
+    )
 
 
 def _expected_s(target: Target) -> float:

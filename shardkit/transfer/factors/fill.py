@@ -1,4 +1,4 @@
-"""Computing factors into records: by how many processes, and what was measured."""
+"""Computing factors into records, by several processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -16,9 +16,9 @@ from shardkit.core.text import escape, format_size
 from shardkit.core.threads import run_all
 from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
-from shardkit.osft.plan import Svd, Target
+from shardkit.osft.plan import Target
 from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.factors.catalog import FactoredWeight, FactorRecords
+from shardkit.transfer.factors.job import FactoredJob
 from shardkit.transfer.factors.workers import FactorWorker
 from shardkit.transfer.sources import SourceFiles
 
@@ -33,43 +33,6 @@ _CONTAINER_LIMITS = (
     ),
 )
 _DAMAGED = "use another copy of the checkpoint; --check-source off takes the damaged bytes as they are"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """How the factors of a target were computed, and how good they are."""
-
-    algorithm: str
-    """As `osft.svd.Factors` has it."""
-    error: float
-    orthogonality: float
-    whole: Mapping[str, int]
-    """CRC-32 of each factor's bytes, by its name in the catalog."""
-    is_resumed: bool
-    """An interrupted run had computed them."""
-    weight_crc32: int | None = None
-    """Of the dense weight, as it is stored."""
-
-
-def measured_of(weight: FactoredWeight, told: Mapping[str, Any], *, is_resumed: bool) -> Measured:
-    """Return the measurements of a target's factors, from the answer of the process that computed them (`child`)."""
-    shorts = {short: name for name, short in weight.factors.items()}
-    return Measured(
-        algorithm=told["algorithm"],
-        error=told["error"],
-        orthogonality=told["orthogonality"],
-        whole={shorts[short]: crc for short, crc in told["whole"].items()},
-        is_resumed=is_resumed,
-        weight_crc32=told.get("weight_crc32"),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobFactoring:
-    """How factors are computed."""
-
-    svd: Svd
-    num_workers: int
 
 
 def choose_num_workers(
@@ -117,64 +80,16 @@ def _text_of(path: str) -> str:
         return file.read()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Filling:
-    """Which records are filled, and where."""
-
-    records: FactorRecords
-    numbers: Sequence[int]
-    """Of the weights whose factors are computed."""
-    directory: str
-    """Where their records are filled."""
-    publish: Callable[[int, Mapping[str, Any], Mapping[str, Any] | None], object]
-    """Given the number of a weight whose record is on the disk, what the process has answered (`child`) with the
-    "weight_crc32" of the dense weight, and what was read, from `SourceCheck.dump`. May be called from any thread."""
-    check: SourceCheck | None
-    """Compares what is read with what the source records."""
-    advance: Callable[[int], None]
-    """Told the bytes of factors that there are."""
-    elsewhere: Callable[[int], Measured | None]
-    """Tells what another process has computed meanwhile; asked before each weight."""
-    another_place: str
-    """How the records come to lie on another disk, if there is no room for them."""
-
-    @property
-    def hint(self) -> str:
-        """What to do where a record cannot be written."""
-        needed = sum(self.records.images[number].size for number in self.numbers)
-        return (
-            f"the files there take {format_size(needed)}: free some space or {self.another_place}, then run the same "
-            "command again"
-        )
-
-    def path(self, number: int) -> str:
-        """Return the path of the record of a weight."""
-        return os.path.join(self.directory, self.records.images[number].name)
-
-    @contextlib.contextmanager
-    def writing(self, number: int) -> Iterator[str]:
-        """Give the path of a record, and name it if the system does not let it be written.
-
-        Raises:
-            ResourceError: the system refuses.
-        """
-        path = self.path(number)
-        try:
-            yield path
-        except OSError as error:
-            raise ResourceError(f"cannot write {escape(path)}: {error.strerror}", hint=self.hint) from error
-
-
 class _Publishing:
     """Brings records to the disk and publishes them, while the next ones are computed. A context manager that waits for all.
 
     Args:
-        filling: has the records.
+        run: has the records.
         stop: set if that fails.
     """
 
-    def __init__(self, filling: Filling, stop: threading.Event) -> None:
-        self._filling, self._stop, self._has_failed = filling, stop, False
+    def __init__(self, run: FactorRun, stop: threading.Event) -> None:
+        self._run, self._stop, self._has_failed = run, stop, False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardkit-sync")
         self._published: list[Future[None]] = []
 
@@ -206,32 +121,67 @@ class _Publishing:
         if self._has_failed:  # they are computed again; what a stop finds waiting is published
             return
         try:
-            with self._filling.writing(number) as path:
+            with self._run.writing(number) as path:
                 storage.sync_file(path)
-            self._filling.publish(number, target, source)
+            self._run.publish(number, target, source)
         except BaseException:
             self._has_failed = True
             self._stop.set()
             raise
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FactorRun:
-    """Computes factors into records.
+    """Computes factors into records."""
 
-    Args:
-        factoring: how.
-        filling: which, and where.
-    """
+    job: FactoredJob
+    numbers: Sequence[int]
+    """Of the weights whose factors are computed."""
+    directory: str
+    """Where their records are filled."""
+    publish: Callable[[int, Mapping[str, Any], Mapping[str, Any] | None], object]
+    """Given the number of a weight whose record is on the disk, what the process has answered (`child`) with the
+    "weight_crc32" of the dense weight, and what was read, from `SourceCheck.dump`. May be called from any thread."""
+    check: SourceCheck | None
+    """Compares what is read with what the source records."""
+    advance: Callable[[int], None]
+    """Told the bytes of factors that there are."""
+    is_elsewhere: Callable[[int], bool]
+    """True if another process has computed a weight meanwhile; asked before each."""
+    another_place: str
+    """How the records come to lie on another disk, if there is no room for them."""
+    _stop: threading.Event = field(default_factory=threading.Event, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _thread: threading.local = field(default_factory=threading.local, init=False)
 
-    def __init__(self, factoring: JobFactoring, filling: Filling) -> None:
-        self._factoring, self._filling = factoring, filling
-        self._records, self._check = filling.records, filling.check
-        self._stop, self._lock = threading.Event(), threading.Lock()
-        self._thread = threading.local()
-        self._found: dict[str, Measured] = {}
+    @property
+    def hint(self) -> str:
+        """What to do where a record cannot be written."""
+        needed = sum(self.job.records.images[number].size for number in self.numbers)
+        return (
+            f"the files there take {format_size(needed)}: free some space or {self.another_place}, then run the same "
+            "command again"
+        )
 
-    def run(self) -> dict[str, Measured]:
-        """Fill all records, and return what was measured, by the target's path.
+    def path(self, number: int) -> str:
+        """Return the path of the record of a weight."""
+        return os.path.join(self.directory, self.job.records.images[number].name)
+
+    @contextlib.contextmanager
+    def writing(self, number: int) -> Iterator[str]:
+        """Give the path of a record, and name it if the system does not let it be written.
+
+        Raises:
+            ResourceError: the system refuses.
+        """
+        path = self.path(number)
+        try:
+            yield path
+        except OSError as error:
+            raise ResourceError(f"cannot write {escape(path)}: {error.strerror}", hint=self.hint) from error
+
+    def run(self) -> None:
+        """Fill all records.
 
         Raises:
             IntegrityError: the source is damaged or changed, or factors are not as good as promised.
@@ -240,34 +190,31 @@ class FactorRun:
             ResourceError: the system cannot read or write.
             KeyboardInterrupt: once no process writes any more.
         """
-        for number in self._filling.numbers:
-            with self._filling.writing(number) as path:
+        for number in self.numbers:
+            with self.writing(number) as path:
                 fd = storage.open_fd(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
                 try:
-                    storage.ftruncate(fd, self._records.images[number].size)
+                    storage.ftruncate(fd, self.job.records.images[number].size)
                 finally:
                     storage.close_fd(fd)
-        weights = self._records.weights
-        self._compute(
-            sorted(self._filling.numbers, key=lambda number: -weights[number].target.num_operations)
-        )
-        if self._check is not None:
-            self._check.raise_differences(hint=_DAMAGED)
-        return self._found
+        weights = self.job.records.weights
+        self._compute(sorted(self.numbers, key=lambda number: -weights[number].target.num_operations))
+        if self.check is not None:
+            self.check.raise_differences(hint=_DAMAGED)
 
     def _compute(self, numbers: Sequence[int]) -> None:
-        catalog, weights = self._records.catalog, self._records.weights
+        catalog, weights = self.job.records.catalog, self.job.records.weights
         largest = max(catalog.tensors[weights[number].source].nbytes for number in numbers)
         with (
-            SourceFiles(catalog.files, check=self._check) as files,
+            SourceFiles(catalog.files, check=self.check) as files,
             contextlib.ExitStack() as workers,
         ):
-            with _Publishing(self._filling, self._stop) as publishing:
+            with _Publishing(self, self._stop) as publishing:
                 jobs = [
                     partial(self._compute_one, number, files, largest, workers, publishing)
                     for number in numbers
                 ]
-                run_all(jobs, self._factoring.num_workers, self._stop, name="shardkit-svd")
+                run_all(jobs, self.job.num_workers, self._stop, name="shardkit-svd")
             files.check_unchanged()
 
     def _compute_one(
@@ -278,32 +225,28 @@ class FactorRun:
         workers: contextlib.ExitStack,
         publishing: _Publishing,
     ) -> None:
-        weight = self._records.weights[number]
-        measured = self._filling.elsewhere(number)
-        if measured is None:
+        weight = self.job.records.weights[number]
+        if not self.is_elsewhere(number):
             worker: FactorWorker | None = getattr(self._thread, "worker", None)
             if worker is None:
                 worker = self._thread.worker = FactorWorker(largest)
                 with self._lock:
                     workers.enter_context(worker)
             with files.reader() as reader:
-                crc = worker.read(self._records.catalog, weight.source, reader, weight.target.weight)
+                crc = worker.read(self.job.records.catalog, weight.source, reader, weight.target.weight)
                 read = reader.take_runs()
             answer = {**worker.ask(self._request(number), self._stop), "weight_crc32": crc}
-            told = None if self._check is None else self._check.dump(read)
+            told = None if self.check is None else self.check.dump(read)
             publishing.add(number, {"path": weight.target.path, **answer}, told)
-            measured = measured_of(weight, answer, is_resumed=False)
-        with self._lock:
-            self._found[weight.target.path] = measured
-        self._filling.advance(weight.target.factors_nbytes)
+        self.advance(weight.target.factors_nbytes)
 
     def _request(self, number: int) -> dict[str, Any]:
-        weight = self._records.weights[number]
+        weight = self.job.records.weights[number]
         return {
             **asdict(weight.target),
-            "svd": self._factoring.svd,
-            "dtype": self._records.catalog.tensors[weight.source].dtype.name,
-            "record": self._filling.path(number),
-            "hint": self._filling.hint,
-            "starts": [(short, hole.start) for hole, short in self._records.holes_of(number)],
+            "svd": self.job.svd,
+            "dtype": self.job.records.catalog.tensors[weight.source].dtype.name,
+            "record": self.path(number),
+            "hint": self.hint,
+            "starts": [(short, hole.start) for hole, short in self.job.records.holes_of(number)],
         }

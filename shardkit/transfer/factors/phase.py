@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from shardkit.core.catalog import Catalog
 from shardkit.core.text import count
 from shardkit.core.threads import Progress
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError
@@ -28,8 +27,8 @@ from shardkit.files.shared import RecordStat
 from shardkit.files.strict_json import parse_object
 from shardkit.osft.plan import FACTORS
 from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.factors.catalog import FactorRecords
-from shardkit.transfer.factors.fill import FactorRun, Filling, JobFactoring, Measured, measured_of
+from shardkit.transfer.factors.fill import FactorRun
+from shardkit.transfer.factors.job import FactoredJob, measured_of
 from shardkit.transfer.fill import image_crc
 from shardkit.transfer.journal import parse_versions
 from shardkit.transfer.stream import read_back
@@ -67,36 +66,6 @@ class Records(Protocol):
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove records."""
-
-
-class FactoredJob(Protocol):
-    """What of a job has to be computed."""
-
-    @property
-    def records(self) -> FactorRecords:
-        """Of all weights that become factors, and the catalog from which files are written afterwards."""
-
-    @property
-    def factoring(self) -> JobFactoring:
-        """How they are computed."""
-
-    @property
-    def measured(self) -> dict[str, Measured]:
-        """Gets what was measured, by the target's path."""
-
-    @property
-    def crcs(self) -> Mapping[str, int]:
-        """CRC-32 of each factor whose weight was measured, by its name in the catalog."""
-
-    def take_over(
-        self, found: Mapping[str, object], catalog: Catalog, jobs: int, /, *, is_known: bool
-    ) -> list[str]:
-        """Take what manifests say of factors, by root; return why these are not of the job's weights."""
-
-
-def weights_of(job: FactoredJob) -> list[tuple[str, int]]:
-    """Return the path of each weight, and the operations that it takes."""
-    return [(weight.target.path, weight.target.num_operations) for weight in job.records.weights]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,13 +241,13 @@ class FactorPhase:
         """
         found = self._loaded(numbers, check)
         for number, note in found.items():
-            self._measure(number, note, is_resumed=True)
+            self._measure(number, note.target, is_resumed=True)
         progress.start(sum(map(self._nbytes, numbers)), label)
         progress.advance(sum(map(self._nbytes, found)))
+        left = [number for number in numbers if number not in found]
         try:
-            self._compute(
-                [number for number in numbers if number not in found], work, check, progress.advance
-            )
+            if left:
+                self._compute(left, work, check, progress.advance)
         finally:
             progress.finish()
         return len(found)
@@ -295,18 +264,18 @@ class FactorPhase:
                 has_failed.set()
                 raise
 
-        filling = Filling(
-            records=self.job.records,
+        run = FactorRun(
+            job=self.job,
             numbers=numbers,
             directory=work,
             publish=publish,
             check=check,
             advance=advance,
-            elsewhere=self._elsewhere,
+            is_elsewhere=self._is_elsewhere,
             another_place=self.another_place,
         )
         try:
-            self.job.measured.update(FactorRun(self.job.factoring, filling).run() if numbers else {})
+            run.run()
         except IntegrityError:
             if not has_failed.is_set():
                 self.place.forget(numbers)  # they vouch for what was read
@@ -324,14 +293,16 @@ class FactorPhase:
         self.place.forget(useless)
         return {number: note for number, note in notes.items() if number not in useless}
 
-    def _measure(self, number: int, note: FactorNote, *, is_resumed: bool) -> None:
+    def _measure(self, number: int, target: Mapping[str, Any], *, is_resumed: bool) -> None:
         weight = self.job.records.weights[number]
-        self.job.measured[weight.target.path] = measured_of(weight, note.target, is_resumed=is_resumed)
+        self.job.measured[weight.target.path] = measured_of(weight, target, is_resumed=is_resumed)
 
-    def _elsewhere(self, number: int) -> Measured | None:
+    def _is_elsewhere(self, number: int) -> bool:
+        """True if another process has computed a weight meanwhile."""
         note = self._read([number]).get(number)
-        weight = self.job.records.weights[number]
-        return None if note is None else measured_of(weight, note.target, is_resumed=False)
+        if note is not None:
+            self._measure(number, note.target, is_resumed=False)
+        return note is not None
 
     def _publish(
         self, work: str, number: int, target: Mapping[str, Any], source: Mapping[str, Any] | None
@@ -342,6 +313,7 @@ class FactorPhase:
             IntegrityError, ResourceError: the place of records, or the disk, fails.
             OSError: the system refuses, or the place of records is gone.
         """
+        self._measure(number, target, is_resumed=False)
         path = os.path.join(work, self.job.records.images[number].name)
         if self._read([number]):
             storage.unlink(path)
@@ -374,7 +346,7 @@ class FactorPhase:
             )
             for number, note in notes.items():
                 before = self.job.measured.get(self._path(number))
-                self._measure(number, note, is_resumed=before is not None and before.is_resumed)
+                self._measure(number, note.target, is_resumed=before is not None and before.is_resumed)
         return missing
 
     def warnings(self) -> Iterator[str]:

@@ -1,0 +1,166 @@
+"""Weights of a job that become factors, and what is known of these once they are computed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from shardkit.core.catalog import Catalog
+from shardkit.core.text import escape
+from shardkit.core.threads import run_all
+from shardkit.files import manifest
+from shardkit.files.digest import crc32
+from shardkit.osft.plan import Svd
+from shardkit.transfer.existing import Unproven
+from shardkit.transfer.factors.catalog import FactoredWeight, FactorRecords
+from shardkit.transfer.factors.workers import rows_of
+from shardkit.transfer.sources import SourceFiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """How the factors of a target were computed, and how good they are."""
+
+    algorithm: str
+    """As `osft.svd.Factors` has it."""
+    error: float
+    orthogonality: float
+    whole: Mapping[str, int]
+    """CRC-32 of each factor's bytes, by its name in the catalog."""
+    is_resumed: bool
+    """An interrupted run had computed them."""
+    weight_crc32: int | None = None
+    """Of the dense weight, as it is stored."""
+
+
+def measured_of(weight: FactoredWeight, told: Mapping[str, Any], *, is_resumed: bool) -> Measured:
+    """Return the measurements of a target's factors, from the answer of the process that computed them (`child`)."""
+    shorts = {short: name for name, short in weight.factors.items()}
+    return Measured(
+        algorithm=told["algorithm"],
+        error=told["error"],
+        orthogonality=told["orthogonality"],
+        whole={shorts[short]: crc for short, crc in told["whole"].items()},
+        is_resumed=is_resumed,
+        weight_crc32=told.get("weight_crc32"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactoredJob:
+    """What of a job has to be computed."""
+
+    records: FactorRecords
+    """Of all weights that become factors, and the catalog from which files are written afterwards."""
+    svd: Svd
+    num_workers: int
+    """Processes that compute at a time."""
+    measured: dict[str, Measured] = field(default_factory=dict)
+    """By the target's path; empty before."""
+
+    @property
+    def weights(self) -> list[tuple[str, int]]:
+        """Path of each weight, and the operations that it takes."""
+        return [(weight.target.path, weight.target.num_operations) for weight in self.records.weights]
+
+    @property
+    def crcs(self) -> dict[str, int]:
+        """CRC-32 of each factor, by its name in the catalog."""
+        return {name: crc for each in self.measured.values() for name, crc in each.whole.items()}
+
+    def take_over(
+        self, found: Mapping[str, object], catalog: Catalog, jobs: int, /, *, is_known: bool
+    ) -> list[str]:
+        """Take what manifests say of factors; return why these are not of the job's weights.
+
+        Args:
+            found: the manifests that are there, by what stands before the model's own names.
+            catalog: has the weights.
+            jobs: threads that read them.
+            is_known: they are known to be of these weights.
+
+        Raises:
+            Unproven: no record says what they were computed of.
+            IntegrityError, ResourceError: as `Reader.read_into`.
+        """
+        weights, known = self.records.weights, dict[str, Measured]()
+        for root, content in found.items():
+            if isinstance(content, manifest.Presharded):
+                known |= dict(_recorded(weights, content, root))
+        if any(weight.target.path not in known for weight in weights):
+            return ["its manifest has no such factors"]
+        if not is_known:
+            if any(each.weight_crc32 is None for each in known.values()):
+                raise Unproven(
+                    "no record says what its factors were computed of (--digest none keeps none, nor did earlier versions)"
+                )
+            other = _other_weights(weights, known, catalog, jobs)
+            if other:
+                return [f"{name}: its factors were computed of other values" for name in other]
+        self.measured.update(known)
+        return []
+
+
+def _recorded(
+    weights: Sequence[FactoredWeight], found: manifest.Presharded, root: str
+) -> Iterator[tuple[str, Measured]]:
+    """Yield what a manifest says of the factors of weights, by the path of their module.
+
+    Args:
+        weights: of a job.
+        found: the manifest.
+        root: what stands before the model's own names.
+    """
+    for weight in weights:
+        path = weight.target.path
+        module = None if found.osft is None else found.osft.modules.get(path.removeprefix(root))
+        if module is None or module.algorithm is None or module.error is None or module.orthogonality is None:
+            continue
+        stored = {name: found.tensors.get(f"{path}.{short}") for name, short in weight.factors.items()}
+        crcs = {name: each.crc32 for name, each in stored.items() if each is not None}
+        yield (
+            path,
+            Measured(
+                algorithm=module.algorithm,
+                error=module.error,
+                orthogonality=module.orthogonality,
+                whole={name: crc for name, crc in crcs.items() if crc is not None},
+                is_resumed=False,
+                weight_crc32=module.crc32,
+            ),
+        )
+
+
+def _other_weights(
+    weights: Sequence[FactoredWeight], measured: Mapping[str, Measured], catalog: Catalog, jobs: int
+) -> list[str]:
+    """Return the name of a weight that is not the one of which its factors were computed; none if all are.
+
+    Args:
+        weights: of a job.
+        measured: what is known of their factors, by the path of their module.
+        catalog: has the weights.
+        jobs: threads.
+
+    Raises:
+        IntegrityError, ResourceError: as `Reader.read_into`.
+    """
+    other = list[str]()
+    with SourceFiles(catalog.files) as files:
+
+        def compare(weight: FactoredWeight) -> None:
+            if other:  # one is enough
+                return
+            crc = 0
+            with files.reader() as reader:
+                for data in rows_of(catalog, weight.source, reader, weight.target.weight):
+                    crc = int(crc32(data, crc))
+            if crc != measured[weight.target.path].weight_crc32:
+                other.append(weight.target.weight)
+
+        run_all([partial(compare, weight) for weight in weights], jobs, threading.Event(), name="shardkit")
+        files.check_unchanged()
+    return [escape(name) for name in other[:1]]
