@@ -47,7 +47,6 @@ VALUED = frozenset(
 ARGUMENTS = {
     "--dtype-rule": "dtype_rules",
     "--parallel-rule": "parallel_rules",
-    "--push-to-hub": "push_to_hub",
 }
 """Those whose argument has another name than the option."""
 _OF_A_PLAN = {"--osft-targets": "targets", "--osft-rank": "ranks"}

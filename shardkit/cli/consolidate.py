@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,14 +15,11 @@ from shardkit.cli.output import (
     copied,
     count,
     ending,
-    facts,
+    file_sizes,
     format_name,
-    headline,
-    is_unfinished,
     limited,
-    part_lines,
-    size_runs,
     took,
+    written,
 )
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import escape, format_size
@@ -103,13 +101,9 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
 
 def render(result: ConsolidateResult) -> list[str]:
     """Return a result as lines for people."""
-    if is_unfinished(result):
-        return part_lines(result)
-    head = headline(result.output, dry_run=result.dry_run, was_there=result.was_there)
-    if result.unloadable:
-        head += f", which from_pretrained would not load whole: {result.unloadable[0]}"
-    lines = [head, *facts(_facts(result))]
-    return lines if result.dry_run else [*lines, "", *_how_to_load(result)]
+    why = result.unloadable[:1]
+    flaw = "".join(f", which from_pretrained would not load whole: {line}" for line in why)
+    return written(result, _facts(result), partial(_how_to_load, result), flaw=flaw)
 
 
 def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
@@ -131,8 +125,7 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
             f"{short_dtype(dtype.dtype)}: {dtype.num_tensors}, {format_size(dtype.tensor_bytes)}",
         )
     if result.dry_run and result.num_files > 1:
-        sizes = [f"file {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
-        yield from limited("per file", sizes)
+        yield from file_sizes(result, "per file", "file")
     elif result.held_against == "class" and not result.unloadable:
         yield "names", f"{result.model_class or 'the class'} finds all of its weights"
     pushed = [] if result.pushed_to is None else [("pushed", escape(result.pushed_to))]

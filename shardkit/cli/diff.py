@@ -19,7 +19,6 @@ from shardkit.cli.output import (
     drawn,
     facts,
     format_name,
-    make_progress,
     max_lines,
     more,
     table,
@@ -70,8 +69,7 @@ Examples:
 )
 @opt.max_memory
 @opt.picture
-@opt.html
-@opt.overwrite("page at FILE of --html, as is done without this; nothing else is ever replaced")
+@opt.page
 @opt.follow_links
 @opt.reporting
 def command(
@@ -91,7 +89,7 @@ def command(
     bf16 or fp16; 1 means that something differs.
     """
     page = PageFile(html_file, (a, b), overwrite=overwrite)
-    result = diff(a, b, progress=make_progress(enabled=out.shows_bars), **options)
+    result = diff(a, b, progress=out.progress(), **options)
     for warning in result.warnings:  # before the result
         out.warn(warning)
     out.result(result, render)

@@ -79,7 +79,9 @@ def report_usage(error: click.ClickException, root: click.Context, args: Sequenc
         root: the context of `shardkit` itself.
         args: what was typed after the program's name.
     """
-    context = getattr(error, "ctx", None) or _typed_context(root, args)
+    context = getattr(error, "ctx", None) or typed_context(
+        root, args
+    )  # not every error of click's brings one
     # What click suggests by itself reads otherwise: `Did you mean`.
     plain = error.message if isinstance(error, click.NoSuchOption) or _UNKNOWN.match(error.message) else None
     text = " ".join((plain or error.format_message()).split()).rstrip(".")
@@ -96,8 +98,8 @@ def report_usage(error: click.ClickException, root: click.Context, args: Sequenc
     )
 
 
-def _typed_context(root: click.Context, args: Sequence[str]) -> click.Context:
-    """Return the context of the command that was typed: not every error of click's brings one."""
+def typed_context(root: click.Context, args: Sequence[str]) -> click.Context:
+    """Return the context of the command that was typed, options and arguments aside."""
     at = root
     for name in args:
         found = at.command.get_command(at, name) if isinstance(at.command, click.Group) else None

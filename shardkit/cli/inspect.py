@@ -48,8 +48,7 @@ Examples:
 @click.argument("path", type=opt.PATH)
 @click.option("--tensors", is_flag=True, help="List every tensor; otherwise layers and experts are folded.")
 @opt.picture
-@opt.html
-@opt.overwrite("page at FILE of --html, as is done without this; nothing else is ever replaced")
+@opt.page
 @opt.follow_links
 @opt.reporting
 def command(

@@ -14,7 +14,6 @@ from shardkit.cli.output import (
     facts,
     format_name,
     headline,
-    make_progress,
     max_lines,
 )
 from shardkit.core.text import format_size
@@ -53,7 +52,7 @@ def command(*, out: Output, path: str, output: str | None, **options: Any) -> No
     """
     from shardkit.operations.manifest import write_manifest
 
-    result = write_manifest(path, output, progress=make_progress(enabled=out.shows_bars), **options)
+    result = write_manifest(path, output, progress=out.progress(), **options)
     out.result(result, render, max_warnings=max_lines())
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from shardkit.cli.output import Output, make_progress, show_whole_lists
+from shardkit.cli.output import Output, show_whole_lists
 from shardkit.core.dtypes import short_dtype
 
 if TYPE_CHECKING:
@@ -175,6 +175,9 @@ html = click.option(
     metavar="FILE",
     help="Write what there is to see as a page too: one file, for any browser.",
 )
+page = group(
+    html, overwrite("page at FILE of --html, as is done without this; nothing else is ever replaced")
+)
 picture = click.option("--picture", is_flag=True, help="Draw it in the terminal too.")
 follow_links = click.option(
     "--follow-links",
@@ -279,14 +282,13 @@ def carry_out(out: Output, verb: Callable[..., _R], *arguments: str | None, **op
         options: the rest, with `part` as it was typed.
     """
     part = _take_part(out, options.pop("part"))
-    progress = make_progress(enabled=out.shows_bars)
     from shardkit.cli.errors import resume_command
     from shardkit.transfer.journal import typed
 
     again = typed(resume_command(click.get_current_context().find_root().obj))
     # Ray tells on stdout what becomes of its workers.
     with again, redirect_stdout(sys.stderr) if options["executor"] else nullcontext():
-        return verb(*arguments, part=part, progress=progress, on_warning=out.warn, **options)
+        return verb(*arguments, part=part, progress=out.progress(), on_warning=out.warn, **options)
 
 
 def given(name: str) -> bool:

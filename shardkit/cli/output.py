@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from shardkit.core.threads import Progress
     from shardkit.operations.commit import CommitResult
+    from shardkit.operations.parts.divided import PartResult
     from shardkit.operations.write import WriteResult
     from shardkit.pictures.glyphs import Glyphs
     from shardkit.pictures.page import Page
@@ -108,25 +109,40 @@ def headline(path: str, *, dry_run: bool, was_there: bool = False) -> str:
     return f"{'dry run: nothing was written to' if dry_run else 'wrote'} {escape(path)}"
 
 
-def is_unfinished(result: WriteResult) -> bool:
-    """True for a part of an output that is not there yet, and for the dry run of a part."""
-    return result.part is not None and (result.dry_run or not result.part.is_committed)
+def written(
+    result: WriteResult,
+    pairs: Iterable[tuple[str, str]],
+    way_on: Callable[[], Iterable[str]],
+    *,
+    of_part: Iterable[tuple[str, str]] = (),
+    flaw: str = "",
+    shows_rate: bool = True,
+) -> list[str]:
+    """Return the result of a verb that writes as lines for people.
+
+    Args:
+        result: the verb's.
+        pairs: what it says of the output.
+        way_on: returns the lines about what to do with the output.
+        of_part: what the dry run of a part says beside.
+        flaw: what to add to the first line.
+        shows_rate: as for `ending`.
+    """
+    if result.part is not None and (result.dry_run or not result.part.is_committed):
+        return _part_lines(result, result.part, of_part, shows_rate=shows_rate)
+    head = headline(result.output, dry_run=result.dry_run, was_there=result.was_there)
+    lines = [head + flaw, *facts(pairs)]
+    return lines if result.dry_run else [*lines, "", *way_on()]
 
 
 def _parts(missing: Sequence[str]) -> str:
     return f"{'part' if len(missing) == 1 else 'parts'} {listed(missing)}"
 
 
-def part_lines(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True) -> list[str]:
-    """Return the outcome of a part as lines for people.
-
-    Args:
-        result: the verb's.
-        more: what a dry run says of the part beside.
-        shows_rate: as for `ending`.
-    """
-    part = result.part
-    assert part is not None
+def _part_lines(
+    result: WriteResult, part: PartResult, more: Iterable[tuple[str, str]], *, shows_rate: bool
+) -> list[str]:
+    """Return the outcome of a part of an output that is not there yet, or of its dry run."""
     head = f"{'dry run: ' if result.dry_run else ''}part {part.part} of {escape(result.output)}"
     would = "to write" if result.dry_run else "wrote"
     pairs: list[tuple[str, str]] = []
@@ -281,6 +297,12 @@ class Output:
         """Print `label: text` on stderr, e.g. a warning, an error or a hint."""
         remark(f"{painted(label, sys.stderr)}: {printable(text, sys.stderr)}")
 
+    def progress(self) -> Progress:
+        """Return a bar, or one that shows nothing if nobody wants it or stderr is not a terminal."""
+        from shardkit.core.threads import NoProgress  # here: `--help` needs no thread pools
+
+        return ByteBar() if self.shows_bars and sys.stderr.isatty() else NoProgress()
+
     def step(self, text: str) -> None:
         """Print what takes a while and has no bar, where somebody watches."""
         if self.shows_bars and sys.stderr.isatty():
@@ -404,6 +426,11 @@ def more(num_items: int) -> str:
     return f"... {num_items} more, see {REST}"
 
 
+def file_sizes(result: WriteResult, label: str, one: str) -> list[tuple[str, str]]:
+    """Return facts about the size of each file, files of one size together; `one` is what a file is called."""
+    return limited(label, [f"{one} {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)])
+
+
 def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:
     """Return (range of indexes, size) for runs of files whose sizes read the same.
 
@@ -423,13 +450,6 @@ def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:
         (str(first), size) if first == last else (f"{first}-{last}", f"{size} each")
         for first, last, size in runs
     ]
-
-
-def make_progress(*, enabled: bool) -> Progress:
-    """Return a bar, or one that shows nothing if nobody wants it or stderr is not a terminal."""
-    from shardkit.core.threads import NoProgress  # here: `--help` needs no thread pools
-
-    return ByteBar() if enabled and sys.stderr.isatty() else NoProgress()
 
 
 class ByteBar:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, check_facts, count, facts, headline, limited, make_progress
+from shardkit.cli.output import Output, check_facts, count, facts, headline, limited
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
@@ -41,10 +41,8 @@ def commit_command(*, out: Output, output: str, wait: float, overwrite: bool) ->
     """
     from shardkit.operations.commit import commit
 
-    progress = make_progress(enabled=out.shows_bars)
-    out.result(
-        commit(output, wait=wait, overwrite=overwrite, progress=progress, on_warning=out.warn), commit_lines
-    )
+    result = commit(output, wait=wait, overwrite=overwrite, progress=out.progress(), on_warning=out.warn)
+    out.result(result, commit_lines)
 
 
 def commit_lines(result: CommitResult) -> list[str]:

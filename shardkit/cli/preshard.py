@@ -18,13 +18,10 @@ from shardkit.cli.output import (
     copied,
     count,
     ending,
-    facts,
-    headline,
-    is_unfinished,
+    file_sizes,
     limited,
-    part_lines,
-    size_runs,
     uneven,
+    written,
 )
 from shardkit.core.text import escape, format_size
 from shardkit.files import storage
@@ -199,13 +196,8 @@ def _is_on_the_hub(source: str) -> bool:
 
 def render(result: PreshardResult) -> list[str]:
     """Return a result as lines for people."""
-    if is_unfinished(result):
-        return part_lines(result, *_local_disk(result, is_part=True))
-    lines = [
-        headline(result.output, dry_run=result.dry_run, was_there=result.was_there),
-        *facts(_facts(result)),
-    ]
-    return lines if result.dry_run else [*lines, "", *_how_to_load(result)]
+    of_part = _local_disk(result, is_part=True)
+    return written(result, _facts(result), partial(_how_to_load, result), of_part=of_part)
 
 
 def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
@@ -228,8 +220,7 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     if result.imbalance >= UNEVEN:
         yield "balance", uneven(result.imbalance)
     if result.dry_run:
-        shards = [f"shard {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
-        yield from limited("per rank", shards)
+        yield from file_sizes(result, "per rank", "shard")
     if result.osft is not None:
         yield from _factors(result.osft, dry_run=result.dry_run)
         if result.dry_run:

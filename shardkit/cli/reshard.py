@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,14 +15,10 @@ from shardkit.cli.output import (
     copied,
     count,
     ending,
-    facts,
+    file_sizes,
     format_name,
-    headline,
-    is_unfinished,
-    limited,
-    part_lines,
-    size_runs,
     took,
+    written,
 )
 from shardkit.core.text import escape, format_size
 
@@ -64,13 +61,7 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
 
 def render(result: ReshardResult) -> list[str]:
     """Return a result as lines for people."""
-    if is_unfinished(result):
-        return part_lines(result, shows_rate=False)
-    lines = [
-        headline(result.output, dry_run=result.dry_run, was_there=result.was_there),
-        *facts(_facts(result)),
-    ]
-    return lines if result.dry_run else [*lines, "", *_how_to_go_on(result)]
+    return written(result, _facts(result), partial(_how_to_go_on, result), shows_rate=False)
 
 
 def _how_to_go_on(result: ReshardResult) -> list[str]:
@@ -99,8 +90,7 @@ def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:
     yield f"{would}write", f"{count(result.num_files, 'shard file')}, {format_size(result.written_bytes)}"
     yield from converted(result)
     if result.dry_run and result.num_files > 1:
-        files = [f"file {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
-        yield from limited("per file", files)
+        yield from file_sizes(result, "per file", "file")
     if result.copied:
         yield f"{would}copy", copied(result.copied)
     yield from ending(result, shows_rate=False)

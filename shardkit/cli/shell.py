@@ -9,6 +9,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from shardkit._version import __version__
+from shardkit.cli.errors import typed_context
 from shardkit.cli.output import printing
 
 if TYPE_CHECKING:
@@ -74,12 +75,9 @@ def _typed(root: click.Context, names: Sequence[str]) -> click.Context:
     """
     at = root
     for name in names:
-        group = at.command
-        known = group.list_commands(at) if isinstance(group, click.Group) else []
-        found = group.get_command(at, name) if isinstance(group, click.Group) and name in known else None
-        if found is None:
+        around, at = at, typed_context(at, (name,))
+        if at is around:
             at.fail(f"No such command {name!r}")
-        at = click.Context(found, info_name=name, parent=at)
     return at
 
 

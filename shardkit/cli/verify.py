@@ -15,7 +15,6 @@ from shardkit.cli.output import (
     count,
     facts,
     format_name,
-    make_progress,
     max_lines,
     more,
     shown,
@@ -72,8 +71,7 @@ Examples:
     help="Ask the model's class, with transformers, which weights it would not find.",
 )
 @opt.jobs
-@opt.html
-@opt.overwrite("page at FILE of --html, as is done without this; nothing else is ever replaced")
+@opt.page
 @opt.follow_links
 @opt.reporting
 def command(*, out: Output, path: str, html_file: str | None, overwrite: bool, **options: Any) -> None:
@@ -86,8 +84,7 @@ def command(*, out: Output, path: str, html_file: str | None, overwrite: bool, *
     3: not a checkpoint; 5: nothing is wrong, but some files cannot be read, or the store keeps no checksum of them.
     """
     page = PageFile(html_file, (path,), overwrite=overwrite)
-    progress = make_progress(enabled=out.shows_bars)
-    result = verify(path, holdings=html_file is not None, progress=progress, **options)
+    result = verify(path, holdings=html_file is not None, progress=out.progress(), **options)
     out.result(result, render, max_warnings=max_lines())
     page.write(out, partial(_page, result))
     if not result.ok:

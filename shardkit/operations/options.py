@@ -77,7 +77,7 @@ class WriteOptions:
         """True if the output is there, and nobody else does what comes after it."""
         return isinstance(self.share, Committing) and self.share.ends
 
-    @property
+    @cached_property
     def command(self) -> Command:
         """The call, which other processes repeat."""
         return Command.of(self.verb, self.given)

@@ -9,13 +9,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardkit._torch import times_written
+from shardkit.core.keywords import keywords_of
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
@@ -68,21 +69,62 @@ _WEIGHT_FILES = (".safetensors", ".bin", ".distcp", ".pt", ".pth", ".ckpt", ".me
 _OPENING = "opening the source"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What the caller of `prepare` asked for: the source, and how to initialise."""
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """The keywords of `prepare`, whose docstring describes them. There are no slots: what is opened is kept."""
 
-    source: str | RankSource | None
-    revision: str | None
-    variant: str | None
-    missing: Missing
-    seed: int
-    rules: RuleSet | None
-    """Between the names of the source and those of the model."""
-    osft: OsftPlan | None
-    """Which weights become factors; None leaves that to the source and the model."""
-    open: Callable[[str | RankSource, str | None, str | None], Source]
-    """Opens a source of some revision and variant, each once."""
+    build_model: BuildModel = field(kw_only=False)
+    source: str | os.PathLike[str] | RankSource | None = field(kw_only=False)
+    dtype: torch.dtype | str | None = None
+    tokenizer: Sized | int | None = None
+    align_vocab: bool | int | None = None
+    missing: Missing = "error"
+    seed: int = 0
+    init_buffers: InitBuffers | None = None
+    revision: str | None = None
+    variant: str | None = None
+    keys: str | os.PathLike[str] | None = None
+    dequantize: bool = False
+    osft: float | OsftPlan | None = None
+    trust_remote_code: bool = False
+    follow_links: bool = False
+
+    @cached_property
+    def place(self) -> str | RankSource | None:
+        """The source, a path as text."""
+        source = self.source
+        return source if source is None or isinstance(source, RankSource) else os.fspath(source)
+
+    @cached_property
+    def model_place(self) -> str | None:
+        """The model's directory or repo id; None if it is a function or a model."""
+        return os.fspath(self.build_model) if isinstance(self.build_model, (str, os.PathLike)) else None
+
+    @cached_property
+    def rules(self) -> RuleSet | None:
+        """Between the names of the source and those of the model."""
+        return None if self.keys is None else load_rules(self.keys)
+
+    @cached_property
+    def plan(self) -> OsftPlan | None:
+        """Which weights become factors; None leaves that to the source and the model."""
+        return as_plan(self.osft)
+
+    @cached_property
+    def open(self) -> Callable[[str | RankSource, str | None], Source]:
+        """Opens a source of some revision, each once."""
+        return cache(partial(open_source, variant=self.variant, dequantize=self.dequantize))
+
+    def check(self) -> None:
+        """Refuse options that contradict each other, or have no such value.
+
+        Raises:
+            UsageError: these do.
+            SourceError, ResourceError: the rules cannot be read.
+        """
+        if isinstance(self.source, RankSource) and (self.revision is not None or self.variant is not None):
+            raise UsageError("revision and variant are for files: a state dict has none")
+        _ = self.place, self.rules, self.plan  # what is wrong with them is said now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +144,15 @@ class _Plain:
     """Parameters that were several in the given model and are now one, as its class says."""
     factoring: Factoring = field(default_factory=Factoring)
     """Which of its weights are OSFT factors."""
+    home: str | None = None
+    """The directory of its config; None if the model or a function was given."""
 
     @property
     def read(self) -> Mapping[str, ExpectedTensor]:
         """What the source must have."""
         return self.factoring.read(self.expected)
 
-    def digest(self, asked: _Asked) -> str:
+    def digest(self, asked: PrepareOptions) -> str:
         """Return a digest of what must be the same on all ranks."""
         tensors = [(t.fqn, t.shape, str(t.dtype), t.kind, t.persistent) for t in self.expected.values()]
         content = [
@@ -118,7 +162,7 @@ class _Plain:
             asked.seed,
             # A set has another order on each rank.
             asked.missing if isinstance(asked.missing, str) else sorted(asked.missing),
-            asked.source is not None,
+            asked.place is not None,
             self.factoring.svd,
         ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -137,24 +181,8 @@ class _FoundSource:
 
 
 @may_follow_links
-def prepare(
-    build_model: BuildModel,
-    source: str | os.PathLike[str] | RankSource | None,
-    *,
-    dtype: torch.dtype | str | None = None,
-    tokenizer: Sized | int | None = None,
-    align_vocab: bool | int | None = None,
-    missing: Missing = "error",
-    seed: int = 0,
-    init_buffers: InitBuffers | None = None,
-    revision: str | None = None,
-    variant: str | None = None,
-    keys: str | os.PathLike[str] | None = None,
-    dequantize: bool = False,
-    osft: float | OsftPlan | None = None,
-    trust_remote_code: bool = False,
-    follow_links: bool = False,
-) -> ModelInitializationContext:
+@keywords_of(PrepareOptions)
+def prepare(options: PrepareOptions) -> ModelInitializationContext:
     """Build a model without memory for its weights, and compare it with its source; each rank must call it.
 
     Args:
@@ -198,43 +226,22 @@ def prepare(
         All are raised on all ranks and name those that failed.
     """
     with agreed(_OPENING):
-        if isinstance(source, RankSource) and (revision is not None or variant is not None):
-            raise UsageError("revision and variant are for files: a state dict has none")
-        given = source if source is None or isinstance(source, RankSource) else os.fspath(source)
-        rules = None if keys is None else load_rules(keys)
-        asked = _Asked(
-            source=given,
-            revision=revision,
-            variant=variant,
-            missing=missing,
-            seed=seed,
-            rules=rules,
-            osft=as_plan(osft),
-            open=cache(partial(open_source, dequantize=dequantize)),
-        )
-    of_model = os.fspath(build_model) if isinstance(build_model, (str, os.PathLike)) else None
+        options.check()
     share_listings(
-        (of_model, given), partial(_look, of_model, asked), phase=_OPENING, revision=revision, variant=variant
+        (options.model_place, options.place),
+        partial(_look, options),
+        phase=_OPENING,
+        revision=options.revision,
+        variant=options.variant,
     )
-    if dtype is None and isinstance(build_model, (str, os.PathLike)):
-        dtype = _stored_dtype(build_model, asked)
+    dtype = options.dtype
+    if dtype is None and options.model_place is not None:
+        dtype = _stored_dtype(options.model_place, options)
     with agreed("building the model"):
-        home = None
-        if of_model is not None:
-            home = find_config(of_model, revision if of_model == given else None)
-        plain = _build(
-            build_model if home is None else home,
-            dtype=dtype,
-            init_buffers=init_buffers,
-            trust_remote_code=trust_remote_code,
-            dequantize=dequantize,
-            seed=seed,
-            tokenizer=tokenizer,
-            align=align_vocab,
-        )
-    check_sources(given)
-    plain = _factor(plain, asked)
-    found = _open_together(plain, asked)
+        plain = _build(options, dtype)
+    check_sources(options.place)
+    plain = _factor(plain, options)
+    found = _open_together(plain, options)
     fit = found.fit
     if found.untied:
         plain = _untie(plain, found.untied)
@@ -244,12 +251,12 @@ def prepare(
     blueprint = _blueprint(plain.model) if fit.initialised or fit.grown else None
     if blueprint is not None:
         _warn_not_repeated(blueprint, plain, fit)
-    notes = tuple(_notes(plain, found, fit, is_given=not isinstance(build_model, (str, os.PathLike))))
+    notes = tuple(_notes(plain, found, fit, is_given=options.model_place is None))
     for note in notes:
         say(f"prepare: {note}")
     ctx = ModelInitializationContext(
         model=plain.model,
-        source=given,
+        source=options.place,
         weights=found.weights,
         unavailable=str(found.absent) if found.absent is not None else None,
         expected=dict(plain.expected),
@@ -257,23 +264,23 @@ def prepare(
         initialised=fit.initialised,
         grown=dict(fit.grown),
         factoring=plain.factoring,
-        seed=seed,
+        seed=options.seed,
         blueprint=blueprint,
         buffers=buffers,
         notes=notes,
     )
     note_prepared(ctx, find_hidden(plain.model, plain.moved))
-    own = of_model if is_remote(of_model) else home
-    remember_files(plain.model, (own,), found.weights, tokenizer)
+    own = options.model_place if is_remote(options.model_place) else plain.home
+    remember_files(plain.model, (own,), found.weights, options.tokenizer)
     return ctx
 
 
-def _look(model: str | None, asked: _Asked) -> None:
+def _look(asked: PrepareOptions) -> None:
     """Look at what lies in a store or has headers, before other ranks do."""
-    if model is not None and is_remote(model):
-        find_config(model, None)
-    if isinstance(asked.source, str) and is_looked_at(asked.source):
-        asked.open(asked.source, asked.revision, asked.variant)
+    if asked.model_place is not None and is_remote(asked.model_place):
+        find_config(asked.model_place, None)
+    if isinstance(asked.place, str) and is_looked_at(asked.place):
+        asked.open(asked.place, asked.revision)
 
 
 def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -283,7 +290,7 @@ def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _stored_dtype(model: str | os.PathLike[str], asked: _Asked) -> str | None:
+def _stored_dtype(model: str, asked: PrepareOptions) -> str | None:
     """Return the stored dtype for a model whose config names none: its own weights', or else the source's."""
 
     def dtype_of(
@@ -291,35 +298,34 @@ def _stored_dtype(model: str | os.PathLike[str], asked: _Asked) -> str | None:
     ) -> str | None:
         """Return the dtype of what a source has beside OSFT factors; None if it has none and has to have them."""
         try:
-            opened = None if source is None else asked.open(source, revision, asked.variant)
+            opened = None if source is None else asked.open(source, revision)
             is_wanted = opened is not None and (has_factors(opened) or not of_factored)
             return first_dtype(opened) if opened is not None and is_wanted else None
         except ShardkitError:  # opening it in earnest raises it again
             return None
 
     def look() -> str | None:
-        home = os.fspath(model)
-        if asked.osft is not None:
+        if asked.plan is not None:
             return "float32"
         try:
-            directory = find_config(home, asked.revision if home == asked.source else None)
+            directory = find_config(model, asked.revision if model == asked.place else None)
             config = read_config(directory) or {}
         except ShardkitError:  # building the model raises it again
             return None
         if any(config.get(key) is not None for key in ("dtype", "torch_dtype")):
             return None
-        own = dtype_of(directory, None) if storage.exists(home) else None
-        return own or dtype_of(asked.source, asked.revision)
+        own = dtype_of(directory, None) if storage.exists(model) else None
+        return own or dtype_of(asked.place, asked.revision)
 
     phase = "reading the config"
     with agreed(phase):
-        mine = [dtype_of(asked.source, asked.revision, of_factored=True), look()]
+        mine = [dtype_of(asked.place, asked.revision, of_factored=True), look()]
     # A rank may not see the source.
     told = gather_json(mine, phase=phase)
     return next((each for at in (0, 1) for each in (ranks[at] for ranks in told) if each), None)
 
 
-def _factor(plain: _Plain, asked: _Asked) -> _Plain:
+def _factor(plain: _Plain, asked: PrepareOptions) -> _Plain:
     """Return a model with factors where the source has them, or where they are wanted; every rank calls it."""
     with agreed(_OPENING):
         mine = _stored_targets(plain, asked)
@@ -327,7 +333,7 @@ def _factor(plain: _Plain, asked: _Asked) -> _Plain:
     stored = tuple(from_json(next((each for each in told if each), ())))
     with agreed("dividing weights into factors"):
         factoring = factor_model(
-            plain.model, asked.osft, stored, grown=plain.grown, has_source=asked.source is not None
+            plain.model, asked.plan, stored, grown=plain.grown, has_source=asked.place is not None
         )
         if not factoring.targets:
             return plain
@@ -335,22 +341,32 @@ def _factor(plain: _Plain, asked: _Asked) -> _Plain:
         return replace(plain, expected=expected, ties=ties, factoring=factoring)
 
 
-def _stored_targets(plain: _Plain, asked: _Asked) -> tuple[Target, ...] | None:
+def _stored_targets(plain: _Plain, asked: PrepareOptions) -> tuple[Target, ...] | None:
     """Return the targets that the source has as factors; None if this rank cannot open it."""
-    if asked.source is None:
+    if asked.place is None:
         return None
     try:
-        opened = asked.open(asked.source, asked.revision, asked.variant)
+        opened = asked.open(asked.place, asked.revision)
     except ShardkitError:  # opening it in earnest raises it again
         return None
     return find_targets(opened, dense_names(plain.model, plain.expected), model=plain.model)
 
 
-def _build(
-    what: BuildModel, *, tokenizer: Sized | int | None, align: bool | int | None, **options: Any
-) -> _Plain:
+def _build(asked: PrepareOptions, dtype: torch.dtype | str | None) -> _Plain:
+    what, home, tokenizer, align = asked.build_model, None, asked.tokenizer, asked.align_vocab
+    if asked.model_place is not None:
+        revision = asked.revision if asked.model_place == asked.place else None
+        what = home = find_config(asked.model_place, revision)
     moved = None if isinstance(what, nn.Module) else list[nn.Parameter]()
-    model = build_model(what, moved=moved, **options)
+    model = build_model(
+        what,
+        moved=moved,
+        dtype=dtype,
+        init_buffers=asked.init_buffers,
+        trust_remote_code=asked.trust_remote_code,
+        dequantize=asked.dequantize,
+        seed=asked.seed,
+    )
     retied = tuple(tie(model))
     if align and tokenizer is None:
         raise UsageError("align_vocab is given without a tokenizer", hint="give tokenizer= too")
@@ -362,11 +378,18 @@ def _build(
     named = ((clean_name(name), param) for name, param in model.named_parameters())
     writes = {fqn: times_written(param) for fqn, param in named if fqn not in tied}
     return _Plain(
-        model=model, expected=expected, ties=ties, grown=grown, writes=writes, moved=moved, retied=retied
+        model=model,
+        expected=expected,
+        ties=ties,
+        grown=grown,
+        writes=writes,
+        moved=moved,
+        retied=retied,
+        home=home,
     )
 
 
-def _open_together(plain: _Plain, asked: _Asked) -> _FoundSource:
+def _open_together(plain: _Plain, asked: PrepareOptions) -> _FoundSource:
     """Open the source on every rank that has it; the first of these tells all what is read and initialised."""
     told = gather_json(plain.digest(asked), phase=_OPENING)
     with agreed(_OPENING):
@@ -376,13 +399,13 @@ def _open_together(plain: _Plain, asked: _Asked) -> _FoundSource:
                 hint="build the model, and call prepare, the same way on every rank; one that does not see the source"
                 " gives its path all the same",
             )
-        if asked.source is None:
+        if asked.place is None:
             check_untied(broken_ties(plain.model), None)
             every = frozenset(fqn for fqn, tensor in plain.expected.items() if tensor.persistent)
             return _FoundSource(
                 fit=ModelFit(initialised=every, notes=("no source: every tensor is initialised",))
             )
-    source = asked.source
+    source = asked.place
     mine, error, holders = look_where_possible(
         lambda: _open(plain, source, asked), lambda error: _is_absent(source, error), phase=_OPENING
     )
@@ -397,8 +420,8 @@ def _open_together(plain: _Plain, asked: _Asked) -> _FoundSource:
     return _FoundSource(weights=weights, fit=fit, absent=error, untied=tuple(untied))
 
 
-def _open(plain: _Plain, source: str | RankSource, asked: _Asked) -> tuple[Weights, ModelFit]:
-    opened = asked.open(source, asked.revision, asked.variant)
+def _open(plain: _Plain, source: str | RankSource, asked: PrepareOptions) -> tuple[Weights, ModelFit]:
+    opened = asked.open(source, asked.revision)
     wanted = {**plain.read, **extra_states(plain.model)}
     weights = find_weights(opened, wanted, plain.ties, model=plain.model, rules=asked.rules)
     check_untied(broken_ties(plain.model), weights)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardkit.cli.output import ByteBar, Output, make_progress, painted
+from shardkit.cli.output import ByteBar, Output, painted
 from shardkit.core.threads import NoProgress
 
 MIB = 1 << 20
@@ -64,10 +64,10 @@ def test_files_that_are_copied_have_one_form(run, tiny):
 
 def test_only_on_a_terminal(terminal, monkeypatch):
     terminal()
-    assert isinstance(make_progress(enabled=True), ByteBar)
-    assert isinstance(make_progress(enabled=False), NoProgress)
+    assert isinstance(Output(shows_bars=True).progress(), ByteBar)
+    assert isinstance(Output().progress(), NoProgress)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert isinstance(make_progress(enabled=True), NoProgress)
+    assert isinstance(Output(shows_bars=True).progress(), NoProgress)
 
 
 def test_bytes_from_threads_add_up(terminal):

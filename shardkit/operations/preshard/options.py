@@ -86,7 +86,7 @@ class PreshardOptions(WriteOptions):
         """What stands before the model's own names: "model."."""
         return self.trainer.head(self.attribute)
 
-    @property
+    @cached_property
     def command(self) -> Command:
         """See `WriteOptions`."""
         return Command.of(self.verb, {**self.given, "osft": as_plain(self.osft)})

@@ -127,7 +127,7 @@ def reshard(options: ReshardOptions) -> ReshardResult:
     named, output = source if adapter_file(source) else resolved.path, options.output
     chosen = default_output(label_of(named), named, options.ranks) if output is None else output
     writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
-    parts = take_apart(taken, source, no_optimizer=options.no_optimizer, check_source=options.check_source)
+    parts = take_apart(taken, options)
     writer.check_beside({}, {f"{folder}/": () for folder in parts.empty})  # no manifest lists them
     writer.warn(parts.warnings)
     manifests = writer.find_manifests([part.catalog for part in parts.parts], resolved.path)

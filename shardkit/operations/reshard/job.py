@@ -32,7 +32,7 @@ from shardkit.core.placements import REPLICATE, Placement
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError, UsageError
-from shardkit.files import manifest, storage
+from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.files.manifest import Unit
 from shardkit.files.strict_json import open_regular
@@ -145,23 +145,22 @@ class Parts:
         return tuple(file.name for file in self.files)
 
 
-def take_apart(taken: Taken, given: str, *, no_optimizer: bool = False, check_source: bool = True) -> Parts:
+def take_apart(taken: Taken, options: ReshardOptions) -> Parts:
     """Open every DCP directory of a checkpoint, or the one catalog of a checkpoint in another format.
 
     Args:
         taken: the checkpoint.
-        given: the path that a person gave. What lies in it, beside the checkpoint, is named.
-        no_optimizer: leave the optimizer's state out, unopened.
-        check_source: refuse byte entries that are not zips as torch writes them. Otherwise they are carried over
-            unchanged, with a warning.
+        options: what is asked for. What lies in the path that a person gave, beside the checkpoint, is named. Byte entries
+            that are not zips as torch writes them are refused, or with `check_source` off carried over with a warning.
 
     Raises:
         SourceError, IntegrityError, ResourceError: it cannot be opened, or the save of a part did not finish.
     """
-    parts = _take_apart(taken, no_optimizer=no_optimizer, check_source=check_source)
+    parts = _take_apart(taken, options)
     if not parts.is_training:
         return parts
-    beside = around(taken.resolved.path, given, no_optimizer=no_optimizer)
+    given = stores.as_path(options.checkpoint)
+    beside = around(taken.resolved.path, given, no_optimizer=options.no_optimizer)
     stored = (
         NamedShape(e.fqn, e.dtype.name, e.shape)
         for part in parts.parts
@@ -175,8 +174,8 @@ def take_apart(taken: Taken, given: str, *, no_optimizer: bool = False, check_so
     )
 
 
-def _take_apart(taken: Taken, *, no_optimizer: bool, check_source: bool) -> Parts:
-    path = home_of(taken.resolved.path)
+def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
+    path, no_optimizer = home_of(taken.resolved.path), options.no_optimizer
     if not storage.isdir(path) or not _keeps_folders(path):
         return _other(taken.open(), no_optimizer=no_optimizer)
     found = survey(path)
@@ -213,7 +212,7 @@ def _take_apart(taken: Taken, *, no_optimizer: bool, check_source: bool) -> Part
         for part in parts
     )
     damaged = [problem for part in parts for problem in part.damaged]
-    if damaged and check_source:
+    if damaged and options.check_source:
         raise SourceError(
             f"{count(len(damaged), 'byte entry is', 'byte entries are')} damaged",
             problems=damaged,
