@@ -158,8 +158,8 @@ def mine(case: Case, out: Path, whole: dict[str, torch.Tensor]) -> dict[str, tor
     found = open_presharded(str(out / case.label))
     assert found is not None
     held = {}
-    for name, placements in found.placements.items():
-        parts = found.meshes.get(name, found.mesh).held(tuple(whole[name].shape), placements, dist.get_rank())
+    for name, tensor in found.layout.tensors.items():
+        parts = found.meshes[name].held(tuple(whole[name].shape), tensor.placements, dist.get_rank())
         if not parts:  # on another stage
             continue
         ends = [map(sum, zip(corner, region.sizes, strict=True)) for region, corner in parts]

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import sub
 
 from shardkit.core.catalog import Catalog, Checksums, FileStamp, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.mesh import Mesh
-from shardkit.core.placements import Placements
 from shardkit.core.regions import Region, find_tiling_error, full_region, intersect
 from shardkit.core.text import count, escape
 from shardkit.core.threads import map_at_once
@@ -27,6 +26,7 @@ from shardkit.formats.dcp.chunk_list import ChunkList, ListedChunk
 from shardkit.formats.hub.base import read_derived, read_key_rules, source_key_rules
 from shardkit.keys.expressions import Expression
 from shardkit.keys.renaming import KeyRule
+from shardkit.layout.layout import Layout
 from shardkit.layout.recorded import recorded_layout
 
 
@@ -36,25 +36,18 @@ class PreshardedSource:
 
     catalog: Catalog
     """Every tensor and every file; no chunk: `open_chunks` finds those."""
-    digest: int
-    """The manifest's own, which covers the digest of every file."""
-    mesh: Mesh
-    placements: Mapping[str, Placements]
+    said: manifest.Presharded
+    """The manifest; it has the catalog's files in the same order."""
+    layout: Layout
     """Of every tensor, its other names aside."""
-    meshes: Mapping[str, Mesh]
-    """Of those tensors that do not lie on `mesh`."""
     ties: Mapping[str, str]
     """Another name of a tensor -> the one that has the records."""
-    lists: tuple[manifest.ShardFile, ...]
-    """What the manifest says of each file, in the catalog's order."""
-    key_rules: tuple[KeyRule, ...] | None = None
-    """Rules that turn the model's names into the Hub's; None if they are the Hub's, or that is not known."""
-    derived: Mapping[str, Expression] = field(default_factory=dict)
+    meshes: Mapping[str, Mesh]
+    """On which each tensor lies."""
+    key_rules: tuple[KeyRule, ...]
+    """Rules that turn the model's names into the Hub's; none if they are the Hub's, or that is not known."""
+    derived: Mapping[str, Expression]
     """What names are made of in the Hub's files, where that is another form."""
-    has_hub_names: bool = False
-    """Names that no rule changes are the Hub's."""
-    traced_with: manifest.TracedWith | None = None
-    """The versions that its layout was traced with, if the manifest says so."""
 
     def open_chunks(self, wanted: Mapping[str, Sequence[Region]] | None = None) -> Catalog:
         """Return the catalog with the chunks in which some regions lie.
@@ -68,8 +61,9 @@ class PreshardedSource:
         """
         if wanted is not None:
             wanted = _by_record(wanted, self.ties)
-        numbers = range(len(self.lists)) if wanted is None else self._files_of(wanted)
-        lists = _read_lists(self.catalog.directory, {n: self.lists[n] for n in numbers})
+        files = self.said.files
+        numbers = range(len(files)) if wanted is None else self._files_of(wanted)
+        lists = _read_lists(self.catalog.directory, {n: files[n] for n in numbers})
         catalog = self._with_chunks(lists)
         self._check(catalog, wanted)
         for other, name in self.ties.items():
@@ -78,18 +72,18 @@ class PreshardedSource:
 
     def _files_of(self, wanted: Mapping[str, Sequence[Region]]) -> list[int]:
         """Return the files in which regions lie; layers are alike, so that few are looked for twice."""
-        num_shards = self.mesh.pp * self.mesh.num_shards
-        if num_shards > 2 * len(self.lists):  # a number in a small file could keep us for hours
+        num_shards = self.layout.mesh.pp * self.layout.mesh.num_shards
+        if num_shards > 2 * len(self.said.files):  # a number in a small file could keep us for hours
             raise IntegrityError(
-                f"{escape(self.catalog.directory)}: {manifest.NAME} lists {count(len(self.lists), 'file')} for "
+                f"{escape(self.catalog.directory)}: {manifest.NAME} lists {count(len(self.said.files), 'file')} for "
                 f"{count(num_shards, 'shard')}",
                 hint="copy the directory again, or preshard again",
             )
         by_name = {file.name: number for number, file in enumerate(self.catalog.files)}
         found, known = set[int](), set[object]()
         for fqn, regions in wanted.items():
-            shape, placements = self.catalog.tensors[fqn].shape, self.placements[fqn]
-            mesh = self.meshes.get(fqn, self.mesh)
+            shape, placements = self.catalog.tensors[fqn].shape, self.layout.tensors[fqn].placements
+            mesh = self.meshes[fqn]
             for region in regions:
                 if (shape, placements, region, mesh) in known:
                     continue
@@ -113,7 +107,7 @@ class PreshardedSource:
             )
             for chunk in listed.chunks:
                 rows.setdefault(chunk.fqn, []).append((number, chunk))
-        for fqn in self.placements:
+        for fqn in self.layout.tensors:
             entry = whole.tensors[fqn]
             chunks = rows.pop(fqn, [])
             if any((chunk.dtype, chunk.shape) != (entry.dtype, entry.shape) for _, chunk in chunks):
@@ -135,7 +129,7 @@ class PreshardedSource:
     def _check(self, catalog: Catalog, wanted: Mapping[str, Sequence[Region]] | None) -> None:
         """Compare the chunks with what should lie in them."""
         problems = []
-        for fqn in self.placements if wanted is None else wanted:
+        for fqn in self.layout.tensors if wanted is None else wanted:
             entry = catalog.tensors[fqn]
             chunks = catalog.chunks.regions(entry.chunk_ids)
             for region in (None,) if wanted is None else wanted[fqn]:
@@ -216,42 +210,31 @@ def _opened(directory: str, said: manifest.Presharded) -> PreshardedSource:
     layout = recorded_layout(said)
     for fqn, tensor in said.tensors.items():
         catalog.add_tensor(fqn, BY_NAME[tensor.dtype], tensor.shape, iter(()))
-    placements = {fqn: tensor.placements for fqn, tensor in layout.tensors.items()}
-    meshes = {
-        fqn: layout.mesh_of(fqn)
-        for fqn, tensor in layout.tensors.items()
-        if tensor.mesh is not None or tensor.stage is not None
-    }
-    ties = _ties(said.ties, placements)
+    ties = _ties(said.ties, layout.tensors)
     for other, name in ties.items():
         catalog.tensors[other] = replace(catalog.tensors[name], fqn=other)
-    assert said.crc32 is not None  # a parsed manifest has one
     return PreshardedSource(
         catalog=catalog,
-        digest=said.crc32,
-        key_rules=read_key_rules(said) or source_key_rules(said),
-        derived=read_derived(said),
-        mesh=layout.mesh,
-        placements=placements,
-        meshes=meshes,
+        said=said,
+        layout=layout,
         ties=ties,
-        lists=said.files,
-        has_hub_names=said.hub_names is None,
-        traced_with=said.layout.traced_with,
+        meshes={fqn: layout.mesh_of(fqn) for fqn in layout.tensors},
+        key_rules=read_key_rules(said) or source_key_rules(said) or (),
+        derived=read_derived(said),
     )
 
 
-def _ties(groups: Sequence[Sequence[str]], placements: Mapping[str, object]) -> dict[str, str]:
+def _ties(groups: Sequence[Sequence[str]], tensors: Mapping[str, object]) -> dict[str, str]:
     """Return other name -> the name that has the records."""
     found: dict[str, str] = {}
     for group in groups:
-        if not group or group[0] not in placements:
+        if not group or group[0] not in tensors:
             raise ValueError(
                 f"ties: {escape(group[0]) if group else 'an empty group'} is none of the tensors"
             )
         name, *others = group
         for other in others:
-            if other in placements or found.setdefault(other, name) != name:
+            if other in tensors or found.setdefault(other, name) != name:
                 raise ValueError(f"ties: {escape(other)} has bytes of its own, or of two tensors")
     return found
 

@@ -400,26 +400,37 @@ def _of_records(source: Source, wanted: list[str]) -> _Stored:
     """Describe a pre-sharded directory, or the memory of a rank."""
     catalog, presharded = source.catalog, source.presharded
     names, notes = _select(source, wanted)
-    assets = None if presharded is None else inner(source.path, SAVED_ASSETS)
+    select = partial(subset, catalog)
+    if presharded is None:
+        return _Stored(
+            names=names,
+            hub_names=names,
+            may_have_own_names=True,
+            select=select,
+            identity=lambda _: source.path,
+            sampled_files=0,
+            notes=(*catalog.notes, *notes),
+        )
+    assets = inner(source.path, SAVED_ASSETS)
     return _Stored(
         names=names,
-        hub_names=_renamed(names, (presharded.key_rules if presharded is not None else None) or ()),
-        derived=presharded.derived if presharded is not None else {},
+        hub_names=_renamed(names, presharded.key_rules),
+        derived=presharded.derived,
         may_have_own_names=True,  # `reshard` writes what preshard does, under a model's names
-        has_hub_names=presharded is not None and presharded.has_hub_names,
-        further_names=frozenset(presharded.ties if presharded is not None else ()),
-        select=partial(subset, catalog),
-        open_chunks=None if presharded is None else lambda wanted, _: presharded.open_chunks(wanted),
-        identity=lambda _: source.path if presharded is None else presharded.digest,
-        sampled_files=_A_HANDFUL if presharded is not None else 0,
+        has_hub_names=presharded.said.hub_names is None,
+        further_names=frozenset(presharded.ties),
+        select=select,
+        open_chunks=lambda wanted, _: presharded.open_chunks(wanted),
+        identity=lambda _: presharded.said.crc32,
+        sampled_files=_A_HANDFUL,
         assets=() if assets is None else (assets,),  # `reshard` takes them along
-        notes=(*catalog.notes, *notes) if presharded is None else tuple(_other_versions(presharded)),
+        notes=tuple(_other_versions(presharded)),
     )
 
 
 def _other_versions(presharded: PreshardedSource) -> Iterator[str]:
     """Say so where the layout was traced with another major version of a package than this job has."""
-    traced = presharded.traced_with
+    traced = presharded.said.layout.traced_with
     for name, there in (("torch", traced.torch), ("transformers", traced.transformers)) if traced else ():
         here = package_version(name)
         if here is not None and major(here) != major(there):
