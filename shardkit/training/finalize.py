@@ -128,7 +128,7 @@ def finalize(
     if ctx.source is not None:
         supply = supply_of(ctx)
         own = [*shards, *read_states(model, ctx)]
-        filled = fill_compared(shards, own, supply, options)
+        filled = fill_compared(own, supply, options)
         ctx.checked = filled.checked
         say_checked(filled.checked, check_source=check_source)
     with agreed("initialising parameters"):
@@ -194,7 +194,7 @@ def load_into(
     supply = _open(model, source, keys, dequantize=dequantize, computed=computed)
     states, _ = states_to_read(model, supply.weights)
     own = [*apart(shards), *states]
-    filled = fill_compared(shards, own, supply, options)
+    filled = fill_compared(own, supply, options)
     say_checked(filled.checked, check_source=check_source)
     made = {fqn: value for fqn, value in computed.items() if fqn in supply.initialised}
     _fill_computed(own, made, unlike, filled)

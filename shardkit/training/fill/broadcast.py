@@ -98,7 +98,7 @@ def fill_broadcast(
     with contextlib.ExitStack() as stack:
         if sources[rank] == rank:
             assert supply.weights is not None
-            names = {each.entry.fqn for each in sent}
+            names = list(dict.fromkeys(each.entry.fqn for each in sent))
             reader = WeightReader(stack, supply.weights, names, check_source=check_source)
         error = send_parts(reader, sources, sent, mine, filled)
         if reader is not None and error is None:

@@ -158,7 +158,7 @@ def _reader(
     }
     wanted = {name: [full_region(weights.entry(name).shape)] for name in names.values()}
     located = weights.located(wanted)
-    reader = WeightReader(stack, located, set(names.values()), check_source=check_source)
+    reader = WeightReader(stack, located, list(dict.fromkeys(names.values())), check_source=check_source)
     return reader, {path: located.catalog.tensors[name] for path, name in names.items()}
 
 

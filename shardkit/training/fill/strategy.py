@@ -50,21 +50,19 @@ class ReadOptions:
                 raise UsageError(f"{name} must be one of {', '.join(known)}, not {escape(str(value))!r}")
 
 
-def fill_compared(
-    shards: Sequence[LocalShard], own: Sequence[LocalShard], supply: Supply, options: ReadOptions
-) -> Filled:
+def fill_compared(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions) -> Filled:
     """Compare what the ranks see, and fill what each of them has; every rank calls it."""
     with kept_open(supply) as supply:
         sources = choose_sources(shards, supply, options)
         located = supply.weights
         if sources is None and options.strategy == "auto" and world()[1] > 1:
-            located, seen = _locate(own, supply)
+            located, seen = _locate(shards, supply)
             if seen is not None:
                 supply, sources = seen, choose_sources(shards, seen, options)
-        return fill(own, supply, options, sources, located)
+        return fill(shards, supply, options, sources, located)
 
 
-def _locate(own: Sequence[LocalShard], supply: Supply) -> tuple[Weights | None, Supply | None]:
+def _locate(shards: Sequence[LocalShard], supply: Supply) -> tuple[Weights | None, Supply | None]:
     """Open what this rank reads, before any rank reads: where some cannot, others may read for them.
 
     Every rank calls it.
@@ -75,7 +73,7 @@ def _locate(own: Sequence[LocalShard], supply: Supply) -> tuple[Weights | None, 
     weights = supply.weights
     assert weights is not None
     with agreed(_FITTING):
-        wanted = match(own, supply)
+        wanted = match(shards, supply)
     regions = regions_of(divide(wanted)[0])
     located, error, able = look_where_possible(
         lambda: weights.located(regions),
