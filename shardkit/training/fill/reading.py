@@ -219,6 +219,7 @@ class Filled:
         """Add the counts of another."""
         self.elements.update(other.elements)
         self.read_bytes += other.read_bytes
+        self.checked = CheckedSource.of_all([self.checked, other.checked])
 
     def problems(self, shards: Iterable[LocalShard]) -> Iterator[str]:
         """Yield a problem for each parameter and persistent buffer that has not been filled exactly once.

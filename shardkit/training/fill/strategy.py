@@ -18,7 +18,6 @@ from shardkit.training.fill.reading import Filled, Supply, Weights, match
 from shardkit.training.fill.samples import kept_open, take_samples, versions
 from shardkit.training.ranks.agree import agreed, gather_json, look_where_possible, say, world
 from shardkit.training.ranks.local import LocalShard
-from shardkit.transfer.checks import CheckedSource
 
 _FITTING = "comparing the source with the model"
 _COMPARING = "comparing the ranks' sources"
@@ -110,9 +109,7 @@ def fill(
             wanted = match(shards, replace(supply, weights=weights))
         filled = fill_direct(wanted, weights, check_source=options.check_source)
     if supply.targets:
-        computed = fill_factors(shards, supply, sources, check_source=options.check_source)
-        filled.add(computed)
-        filled.checked = CheckedSource.of_all([filled.checked, computed.checked])
+        filled.add(fill_factors(shards, supply, sources, check_source=options.check_source))
     return filled
 
 
