@@ -40,7 +40,7 @@ from shardkit.operations.environment import mixed_versions
 from shardkit.operations.leftovers import name_unknown
 from shardkit.operations.options import WriteOptions
 from shardkit.operations.parts.agreement import Agreement, Committing, NotThere, Share
-from shardkit.operations.parts.divided import Describer, Divided, PartResult
+from shardkit.operations.parts.divided import Divided, PartResult
 from shardkit.operations.parts.foreign import foreign_in, kept, name_foreign, set_foreign_apart
 from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
 from shardkit.operations.parts.part import Part
@@ -55,7 +55,7 @@ from shardkit.operations.uploading.place import UploadTarget, check_target
 from shardkit.operations.uploading.run import Describe, StoredFiles, Upload, check_beside
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
-from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.execute import Describer, ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.existing import Existing, Unproven, remember
 from shardkit.transfer.factors.job import FactoredJob
 from shardkit.transfer.factors.phase import FactorPhase, PhaseAt

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
+from typing import Protocol
 
 from shardkit.core.catalog import Computed
 from shardkit.core.dtypes import DType
@@ -143,6 +144,23 @@ class FileDigest:
     """CRC-32 of what fills each hole, in file order; empty where digests are off."""
     sha256: str | None = None
     """Of the whole file, in hex; None unless a part of a divided job took it for whoever describes the output."""
+
+
+class Describer(Protocol):
+    """Writes what lies beside the images."""
+
+    def add_file(self, digest: FileDigest) -> None:
+        """Take note of a finished image; may be called from any thread."""
+        ...
+
+    def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
+        """Write the rest, now that every image is on disk; last of all what makes the directory complete.
+
+        Args:
+            digests: of every file, those of an interrupted run included.
+            scattered: CRC-32 of every scattered tensor, by its source name.
+        """
+        ...
 
 
 @dataclass(slots=True)

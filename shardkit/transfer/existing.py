@@ -25,7 +25,7 @@ from shardkit.files import manifest, storage
 from shardkit.files.cache import Cache, home
 from shardkit.files.staging import Staging, journal_of, owned
 from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.execute import ComparingExecution, ExecuteOptions, FileDigest
+from shardkit.transfer.execute import ComparingExecution, Describer, ExecuteOptions, FileDigest
 from shardkit.transfer.images import Image
 from shardkit.transfer.journal import is_journal_of, read_finished
 from shardkit.transfer.plan import TransferPlan
@@ -34,16 +34,6 @@ from shardkit.transfer.stream import Differs
 _MAX_SHOWN = 60
 _NO_OPTIONS = frozenset(("tensors", "format", "units", "unlisted"))
 _BUFFER_BYTES = 1 << 20
-
-
-class Describes(Protocol):
-    """Writes what lies beside the images, as `operations.parts.divided.Describer` has it."""
-
-    def add_file(self, digest: FileDigest) -> None:
-        """Take note of a finished file."""
-
-    def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
-        """Write the rest."""
 
 
 class Unproven(Exception):
@@ -76,7 +66,7 @@ class Existing:
     plan: TransferPlan
     decided: Mapping[str, object]
     """What decides the job, with the records of its manifests."""
-    describe: Callable[[str], AbstractContextManager[Describes]]
+    describe: Callable[[str], AbstractContextManager[Describer]]
     options: ExecuteOptions
     progress: Progress
     factors: Factored | None

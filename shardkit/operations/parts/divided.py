@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.core.threads import Progress
@@ -26,7 +25,7 @@ from shardkit.operations.parts.notes import Note
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.execute import Describer, ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.factors.phase import PhaseAt
 from shardkit.transfer.fill import CrcPiece, crc_of
 from shardkit.transfer.plan import TransferPlan
@@ -66,23 +65,6 @@ class PartResult:
     """The output is there: this part was the last to finish, or another process has committed meanwhile."""
     by_another: bool = False
     """Another process has made the output, and this one knows its own share alone."""
-
-
-class Describer(Protocol):
-    """Writes what lies beside the images."""
-
-    def add_file(self, digest: FileDigest) -> None:
-        """Take note of a finished image; may be called from any thread."""
-        ...
-
-    def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
-        """Write the rest, now that every image is on disk; last of all what makes the directory complete.
-
-        Args:
-            digests: of every file, those of an interrupted run included.
-            scattered: CRC-32 of every scattered tensor, by its source name.
-        """
-        ...
 
 
 class Divided(ABC):

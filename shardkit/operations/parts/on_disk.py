@@ -19,11 +19,11 @@ from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, note_name, remove_marks, shared_of
 from shardkit.files.staging import identity_of
 from shardkit.operations.parts.agreement import Agreement, read_all
-from shardkit.operations.parts.divided import Describer, Divided, PartResult
+from shardkit.operations.parts.divided import Divided, PartResult
 from shardkit.operations.parts.foreign import foreign_in, kept
 from shardkit.operations.parts.notes import Note, read_note, remove_notes
 from shardkit.operations.parts.part import Part
-from shardkit.transfer.execute import ExecuteOptions
+from shardkit.transfer.execute import Describer, ExecuteOptions
 from shardkit.transfer.factors.phase import PhaseAt
 from shardkit.transfer.plan import TransferPlan
 

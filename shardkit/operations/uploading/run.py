@@ -26,12 +26,11 @@ from shardkit.files.remote.contract import WrittenObject
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.uploads import PART_NBYTES, Session
 from shardkit.formats.owned import PROBE
-from shardkit.operations.parts.divided import Describer
 from shardkit.operations.uploading.notes import Notes
 from shardkit.operations.uploading.place import UploadTarget
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest, ReadingExecution
+from shardkit.transfer.execute import Describer, ExecuteOptions, Execution, FileDigest, ReadingExecution
 from shardkit.transfer.plan import TransferPlan
 
 
