@@ -494,12 +494,11 @@ class _Units:
         self.is_recorded = layout is not None and len(layout.units) > 1
         if layout is not None and self.is_recorded:
             self._paths = [unit.path for unit in layout.units]
-            self._index = {path: at for at, path in enumerate(self._paths)}
         else:
             containers = find_containers(catalog.tensors)
             paths = [f"{path}.{at}" for path, size in containers.items() for at in range(size)]
             self._paths = ["", *paths]
-            self._index = {path: at for at, path in enumerate(self._paths)}
+        self._index = {path: at for at, path in enumerate(self._paths)}
 
     @property
     def num_units(self) -> int:

@@ -219,21 +219,48 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
         return True
     if any(problem.message == failure.message for problem in report.problems):
         return False
-    if isinstance(failure, ResourceError):
-        report.unreadable(failure, file=named_file(failure.message, directory))
-    elif isinstance(failure, SourceError):
-        report_failure(failure, directory, report)
+    report_failure(failure, directory, report)
     return False
 
 
 def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report: Report) -> list[FileBytes]:
-    """Return the weight files that lie in no DCP directory."""
-    home = storage.realpath(checkpoint.catalog.directory)
+    """Return the weight files that lie in no DCP directory, with the checksums that they hold.
+
+    Headers and index of a Hub model were checked when it was opened. Of other formats all records are opened.
+    """
+    catalog = checkpoint.catalog
+    home = storage.realpath(catalog.directory)
     if any(storage.realpath(os.path.join(directory, folder)) == home for folder in folders):
         return []
+    report.num_tensors += len(catalog.tensors)
+    report.add_notes(checkpoint.notes)
     if checkpoint.hub is not None:
-        return verify_hub(checkpoint, report)
-    return verify_other(checkpoint, directory, report)
+        return _hub_files(checkpoint, report)
+    try:
+        catalog = checkpoint.select(tuple(catalog.tensors))
+    except (ResourceError, SourceError) as error:
+        report_failure(error, directory, report)
+        return []
+    files = _files(catalog, directory, report)
+    if checkpoint.has_checksums:
+        decoded = _decoded(catalog)
+        for file in files:
+            _add_entries(file, decoded.get(file.path, ()), report)
+    return files
+
+
+def _hub_files(checkpoint: Checkpoint, report: Report) -> list[FileBytes]:
+    files = _files(checkpoint.catalog, checkpoint.path, report)
+    for file in files if checkpoint.catalog.format == "torch-bin" else ():  # zips: each entry has a checksum
+        file.archives, file.stretches = [Archive(0, file.size, file.name)], []
+    if storage.isdir(checkpoint.path):
+        known = {file.name for file in files}
+        report.warnings += [
+            f"{escape(name)}: not one of the model's weight files"
+            for name in sorted(storage.listdir(checkpoint.path))
+            if name.endswith(_SAFETENSORS) and name not in known
+        ]
+    return files
 
 
 def _has_tensors(described: Described) -> bool:
@@ -284,51 +311,6 @@ _MAX_ENTRIES = 1 << 20
 _STORAGE = "data/"
 
 
-def verify_hub(checkpoint: Checkpoint, report: Report) -> list[FileBytes]:
-    """Return the weight files of a Hub model. Its headers and index were checked when it was opened."""
-    catalog = checkpoint.catalog
-    report.num_tensors += len(catalog.tensors)
-    report.add_notes(checkpoint.notes)
-    files = _files(catalog, checkpoint.path, report)
-    for file in files if catalog.format == "torch-bin" else ():  # zips with a checksum for each entry
-        file.archives, file.stretches = [Archive(0, file.size, file.name)], []
-    if storage.isdir(checkpoint.path):
-        known = {file.name for file in files}
-        report.warnings += [
-            f"{escape(name)}: not one of the model's weight files"
-            for name in sorted(storage.listdir(checkpoint.path))
-            if name.endswith(_SAFETENSORS) and name not in known
-        ]
-    return files
-
-
-def verify_other(checkpoint: Checkpoint, directory: str, report: Report) -> list[FileBytes]:
-    """Open all records of all tensors, and return the files with the checksums that they hold.
-
-    Args:
-        checkpoint: of a format that is neither DCP nor the Hub's.
-        directory: that names are relative to.
-        report: gets what is wrong.
-    """
-    report.num_tensors += len(checkpoint.catalog.tensors)
-    report.add_notes(checkpoint.notes)
-    try:
-        catalog = checkpoint.select(tuple(checkpoint.catalog.tensors))
-    except ResourceError as error:
-        report.unreadable(error, file=named_file(error.message, directory))
-        return []
-    except SourceError as error:
-        report_failure(error, directory, report)
-        return []
-    files = _files(catalog, directory, report)
-    if not checkpoint.has_checksums:
-        return files
-    decoded = _decoded(catalog)
-    for file in files:
-        _add_entries(file, decoded.get(file.path, ()), report)
-    return files
-
-
 def named_file(text: str, directory: str) -> str | None:
     """Return the file that a message begins with, if any. The name may be relative to a folder of the checkpoint."""
     name = text.partition(":")[0]
@@ -341,8 +323,11 @@ def named_file(text: str, directory: str) -> str | None:
     return None
 
 
-def report_failure(error: SourceError, directory: str, report: Report) -> None:
+def report_failure(error: ShardkitError, directory: str, report: Report) -> None:
     """Report what kept a checkpoint from being opened; what is said of a single file is a problem of that file."""
+    if isinstance(error, ResourceError):
+        report.unreadable(error, file=named_file(error.message, directory))
+        return
     others = []
     for line in error.problems:
         file = named_file(line, directory)
