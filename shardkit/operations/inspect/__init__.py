@@ -25,7 +25,7 @@ from shardkit.files.home import home_of
 from shardkit.files.links import may_follow_links
 from shardkit.files.listing import unlike
 from shardkit.files.staging import journal_of
-from shardkit.formats.contract import Checkpoint, OpenedHubModel, absent
+from shardkit.formats.contract import Checkpoint, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dequantize import why_scaled
 from shardkit.formats.gaps import Gaps, gaps_among, gaps_of
@@ -226,12 +226,8 @@ def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
             return replace(result, holdings=_hold_presharded(directory, found)) if holdings else result
     is_legacy = path.endswith(".bin") and storage.isfile(path)  # else it is a state dict, of whatever
     checkpoint = formats.open(path, format="hub" if is_legacy else None)
-    if checkpoint.hub is not None:
-        result = _inspect_hub(path, checkpoint, checkpoint.hub, unfold=tensors)
-        result = _with_gaps(result, gaps_of(checkpoint))
-        return replace(result, holdings=hold(checkpoint.hub.catalog)) if holdings else result
-    result = _inspect_sharded(path, checkpoint, tuple(stray_weights(checkpoint)), unfold=tensors)
-    result = _with_gaps(result, gaps_of(checkpoint))
+    describe = _inspect_sharded if checkpoint.hub is None else _inspect_hub
+    result = _with_gaps(describe(path, checkpoint, unfold=tensors), gaps_of(checkpoint))
     return replace(result, holdings=hold(checkpoint.catalog)) if holdings else result
 
 
@@ -256,8 +252,9 @@ def _quantised(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Iter
         yield f"the model is quantised: {why}: its values mean nothing without their scales"
 
 
-def _inspect_hub(path: str, checkpoint: Checkpoint, model: OpenedHubModel, *, unfold: bool) -> InspectResult:
-    catalog, config = model.catalog, model.config or {}
+def _inspect_hub(path: str, checkpoint: Checkpoint, *, unfold: bool) -> InspectResult:
+    assert checkpoint.hub is not None
+    catalog, config = checkpoint.catalog, checkpoint.hub.config or {}
     found = [_Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values()]
     notes = catalog.notes
     if ties_embeddings(config):
@@ -277,9 +274,7 @@ def _inspect_hub(path: str, checkpoint: Checkpoint, model: OpenedHubModel, *, un
     )
 
 
-def _inspect_sharded(
-    path: str, checkpoint: Checkpoint, stray: tuple[tuple[str, str], ...], *, unfold: bool
-) -> InspectResult:
+def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> InspectResult:
     """Describe a checkpoint of any format; the records of plain DCP are not opened."""
     catalog = checkpoint.catalog
     ties = shared_extents(catalog)
@@ -303,7 +298,7 @@ def _inspect_sharded(
         roots=tuple((kind, ".".join(map(str, root))) for kind, root in checkpoint.roots.items()),
         assets=checkpoint.assets,
         refused=tuple(checkpoint.refused_weights.items()),
-        skipped=(*checkpoint.skipped, *stray),
+        skipped=(*checkpoint.skipped, *stray_weights(checkpoint)),
         notes=(
             *checkpoint.notes,
             *_quantised(checkpoint, None),
