@@ -17,7 +17,6 @@ from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.repo import Repo, list_repo, named_repo
 from shardkit.operations.holdings import Holdings, hold, hold_files
 from shardkit.operations.resolve import stands_for, take
-from shardkit.operations.verify.against import check_against, check_repo, open_comparison
 from shardkit.operations.verify.bytes import check_files, check_sample
 from shardkit.operations.verify.gaps import check_gaps
 from shardkit.operations.verify.options import VerifyOptions
@@ -89,6 +88,9 @@ def verify(options: VerifyOptions) -> VerifyResult:
     compared = None if options.against is None else stores.as_path(options.against)
     comparison, commit, remote = None, None, None
     if compared is not None:
+        # Only here: with diff, verify would start a tenth later.
+        from shardkit.operations.verify.against import check_against, open_comparison
+
         comparison = open_comparison(path, checkpoint, compared, other, report.progress)
     if options.hub is not None:
         repo = named_repo(options.hub, options.revision) or Repo(options.hub, options.revision)
@@ -103,6 +105,8 @@ def verify(options: VerifyOptions) -> VerifyResult:
     if compared is not None and comparison is not None:
         check_against(comparison, path, compared, report, rounded=options.rounded)
     if remote is not None:
+        from shardkit.operations.verify.against import check_repo
+
         check_repo(remote, structure.directory, report, num_threads)
     result = _result(options, path, checkpoint, report, commit=commit)
     return replace(result, holdings=_hold(structure) if options.holdings else None)
