@@ -5,6 +5,7 @@
 
 A room is a folder of the package. Imports point down: from a room to one that stands below it in FLOORS, never up, and
 never in a circle. An import inside a function counts as any other. A class name means one thing in the whole package.
+No module outside `files` asks what kind of path it has: `files/location` says what can be done there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from html import escape
 from pathlib import Path
@@ -70,6 +71,15 @@ ELSEWHERE = {
 }
 """Files that stand on another floor than the other files of their folder. `ground` is what everybody may use."""
 
+KIND_QUESTIONS = {"is_remote", "SCHEMES", "WRITABLE"}
+"""What says whether a path leads to a disk or into a store."""
+MAY_ASK_KINDS = {
+    "operations/commit/__init__.py",
+    "operations/commit/places.py",
+    "operations/parts/pool.py",
+    "operations/write.py",
+}
+"""Modules outside `files` that still do; nothing may be added."""
 
 WIDTH = 900
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">
@@ -146,6 +156,24 @@ def shared_names(package: Path) -> Iterator[str]:
     for name, files in sorted(homes.items()):
         if len(files) > 1:
             yield f"class {name} is in {' and in '.join(sorted(files))}: name each for what it is, or make them one"
+
+
+def kind_questions(package: Path, exceptions: Collection[str] = MAY_ASK_KINDS) -> Iterator[str]:
+    """Yield a line for each module outside `files` that asks what kind of path it has, and each exception that is none."""
+    asking = set[str]()
+    for path in modules(package).values():
+        names = {
+            name
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            for name in (getattr(node, field, None) for field in ("id", "attr", "name"))
+            if isinstance(name, str)
+        }
+        if names & KIND_QUESTIONS and package_of(room_of(path, package)) != "files":
+            asking.add(path.relative_to(package).as_posix())
+    for file in sorted(asking - {*exceptions}):
+        yield f"{file} asks what kind of path it has: give what it needs a name in files/location"
+    for file in sorted({*exceptions} - asking):
+        yield f"{file} asks for no kind of path any more: take it out of MAY_ASK_KINDS"
 
 
 def arrows(package: Path) -> dict[str, set[str]]:
@@ -245,7 +273,7 @@ def main() -> int:
     if sys.argv[1:] == ["--draw"]:
         PICTURE.write_text(draw(PACKAGE), encoding="utf-8")
         return 0
-    found = [*problems(PACKAGE), *shared_names(PACKAGE)]
+    found = [*problems(PACKAGE), *shared_names(PACKAGE), *kind_questions(PACKAGE)]
     if not found and (not PICTURE.exists() or PICTURE.read_text(encoding="utf-8") != draw(PACKAGE)):
         found.append(f"docs/{PICTURE.name} is old: python scripts/architecture.py --draw")
     print("\n".join(found), end="\n" * bool(found))

@@ -71,6 +71,30 @@ def test_a_class_name_in_two_files_is_found(tmp_path: Path) -> None:
     ]
 
 
+def test_no_module_outside_files_asks_what_kind_of_path_it_has() -> None:
+    assert list(architecture.kind_questions(architecture.PACKAGE)) == []
+
+
+def test_a_module_that_asks_what_kind_of_path_it_has_is_found(tmp_path: Path) -> None:
+    inside = package(
+        tmp_path,
+        {
+            "files/a.py": "def is_remote(path): ...",
+            "keys/b.py": "from shardkit.files.a import is_remote as far",
+            "keys/c.py": "from shardkit.files import a\nif a.is_remote(''): ...",
+            "keys/d.py": "from shardkit.files import a",
+            "keys/e.py": "def f(path):\n    from shardkit.files.a import WRITABLE",
+        },
+    )
+    said = " asks what kind of path it has: give what it needs a name in files/location"
+    gone = "keys/d.py asks for no kind of path any more: take it out of MAY_ASK_KINDS"
+    assert list(architecture.kind_questions(inside, {"keys/b.py", "keys/d.py"})) == [
+        f"keys/c.py{said}",
+        f"keys/e.py{said}",
+        gone,
+    ]
+
+
 TOPICS = {
     "cli/hints": "what errors tell people to type",
     "cli/schemas": "what --json prints",

@@ -25,7 +25,7 @@ from shardkit.cli.output import (
 )
 from shardkit.core.text import escape, format_size
 from shardkit.files import storage
-from shardkit.files.stores import is_remote
+from shardkit.files.location import location_of
 from shardkit.osft.plan import FACTORS
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ def _local_disk(result: PreshardResult, *, is_part: bool) -> Iterator[tuple[str,
     if result.osft is None or not result.osft.record_bytes:
         return
     until = "the output is there, beside it"
-    if is_remote(result.output):
+    if location_of(result.output).sends:
         until = "this part ends" if is_part else "the output is in its store"
     yield "local disk", f"{format_size(result.osft.record_bytes)} of factors, until {until}"
 

@@ -26,9 +26,12 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, BinaryIO, cast
 
+from isal.isal_zlib import crc32
+
 from shardkit.core.catalog import Catalog, Computed
 from shardkit.files import stores, uploads
 from shardkit.files.remote import ranges
+from shardkit.files.remote.writers import writer_of
 from shardkit.files.stores import FIRST_NUMBER, is_remote
 
 BLOCK = 4096
@@ -332,11 +335,14 @@ def link(source: str, target: str) -> None:
 
 
 def write_file(path: str, data: bytes) -> None:
-    """Write a small file, and bring its bytes to the disk.
+    """Write a small file, and bring its bytes to the disk; in a store, put a small object.
 
     Raises:
-        OSError: the system refuses.
+        OSError, ResourceError: the system or the store refuses.
     """
+    if is_remote(path):
+        writer_of(path).put(path, data, int(crc32(data)))
+        return
     with writing(path) as (_, stream):
         stream.write(data)
 
@@ -403,12 +409,12 @@ def local_config(directory: str) -> str:
 
 
 def make_directories(path: str) -> None:
-    """Make a directory and those above it, where they are missing.
+    """Make a directory and those above it, where they are missing; a store needs none.
 
     Raises:
         OSError: the system refuses, or something else has the name.
     """
-    if isdir(path):
+    if is_remote(path) or isdir(path):
         return
     parent = os.path.dirname(path)
     if parent and parent != path:
@@ -440,15 +446,18 @@ def make_folders(directory: str, folder: str) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
 
 
-def remove_tree(path: str) -> None:
+def remove_tree(path: str) -> bool:
     """Remove a directory and all in it, as far as the system lets us; links are removed, never followed.
+
+    Returns:
+        True if nothing is left.
 
     Raises:
         ResourceError: a store refuses.
     """
     if is_remote(path):
         stores.delete([os.path.join(here, name) for here, _, names in stores.walk(path) for name in names])
-        return
+        return True
     with contextlib.suppress(OSError):
         for _, folders, names, fd in os.fwalk(path, topdown=False):
             for name in names:
@@ -460,6 +469,7 @@ def remove_tree(path: str) -> None:
                 with contextlib.suppress(OSError):
                     unlink(name, dir_fd=fd)
         rmdir(path)
+    return not lexists(path)
 
 
 def remove_all_but(directory: str, kept: Collection[str]) -> None:

@@ -31,8 +31,8 @@ from shardkit.files.remote.contract import (
     gone,
     short_body,
 )
-from shardkit.files.remote.kinds import SCHEMES, kind_of, split, store_of
-from shardkit.files.remote.ranges import MAX_CONNECTIONS, Ranges
+from shardkit.files.remote.kinds import SCHEMES, WRITABLE, kind_of, split, store_of
+from shardkit.files.remote.ranges import Ranges
 from shardkit.files.remote.writers import writer_of
 
 FIRST_NUMBER = 1 << 30
@@ -42,6 +42,15 @@ FIRST_NUMBER = 1 << 30
 def is_remote(path: object) -> bool:
     """True for a path of a store."""
     return isinstance(path, str) and path.startswith(SCHEMES)
+
+
+READ_FROM, WRITTEN_TO = ", ".join(SCHEMES), ", ".join(WRITABLE)
+"""How addresses begin, for messages."""
+
+
+def is_other_address(path: str) -> bool:
+    """True for an address of which nothing here can read."""
+    return "://" in path and not is_remote(path)
 
 
 def as_path(given: str | os.PathLike[str]) -> str:
@@ -68,11 +77,6 @@ def repo_of(path: str) -> tuple[str, str | None] | None:
     if not path.startswith(hub.SCHEME):
         return None
     return hub.named(split(plain(path))[0])
-
-
-def connections(path: str) -> int:
-    """Return how many files of a directory are best asked for at once: several where each takes a request."""
-    return MAX_CONNECTIONS if is_remote(path) else 1
 
 
 @dataclass(slots=True, eq=False)

@@ -22,8 +22,8 @@ from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
 from shardkit.files.home import is_data_folder
+from shardkit.files.location import location_of
 from shardkit.files.shared_store import is_shared_folder
-from shardkit.files.stores import is_remote
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG
@@ -294,7 +294,7 @@ def _raise_failed(error: ShardkitError | OSError, path: str) -> None:
 
 def _claim(path: str, kind: OutputKind, made: Made, *, may_be_begun: bool) -> Claim:
     """Look into a directory for what says which files are ours."""
-    names, is_stored = _listdir(path), is_remote(path)
+    names, is_stored = _listdir(path), not location_of(path).renames
     listed, lists_all = _listed(path, kind)
     if kind is OutputKind.HUB:
         is_output = any(map(_WEIGHTS.fullmatch, names))

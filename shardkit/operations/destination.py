@@ -13,7 +13,6 @@ from shardkit.core.text import escape, format_size, in_shell
 from shardkit.errors import ResourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.links import is_snapshot
-from shardkit.files.remote.writers import WRITABLE
 from shardkit.files.staging import (
     Staging,
     identity_of,
@@ -22,9 +21,10 @@ from shardkit.files.staging import (
     remove_abandoned,
     rename_noreplace,
 )
-from shardkit.files.stores import is_remote
+from shardkit.files.stores import WRITTEN_TO
 from shardkit.formats.owned import Made, OutputKind, refusal
 from shardkit.operations.parts.foreign import foreign_in
+from shardkit.operations.uploading.place import check_apart
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 _CHOOSE = "choose another name"
@@ -66,14 +66,14 @@ def check_destination(
     if "://" in output:
         raise UsageError(
             f"{escape(output)}: shardkit writes to no such address",
-            hint=f"choose a local directory, or an address that begins with {', '.join(WRITABLE)}",
+            hint=f"choose a local directory, or an address that begins with {WRITTEN_TO}",
         )
     path = os.path.join(
         storage.realpath(os.path.dirname(os.path.abspath(output))), os.path.basename(os.path.abspath(output))
     )
     shown = escape(output)
     if source is not None:
-        _check_apart(path, storage.realpath(source), shown)
+        check_apart(path, source, shown)
     if storage.islink(path):
         raise UsageError(f"{shown} is a symbolic link", hint="give the directory's own path")
     recover(path)
@@ -106,17 +106,6 @@ def refuse_remote(output: str) -> None:
         raise UsageError(
             f"{escape(output)}: this is written to local paths alone",
             hint="choose a local path, and copy it with the store's own tool",
-        )
-
-
-def _check_apart(path: str, source: str, shown: str) -> None:
-    if is_remote(source):
-        return
-    nested = os.path.commonpath([path, source])
-    if nested in (path, source):
-        relation = "is" if path == source else "lies inside" if nested == source else "contains"
-        raise UsageError(
-            f"the destination {shown} {relation} the source", hint="choose a destination apart from it"
         )
 
 
@@ -194,10 +183,10 @@ def default_output(label: str, source: str | None, mesh: Mesh) -> str:
     name = "-".join([_OF_A_MESH.sub("", label), *axes])
     if name == label:  # the source's own name
         name = "-".join([label, *axes])
-    if source is None or is_remote(source) or is_snapshot(source):  # beside it lies the Hub's cache
+    if source is None or is_snapshot(source):  # beside it lies the Hub's cache
         return name
     home = storage.realpath(source)
-    is_around = os.path.commonpath([home, os.getcwd()]) == home
+    is_around = f"{os.getcwd()}/".startswith(f"{home.rstrip('/')}/")
     return os.path.join(os.path.dirname(home), name) if is_around else name
 
 

@@ -23,7 +23,6 @@ from shardkit.core.dtypes import BY_NAME, DType, most_bytes
 from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError
 from shardkit.files import manifest, storage
-from shardkit.files.stores import is_remote
 from shardkit.files.strict_json import FOLLOWS_LINKS, read_small
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG
 from shardkit.formats.hub.assets import (
@@ -44,7 +43,6 @@ from shardkit.layout.classes import is_transformers
 from shardkit.operations.consolidate.assets import Asset, dtype_of, dump_config, set_dtype
 from shardkit.training.extras.diagnose import plain_class
 from shardkit.training.fill.reading import Weights
-from shardkit.training.save_target import write_small
 
 _ATTRIBUTE = "_shardkit_hub_files"
 _ADAPTERS = (
@@ -138,9 +136,8 @@ class Kept:
                 problems.append(f"{escape(name)}: {error}")
                 continue
             path = os.path.join(place, SAVED_ASSETS, name)
-            if not is_remote(path):
-                storage.make_directories(os.path.dirname(path))
-            write_small(path, data)
+            storage.make_directories(os.path.dirname(path))
+            storage.write_file(path, data)
             written.append(manifest.describe_bytes(f"{SAVED_ASSETS}/{name}", data, digest=True, sha256=False))
         if problems:
             warnings.warn(

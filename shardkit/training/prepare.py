@@ -21,7 +21,7 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
-from shardkit.files.stores import is_remote
+from shardkit.files.location import location_of
 from shardkit.formats.hub.directory import read_config, read_index
 from shardkit.keys.names import clean_name
 from shardkit.keys.rules import RuleSet
@@ -270,14 +270,14 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
         notes=notes,
     )
     note_prepared(ctx, find_hidden(plain.model, plain.moved))
-    own = options.model_place if is_remote(options.model_place) else plain.home
+    own = plain.home if location_of(options.model_place).is_for_all else options.model_place
     remember_files(plain.model, (own,), found.weights, options.tokenizer)
     return ctx
 
 
 def _look(asked: PrepareOptions) -> None:
     """Look at what lies in a store or has headers, before other ranks do."""
-    if asked.model_place is not None and is_remote(asked.model_place):
+    if asked.model_place is not None and location_of(asked.model_place).is_listed_once:
         find_config(asked.model_place, None)
     if isinstance(asked.place, str) and is_looked_at(asked.place):
         asked.open(asked.place, asked.revision)

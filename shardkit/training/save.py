@@ -42,7 +42,8 @@ from shardkit._torch import describe_as_before, fsdp1_unit, is_fsdp1_part
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError
 from shardkit.files import manifest, storage
-from shardkit.files.stores import forget, is_remote
+from shardkit.files.location import location_of
+from shardkit.files.stores import forget
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.torchsave.classes import is_known_class
 from shardkit.keys.names import clean_name
@@ -55,7 +56,7 @@ from shardkit.training.fill.source import recall
 from shardkit.training.kept import Kept
 from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
 from shardkit.training.ranks.local import fsdp1_units, places_of, reshard, with_root
-from shardkit.training.save_target import Lead, begin, expect, read_metadata, write_small, writing_to
+from shardkit.training.save_target import Lead, begin, expect, read_metadata, writing_to
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
 _PHASE = "saving"
@@ -136,7 +137,7 @@ def save(
             if lead is not None:
                 lead.commit(writer.metadata(), overwrite=overwrite, beside=writer.beside)
             if kept is not None and lead is not None:
-                kept.note(lead.place if is_remote(lead.path) else lead.path)
+                kept.note(lead.home)
     except BaseException:
         if lead is not None:
             lead.discard()
@@ -223,7 +224,7 @@ def _start(
                 lead = begin(path, overwrite=overwrite)
         place = str(gather_json(lead.place if lead else None, group, phase=_PHASE)[0])
         with agreed(_PHASE, group):
-            if not is_remote(place) and not storage.isdir(place):
+            if location_of(place).has_directories and not storage.isdir(place):
                 raise ResourceError(
                     f"this rank does not see {escape(place)}, which rank 0 made",
                     hint="save to a file system that all ranks share",
@@ -299,7 +300,7 @@ def _describe(
         ),
         others=others or None,
     )
-    write_small(os.path.join(writer.path, manifest.NAME), manifest.dump(content))
+    storage.write_file(os.path.join(writer.path, manifest.NAME), manifest.dump(content))
 
 
 def _vocab_size(model: nn.Module) -> int | None:
@@ -433,8 +434,9 @@ class SaveWriter(FileSystemWriter):
 
     def __init__(self, path: str, aliases: Mapping[str, str], files: FileSystem | None = None) -> None:
         # torch syncs a file by its descriptor, and where there is none it syncs the whole machine.
-        super().__init__(path, sync_files=not is_remote(path))
-        self.fs, self.path = files or self.fs, path if is_remote(path) else self.path
+        self._sends = location_of(path).sends
+        super().__init__(path, sync_files=not self._sends)
+        self.fs, self.path = files or self.fs, path if self._sends else self.path
         self.files: dict[str, int] = {}
         """File -> where its last record ends; known on the rank that writes `.metadata`."""
         self.beside = b""
@@ -458,12 +460,12 @@ class SaveWriter(FileSystemWriter):
             self.files[name] = max(stop, self.files.get(name, 0))
         results = [*results, self._copies(metadata, results)]
         describe_as_before(metadata)
-        if is_remote(self.path):
+        if self._sends:
             super().finish(metadata, results)
             self.beside = self.metadata()
             results = [[_in_folder(each, os.path.basename(self.path)) for each in rank] for rank in results]
         super().finish(metadata, results)
-        if not is_remote(self.path):
+        if not self._sends:
             # torch 2.13, FileSystemWriter.finish, syncs the file while its bytes are still in Python's buffer.
             storage.sync_file(os.path.join(self.path, METADATA))
 

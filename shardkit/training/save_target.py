@@ -19,6 +19,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage, stores, uploads
 from shardkit.files.digest import crc32
+from shardkit.files.location import location_of
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.staging import Staging, remove_abandoned
 from shardkit.files.strict_json import read_small
@@ -40,6 +41,8 @@ class Lead(Protocol):
     """The destination, absolute."""
     place: str
     """The directory in which all ranks write."""
+    home: str
+    """The directory in which the files lie once they are committed."""
 
     def commit(self, metadata: bytes, *, overwrite: bool, beside: bytes = b"") -> None:
         """Make what was written visible, whole.
@@ -65,13 +68,13 @@ def begin(path: str, *, overwrite: bool) -> Lead:
         UsageError: the destination exists or cannot be written.
         ResourceError: it cannot be made.
     """
-    return _StoreLead(path, overwrite) if stores.is_remote(path) else _DiskLead(path, overwrite)
+    return _DiskLead(path, overwrite) if location_of(path).renames else _StoreLead(path, overwrite)
 
 
 class _DiskLead:
     def __init__(self, path: str, overwrite: bool) -> None:
         _make_parents(path)
-        self.path = check_destination(path, None, overwrite=overwrite)
+        self.path = self.home = check_destination(path, None, overwrite=overwrite)
         remove_abandoned(self.path, foreign_in)
         self._staging = Staging.create(self.path)
         self._staging.look = self._look
@@ -114,7 +117,7 @@ class _StoreLead:
         check_conditions(self._target.path)
         self.path = self._target.path
         self._folder = f"data-{secrets.token_hex(8)}"
-        self.place = os.path.join(self.path, self._folder)
+        self.place = self.home = os.path.join(self.path, self._folder)
         self._marker, self._is_kept = os.path.join(self.path, METADATA), False
 
     def commit(self, metadata: bytes, *, overwrite: bool, beside: bytes = b"") -> None:
@@ -136,8 +139,8 @@ class _StoreLead:
         path = os.path.join(self.place, manifest.NAME)
         content = manifest.load(read_small(path, manifest.NAME, manifest.MAX_BYTES), manifest.NAME)
         listed = manifest.describe_bytes(METADATA, metadata, digest=True, sha256=False)
-        write_small(path, manifest.sign({**content, "metadata": manifest.to_json(listed)}))
-        write_small(os.path.join(self.place, METADATA), metadata)
+        storage.write_file(path, manifest.sign({**content, "metadata": manifest.to_json(listed)}))
+        storage.write_file(os.path.join(self.place, METADATA), metadata)
         stores.forget()
 
     def discard(self) -> None:
@@ -175,7 +178,7 @@ def writing_to(place: str) -> Iterator[FileSystem]:
     Args:
         place: of the rank that leads.
     """
-    if not stores.is_remote(place):
+    if not location_of(place).sends:
         yield FileSystem()
         return
     with uploads.Session(place) as session:
@@ -199,18 +202,6 @@ def read_metadata(files: FileSystem, place: str) -> bytes:
     """Return the `.metadata` that torch's writer has made."""
     path = os.path.join(place, METADATA)
     return files.small[path] if isinstance(files, _StoreFiles) else read_small(path, METADATA, _MAX_METADATA)
-
-
-def write_small(path: str, data: bytes) -> None:
-    """Write a small file into a place.
-
-    Raises:
-        OSError, ResourceError: the system or the store refuses.
-    """
-    if stores.is_remote(path):
-        writer_of(path).put(path, data, int(crc32(data)))
-    else:
-        storage.write_file(path, data)
 
 
 class _StoreFiles(FileSystem):
@@ -263,7 +254,7 @@ class _StoreFiles(FileSystem):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """True for a path of a store."""
-        return stores.is_remote(checkpoint_id)
+        return location_of(checkpoint_id).sends
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         """True for a small file that was made; the place itself is new."""

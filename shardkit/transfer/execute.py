@@ -24,7 +24,7 @@ from shardkit.core.text import KIB, MIB, escape, format_size
 from shardkit.core.threads import Progress, run_all, until_done
 from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
-from shardkit.files.stores import is_remote
+from shardkit.files.location import location_of
 from shardkit.files.uploads import NUM_SENDERS, part_nbytes
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import SourceCheck
@@ -339,7 +339,9 @@ class Execution:
         """
         if not is_far(self.plan.catalog):
             return [t for t in self.plan.tasks if self.plan.images[t.image].name not in self._skipped]
-        reading = plan_reading(self.plan, self._skipped, in_source_order=not is_remote(self._directory))
+        reading = plan_reading(
+            self.plan, self._skipped, in_source_order=not location_of(self._directory).sends
+        )
         sources.expect(reading.ranges, reading.num_places)
         return reading.tasks
 

@@ -28,8 +28,8 @@ from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
+from shardkit.files.location import location_of
 from shardkit.files.storage import BLOCK
-from shardkit.files.stores import is_remote
 from shardkit.transfer.chains import Evidence, Run
 from shardkit.transfer.checks import Rest, Runs, SourceCheck
 from shardkit.transfer.codecs.boxes import fill_computed
@@ -46,14 +46,13 @@ _MIN_OPEN, _MAX_OPEN = 32, 4096
 # quarter of this does as well, and twice as much is worse.
 _COMPARED_NBYTES = 1 << 20
 _GAP_NBYTES = 1 << 20  # read at a time to complete an entry
-_FILES_AHEAD = 8  # opened before they are read, where they lie in a store
 _DROPPED_NBYTES = 16 << 10  # between two parts: as expensive as another call
 _SAME_NBYTES = 1 << 20  # of each of two tensors, compared at a time
 
 
 def is_far(catalog: Catalog) -> bool:
     """True if some of a catalog's files lie in a store: each read of them is a request."""
-    return any(is_remote(file.path) for file in catalog.files)
+    return any(location_of(file.path).plans_reads for file in catalog.files)
 
 
 class _RecentBlocks:
@@ -210,11 +209,14 @@ class SourceFiles:
 
         Files that cannot be opened are left to whoever reads them.
         """
-        if file not in self._expected or not is_remote(self._files[file].path):
+        num_ahead = location_of(self._files[file].path).num_ahead
+        if file not in self._expected or not num_ahead:
             return
-        following = islice(dropwhile(lambda each: each != file, self._expected), 1, 1 + _FILES_AHEAD)
+        following = islice(dropwhile(lambda each: each != file, self._expected), 1, 1 + num_ahead)
         for each in [
-            each for each in following if each not in self._open and is_remote(self._files[each].path)
+            each
+            for each in following
+            if each not in self._open and location_of(self._files[each].path).num_ahead
         ]:
             if len(self._open) < self._max_open:
                 with suppress(ResourceError, IntegrityError):

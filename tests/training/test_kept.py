@@ -135,7 +135,7 @@ def test_a_save_that_cannot_write_them_fails_on_all_ranks(out: Path) -> None:
     model = prepared(out)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr("shardkit.training.kept.write_small", refuse)
+            patch.setattr("shardkit.training.kept.storage.write_file", refuse)
         error = same_error(lambda: shardkit.save(model, out / "full"))
     assert "No space left" in error["message"]
     assert not (out / "full").exists()

@@ -239,7 +239,7 @@ def test_of_two_saves_one_is_committed(served: Served) -> None:
     one, two = (save_target.begin(path, overwrite=False) for _ in range(2))
     for lead in (one, two):
         with save_target.writing_to(lead.place):
-            save_target.write_small(os.path.join(lead.place, "shardkit.json"), manifest.sign({"format": 1}))
+            storage.write_file(os.path.join(lead.place, "shardkit.json"), manifest.sign({"format": 1}))
     first, second = (lead.place.rpartition("/")[2].encode() for lead in (one, two))
     one.commit(first, overwrite=False)
     with pytest.raises(UsageError, match="appeared while it was being saved"):

@@ -23,8 +23,7 @@ from shardkit.files.home import names_in
 from shardkit.files.links import read_inside
 from shardkit.files.manifest import Manifest
 from shardkit.files.remote.hub import SCHEME, address_of, names_repo
-from shardkit.files.remote.kinds import SCHEMES
-from shardkit.files.stores import is_remote
+from shardkit.files.stores import READ_FROM, is_other_address
 from shardkit.osft.plan import Target
 
 if TYPE_CHECKING:
@@ -226,9 +225,9 @@ def absent(path: str, *, hint: str | None = None) -> SourceError:
     Args:
         hint: None for whoever reads `hf://`: it says how a repo of the Hub is written, if the path may name one.
     """
-    if "://" in path and not is_remote(path):
+    if is_other_address(path):
         meant = address_of(path)
-        elsewhere = f"addresses begin with {', '.join(SCHEMES)}; download anything else first"
+        elsewhere = f"addresses begin with {READ_FROM}; download anything else first"
         return SourceError(
             f"{escape(path)}: shardkit reads no such address",
             hint=elsewhere if meant is None else f"give {escape(meant)}",

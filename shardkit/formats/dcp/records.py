@@ -42,7 +42,7 @@ from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import storage
-from shardkit.files.stores import is_remote
+from shardkit.files.location import location_of
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of, status_of
 from shardkit.formats.contract import EntryLocation
 from shardkit.formats.torchsave.archive import crc_of_range
@@ -67,7 +67,6 @@ _MOST_AT_ONCE = 1024  # records: the bytes around their data take 2 MB
 _READ_BYTES = 1 << 20
 _AHEAD = 32  # records whose ends the system is asked for before they are read
 _END_BYTES = 4096
-_FILES_AHEAD = 8  # in a store
 _READ_AHEAD = 128 << 10  # what Linux reads ahead of its own accord
 
 _ZSTD = "stream.zstd"
@@ -319,7 +318,7 @@ class _Scan:
                 for file, rows in waiting:
                     opened = all_of_them.enter_context(ExitStack())
                     begun.append((file, rows, opened, self._open(file, rows, opened)))
-                    if len(begun) > (_FILES_AHEAD if is_remote(self.chosen.files[file].path) else 0):
+                    if len(begun) > location_of(self.chosen.files[file].path).num_ahead:
                         break
                 if not begun:
                     return
@@ -332,10 +331,10 @@ class _Scan:
     def _open(self, file: int, rows: Sequence[int], opened: ExitStack) -> int:
         """Open a file. Of one in a store, what lies around the data of its records is fetched at once."""
         source, table = self.chosen.files[file], self.chosen.chunks
-        is_far = is_remote(source.path)
-        kept = None if is_far else self._opened
+        is_planned = location_of(source.path).plans_reads
+        kept = None if is_planned else self._opened
         fd, _ = opened.enter_context(open_regular(source.path, source.name, follow=False, opened=kept))
-        if is_far:
+        if is_planned:
             expect_records(fd, ((table.start[row], table.nbytes[row]) for row in rows))
         return fd
 

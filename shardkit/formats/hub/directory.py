@@ -16,6 +16,7 @@ from shardkit.core.threads import map_at_once
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.links import is_below, link_notes, locate, locate_weights, read_inside
+from shardkit.files.location import location_of
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
 from shardkit.formats.contract import Checkpoint, OpenedHubModel, Opener, absent, asset_directories, listing
 from shardkit.formats.hub.adapter import ADAPTER, ADAPTER_CONFIG, adapted_model, is_adapter_file
@@ -255,7 +256,7 @@ def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[t
         except SourceError as error:
             return error
 
-    at_once = stores.connections(next(iter(paths.values()), ""))
+    at_once = location_of(next(iter(paths.values()), "")).connections
     found = zip(paths, map_at_once(read, paths, at_once), strict=True)
     contents: list[tuple[str, Content]] = []
     errors: list[SourceError] = []

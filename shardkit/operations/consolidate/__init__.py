@@ -16,7 +16,7 @@ from shardkit.core.text import escape, listed
 from shardkit.errors import UsageError
 from shardkit.files import storage, stores
 from shardkit.files.links import may_follow_links
-from shardkit.files.stores import is_remote
+from shardkit.files.location import location_of
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import plain_base, take_plain
 from shardkit.formats.fold import folded_base, take_folded
@@ -129,7 +129,7 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
     opened, base = _open(taken, options)
     # What is there is compared as a whole, whatever this process would write of it.
     job = build_job(opened, base, options, None if writer.exists else options.share)
-    if is_remote(path):
+    if not location_of(path).renames:
         job = job.marked(writer.hash_in_store(job)[:8])
     writer.open_all = job.whole
     writer.check_beside(
@@ -216,7 +216,7 @@ def _find_sidecar(options: ConsolidateOptions, writer: Writer, source: str) -> s
     if options.manifest_file is None:
         return None
     path = writer.path
-    made = os.path.join(path, HUB_INDEX) if is_remote(path) else path
+    made = path if location_of(path).renames else os.path.join(path, HUB_INDEX)
     may_be_ours = options.overwrite or writer.exists or (options.share is not None and storage.lexists(made))
     return check_sidecar(os.fspath(options.manifest_file), overwrite=may_be_ours, outside=[path, source])
 

@@ -12,7 +12,7 @@ from shardkit.core.text import MIB, parse_size
 from shardkit.core.threads import OnStep, silent
 from shardkit.errors import UsageError
 from shardkit.files import stores
-from shardkit.files.stores import is_remote
+from shardkit.files.location import location_of
 from shardkit.formats.hub.tokenizer import Tokenizer, open_tokenizer
 from shardkit.keys.select import Naming
 from shardkit.operations.casts import DtypeRule, parse_rules
@@ -142,7 +142,7 @@ class ConsolidateOptions(WriteOptions):
             if self.private or self.branch is not None:
                 raise UsageError("--private and --branch belong to --push-to-hub, which is not given")
             return
-        if is_remote(self.output):
+        if not location_of(self.output).is_for_all:
             raise UsageError(
                 "--push-to-hub uploads a local directory, and the output goes into a store",
                 hint="leave one of the two out",

@@ -20,11 +20,13 @@ from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError, UsageError
 from shardkit.files import storage, stores
 from shardkit.files.home import MAX_METADATA, is_data_folder
+from shardkit.files.location import location_of
 from shardkit.files.remote.contract import Underway
-from shardkit.files.remote.writers import WRITABLE, writer_of
+from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared_store import is_shared_folder
 from shardkit.files.staging import destination_of
 from shardkit.files.strict_json import read_small
+from shardkit.files.uploads import under_way
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import parse_metadata
 from shardkit.formats.hub.directory import read_index
@@ -102,7 +104,7 @@ def gc(
     given, age = os.fspath(path), parse_age(older_than)
     stores.forget()
     uploads = _under_way(given)
-    destination = "" if stores.is_remote(given) else _destination(given)
+    destination = _destination(given) if location_of(given).renames else ""
     runs = leftovers(destination) if destination else ()
     names = _list(given) if not (uploads or runs) or storage.isdir(given) else []
     marker, kept = _named(given, names)
@@ -120,7 +122,7 @@ def gc(
             hint="a run that is started again may go on with it; --uncommitted removes it",
         )
     warnings = warn_before(runs, on_warning, also_unknown=False)
-    unused = [name for name in data if name not in kept and not _is_link(given, name)]
+    unused = [name for name in data if name not in kept and not storage.islink(os.path.join(given, name))]
     found = [each for name in unused if (each := _look(given, name)) is not None]
     old = [each for each in found if each.age_s >= age]
     if old and not dry_run:
@@ -182,12 +184,10 @@ def _list(path: str) -> list[str]:
 def _under_way(path: str) -> dict[str, list[Underway]]:
     """Return the uploads that nobody has completed, by the name at the top of an output."""
     found = dict[str, list[Underway]]()
-    if path.startswith(WRITABLE):
-        path = stores.plain(path)
-        for each in writer_of(path).uploads(path):
-            name = upload_name(each.path.removeprefix(path + "/"))
-            if name:
-                found.setdefault(name, []).append(each)
+    for each in under_way(path):
+        name = upload_name(each.path.removeprefix(storage.absolute(path) + "/"))
+        if name:
+            found.setdefault(name, []).append(each)
     return found
 
 
@@ -206,15 +206,11 @@ def _named(path: str, names: list[str]) -> tuple[str | None, list[str]]:
     return marker, [name for name in names if name in used]
 
 
-def _is_link(path: str, name: str) -> bool:
-    return not stores.is_remote(path) and storage.islink(os.path.join(path, name))
-
-
 def _look(path: str, name: str) -> Unused | None:
     """Return the folder or file of a name; None for an empty folder of a store, which does not exist."""
     here = os.path.join(path, name)
     files = [storage.lstat(file) for file in _files(here)]
-    if not files and stores.is_remote(path):
+    if not files and not location_of(path).has_directories:
         return None
     newest = max(status.st_mtime for status in files or [storage.lstat(here)])
     return Unused(
@@ -246,12 +242,12 @@ def _remove(path: str, names: list[str]) -> None:
     for name in names:
         here = os.path.join(path, name)
         try:
-            storage.remove_tree(here) if storage.isdir(here) else storage.unlink(here)
+            if not storage.isdir(here):
+                storage.unlink(here)
+            elif not storage.remove_tree(here):
+                stuck.append(f"{escape(name)}: it may not be removed")
         except OSError as error:
             stuck.append(f"{escape(name)}: {error.strerror}")
-        else:
-            if not stores.is_remote(path) and storage.lexists(here):
-                stuck.append(f"{escape(name)}: it may not be removed")
     stores.forget()
     ResourceError.raise_for(
         stuck, f"{escape(path)}: not all could be removed", hint="give yourself permission to remove them"

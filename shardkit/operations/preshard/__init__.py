@@ -22,8 +22,8 @@ from shardkit.core.text import escape, in_shell
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
+from shardkit.files.location import location_of
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
-from shardkit.files.stores import is_remote
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import take_plain
 from shardkit.formats.hub.directory import loader_of
@@ -159,7 +159,7 @@ def preshard(options: PreshardOptions) -> PreshardResult:
     if options.is_pooled:
         return in_pool(preshard, options.given)
     source, output, writer = os.fspath(options.source), options.output, Writer(options)
-    if is_remote(output):
+    if not location_of(output).renames:
         options.trainer.check_in_store()
     local = source if storage.exists(source) else None
     if output is not None:  # before anything is downloaded
@@ -276,7 +276,7 @@ def _needed_bytes(job: PreshardJob, path: str, shared_bytes: int) -> int:
         ResourceError: the source is downloaded to another disk, which lacks the room.
     """
     needed = job.plan.written_bytes - shared_bytes + job.num_chunks * DESCRIPTION_BYTES
-    if is_remote(path):
+    if location_of(path).sends:
         return needed
     download, cache = job.model.download_bytes, nearest_existing(job.model.directory)
     if download and storage.stat(cache).st_dev != storage.stat(os.path.dirname(path)).st_dev:

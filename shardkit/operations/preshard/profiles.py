@@ -21,7 +21,7 @@ from shardkit.core.catalog import FileStamp
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
-from shardkit.files.stores import is_remote
+from shardkit.files.stores import repo_of
 from shardkit.formats.contract import OpenedHubModel
 from shardkit.formats.hub.assets import asset_patterns, list_assets
 from shardkit.formats.hub.repo import fetch_files
@@ -262,7 +262,7 @@ def find_assets(profile: Profile, model: OpenedHubModel) -> Assets:
         ResourceError: the directory cannot be listed; no network.
     """
     identity = model.identity
-    if identity.repo is not None and not is_remote(model.directory):
+    if identity.repo is not None and repo_of(model.directory) is None:
         fetch_files(identity.repo, asset_patterns(), revision=identity.commit)
     # Of a repo of weights alone, a dry run has downloaded nothing.
     found, refused = list_assets(model.directory) if storage.isdir(model.directory) else ({}, ())

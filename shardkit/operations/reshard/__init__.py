@@ -14,7 +14,7 @@ from shardkit.core.keywords import keywords_of
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.files.links import may_follow_links
-from shardkit.files.stores import is_remote
+from shardkit.files.location import location_of
 from shardkit.formats.recorded import SourceManifests
 from shardkit.operations.describe import OutputFiles
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
@@ -131,7 +131,7 @@ def reshard(options: ReshardOptions) -> ReshardResult:
     writer.check_beside({}, {f"{folder}/": () for folder in parts.empty})  # no manifest lists them
     writer.warn(parts.warnings)
     manifests = writer.find_manifests([part.catalog for part in parts.parts], resolved.path)
-    if is_remote(writer.path):
+    if not location_of(writer.path).renames:
         check_one_folder([part.folder for part in parts.parts])
     job = build_job(parts, options)
     chunks = sum(len(part.output.catalog.chunks) for part in job.folders.values())

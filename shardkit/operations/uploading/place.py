@@ -18,7 +18,8 @@ from types import MappingProxyType
 from shardkit.core.text import escape, listed
 from shardkit.errors import UsageError
 from shardkit.files import storage, stores
-from shardkit.files.remote.writers import WRITABLE, writer_of
+from shardkit.files.location import location_of
+from shardkit.files.remote.writers import writer_of
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.owned import Made, OutputKind, refusal
 
@@ -71,14 +72,14 @@ def check_target(
         ResourceError: the store does not answer.
     """
     shown = escape(output)
-    if not output.startswith(WRITABLE):
+    if not location_of(output).is_writable:
         raise UsageError(
             f"{shown}: this store is read only so far",
             hint="write to s3://, gs:// or az://, or to a local directory",
         )
     path = stores.plain(output)
     if source is not None:
-        _check_apart(path, storage.realpath(source), shown)
+        check_apart(path, source, shown)
     found = writer_of(path).head(f"{path}/{kind.value}")
     if found is not None and not overwrite:
         raise UsageError(f"{shown} exists", hint="choose another name, or replace it: --overwrite")
@@ -104,8 +105,13 @@ def check_one_folder(folders: Sequence[str]) -> None:
         )
 
 
-def _check_apart(path: str, source: str, shown: str) -> None:
-    mine, theirs = path + "/", source + "/"
+def check_apart(path: str, source: str, shown: str) -> None:
+    """Refuse a destination that is the source, lies in it or around it.
+
+    Raises:
+        UsageError: it does.
+    """
+    mine, theirs = (f"{each.rstrip('/')}/" for each in (path, storage.realpath(source)))
     if mine.startswith(theirs) or theirs.startswith(mine):
         relation = "is" if mine == theirs else "lies inside" if mine.startswith(theirs) else "contains"
         raise UsageError(

@@ -15,7 +15,8 @@ from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of, path_in
 from shardkit.files.links import locate
-from shardkit.files.remote.writers import WRITABLE, writer_of
+from shardkit.files.location import location_of
+from shardkit.files.remote.writers import writer_of
 from shardkit.formats.contract import absent
 from shardkit.formats.registry import directory_of
 from shardkit.operations.verify.result import SIZE, Report
@@ -34,7 +35,7 @@ def check_stored(path: str, manifest_path: str | None, report: Report) -> None:
         SourceError: there is nothing, or no manifest.
         ResourceError: the store does not answer.
     """
-    if not path.startswith(WRITABLE):
+    if not location_of(path).vouches:
         raise UsageError(
             f"--store asks an object store, and {escape(path)} lies in none",
             hint="--full reads the bytes; of a repo of the Hub, --hub REPO compares a copy with it",

@@ -18,9 +18,10 @@ from shardkit.core.regions import Region, find_tiling_error, full_region, inters
 from shardkit.core.text import count, escape
 from shardkit.core.threads import map_at_once
 from shardkit.errors import IntegrityError, LayoutError, ResourceError, ShardkitError, SourceError
-from shardkit.files import manifest, storage, stores
+from shardkit.files import manifest, storage
 from shardkit.files.home import home_of, path_in
 from shardkit.files.links import locate
+from shardkit.files.location import location_of
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.dcp.chunk_list import ChunkList, ListedChunk
 from shardkit.formats.hub.base import read_derived, read_key_rules, source_key_rules
@@ -251,7 +252,7 @@ def _read_lists(
         except ShardkitError as error:
             errors.append(error)
 
-    map_at_once(read, files, stores.connections(directory))
+    map_at_once(read, files, location_of(directory).connections)
     if errors:
         raise IntegrityError(
             f"{escape(directory)}: {count(len(errors), 'file')} not as {manifest.NAME} describes",

@@ -13,7 +13,7 @@ from shardkit.core.catalog import Catalog, FileStamp
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError
 from shardkit.files import storage
-from shardkit.files.stores import is_remote
+from shardkit.files.location import location_of
 from shardkit.training.fill.reading import Supply, Weights
 from shardkit.transfer.sources import changed
 
@@ -41,7 +41,7 @@ def versions(weights: Weights) -> str | None:
         ResourceError: an object is gone.
     """
     files = weights.catalog.files
-    if not files or not all(is_remote(file.path) for file in files):
+    if not files or not all(location_of(file.path).has_versions for file in files):
         return None
     try:
         found = [storage.stat(file.path).st_ino for file in files]  # of path and version

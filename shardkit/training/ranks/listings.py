@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from shardkit.errors import ShardkitError
 from shardkit.files import home, shared_reads, stores
+from shardkit.files.location import location_of
 from shardkit.formats.contract import has_any, listing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.hub.directory import open_model
@@ -65,7 +66,7 @@ def is_looked_at(path: object) -> bool:
     if not isinstance(path, (str, os.PathLike)):
         return False
     path = os.fspath(path)
-    return stores.is_remote(path) or any(map(_describes_others, _levels(path)))
+    return location_of(path).is_listed_once or any(map(_describes_others, _levels(path)))
 
 
 def _describes_others(names: Collection[str]) -> bool:
