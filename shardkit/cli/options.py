@@ -108,7 +108,7 @@ dtype_rules = click.option(
 dequantize = click.option(
     "--dequantize",
     is_flag=True,
-    help="Make plain bf16 weights of fp8 and MXFP4 ones; otherwise they are refused.",
+    help="Make plain bf16 weights of fp8, MXFP4 and NVFP4 ones; otherwise they are refused.",
 )
 
 

@@ -13,17 +13,24 @@ from shardkit.formats.hub.base import Base
 from shardkit.formats.hub.directory import read_config, read_json
 from shardkit.keys.quantised import (
     EXPORT_CONFIG,
+    FP8,
+    MXFP4,
+    NVFP4,
+    Held,
     Quantised,
     can_dequantize,
     find_scaled,
     holds_narrow,
     method_of,
+    of_nvfp4,
     plain_config,
     refuse_quantised,
     why_narrow,
     why_quantised,
+    without_nvfp4,
 )
 from shardkit.transfer.codecs.dequantize import Product
+from shardkit.transfer.codecs.nvfp4 import TwoScales
 
 PLAIN = BY_NAME["bfloat16"]
 """The dtype of weights that were quantised, unless another is asked for."""
@@ -36,9 +43,16 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return next((config for each in checkpoint.assets if (config := read_config(each)) is not None), None)
 
 
-def why_scaled(checkpoint: Checkpoint) -> str | None:
-    """Return the evidence that a checkpoint's values have scales, where neither config.json nor names show a method."""
-    tensors, hub = checkpoint.catalog.tensors, checkpoint.hub
+def why_scaled(checkpoint: Checkpoint, *, is_nvfp4_known: bool = False) -> str | None:
+    """Return the evidence that a checkpoint's values have scales, where neither config.json nor names show a method.
+
+    Args:
+        checkpoint: opened.
+        is_nvfp4_known: plain weights are made of NVFP4 ones, and these are no evidence.
+    """
+    hub, tensors = checkpoint.hub, dict[str, Held](checkpoint.catalog.tensors)
+    if is_nvfp4_known:
+        tensors = without_nvfp4(tensors)
     if not holds_narrow(tensors):
         return None
     return why_narrow(tensors, None if hub is None else read_json(hub.directory, EXPORT_CONFIG))
@@ -63,21 +77,26 @@ def take_plain(
         dequantize: put plain tensors in the place of quantised ones. Otherwise these are refused.
         dtype: of the plain tensors; None is PLAIN.
         by_config: take a config's word for it all the same.
-        by_content: refuse narrow numbers with scales beside them too, whatever names and config tell. They may be moved
-            and compared as bytes, but not be divided or made plain.
+        by_content: take or refuse narrow numbers with scales beside them too, whatever names and config tell. They may be
+            moved and compared as bytes, but not be divided; NVFP4 alone may be made plain.
         has_option: who asks could be told to dequantise.
 
     Raises:
         LayoutError: it is quantised, or in a way that is not known here; or scales do not fit what they scale.
     """
     config, tensors = config_of(checkpoint), checkpoint.catalog.tensors
-    why = why_quantised(tensors, config if by_config or checkpoint.hub is not None else None)
-    if by_content and (scaled := why_scaled(checkpoint)) is not None:
-        raise refuse_quantised(scaled if why is None else f"{why}; {scaled}", checkpoint.path)
-    if why is None:
+    told = why_quantised(tensors, config if by_config or checkpoint.hub is not None else None)
+    if by_content:
+        scaled = why_scaled(checkpoint)
+    else:
+        scaled = why_narrow(of_nvfp4(tensors)) if dequantize else None
+    why = "; ".join(filter(None, (told, scaled)))
+    if not why:
         return checkpoint
     if not dequantize:
         raise refuse_quantised(why, checkpoint.path, has_option=has_option)
+    if by_content and why_scaled(checkpoint, is_nvfp4_known=True) is not None:
+        raise refuse_quantised(why, checkpoint.path, is_tried=True)
     quantised = find_scaled(tensors, config, checkpoint.path)
     return _plain(checkpoint, quantised, dtype or PLAIN, method_of(config))
 
@@ -90,8 +109,9 @@ def plain_base(base: Base) -> Base:
     Raises:
         LayoutError: its scales do not fit what they scale.
     """
-    method, tensors = method_of(base.config), base.tensors or {}
-    if why_quantised(tensors, base.config) is None or not can_dequantize(method):
+    tensors = base.tensors or {}
+    is_quantised = why_quantised(tensors, base.config) is not None or bool(of_nvfp4(tensors))
+    if not is_quantised or not can_dequantize(base.config):
         return base
     quantised = find_scaled(tensors, base.config, base.label)
     plain = derive_base(base, _products(quantised, PLAIN), quantised.scales)
@@ -99,7 +119,8 @@ def plain_base(base: Base) -> Base:
 
 
 def _products(quantised: Quantised, dtype: DType) -> dict[str, Product]:
-    return {name: Product(scaled, dtype) for name, scaled in quantised.scaled.items()}
+    made = {FP8: Product, MXFP4: Product, NVFP4: TwoScales}
+    return {name: made[scaled.method](scaled, dtype) for name, scaled in quantised.scaled.items()}
 
 
 def _plain(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: str | None) -> Checkpoint:
@@ -116,5 +137,7 @@ def _plain(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: s
         plain,
         hub=hub,
         notes=(*checkpoint.notes, *notes),
-        dequantized=Dequantized(method or ", ".join(sorted(quantised.methods)), frozenset(quantised.scaled)),
+        dequantized=Dequantized(
+            ", ".join(sorted(quantised.methods)) or str(method), frozenset(quantised.scaled)
+        ),
     )

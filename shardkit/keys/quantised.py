@@ -4,12 +4,16 @@
              value = number * scale. The last blocks of a dim may be shorter.
     MXFP4    X_blocks, two 4-bit numbers in each byte, and X_scales, an exponent for each 32 numbers: gpt_oss. The model
              has the last two dims in the other order.
+    NVFP4    two 4-bit numbers in each byte, an fp8 scale for each 16 numbers, and a scale of all these scales:
+             ModelOpt            X.weight, X.weight_scale, X.weight_scale_2, which multiplies; of a parameter with
+                                 another name P, such as experts in one, P, P_weight_scale, P_weight_scale_2
+             compressed-tensors  X.weight_packed, X.weight_scale, X.weight_global_scale, which divides
 
 Other methods (GPTQ, AWQ, bitsandbytes, ...) are only recognised. Pure: names, dtypes and shapes. Some of them show in no
 config and under no telling name: NVFP4 and int8 are narrow integers (or fp4) with scales beside them.
 
-Source: transformers 5.23, integrations/finegrained_fp8.py (Fp8Dequantize) and integrations/mxfp4.py; ModelOpt 0.40,
-torch/export (hf_quant_config.json, weight_scale, weight_scale_2, input_scale).
+Source: transformers 5.23, integrations/finegrained_fp8.py (Fp8Dequantize) and integrations/mxfp4.py; ModelOpt 0.47,
+torch/export (hf_quant_config.json, quantizer_attr_names); compressed-tensors 0.20, compressors/nvfp4/base.py.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError
 
-FP8, MXFP4 = "fp8", "mxfp4"
+FP8, MXFP4, NVFP4 = "fp8", "mxfp4", "nvfp4"
 _KNOWN = (FP8, MXFP4)
+_WRITE_NVFP4 = ("modelopt", "compressed-tensors")  # and much else, under the same name of a method
 _CONFIG = "quantization_config"
 EXPORT_CONFIG = "hf_quant_config.json"
 """What ModelOpt writes beside a config.json that may say nothing."""
@@ -52,6 +57,14 @@ _OF_NUMBERS = ("weight", "codes", "_data", "qdata")
 _PAIR = 2  # numbers in a byte
 _BLOCK_NBYTES = 16
 _NUM_DIMS = 3
+_PACKED_WEIGHT = ".weight_packed"
+_GROUP = 16  # numbers of NVFP4 that share a scale
+_SECOND, _DIVISOR = "_scale_2", "_global_scale"
+_OF_NVFP4 = ("float8_e4m3fn", "float32")  # scales, and the scale of all of them
+# Of what goes into a layer, and of the cache of keys and values, beside an NVFP4 weight.
+_BESIDE_NVFP4 = ("input_scale", "input_global_scale", "k_scale", "v_scale")
+# Where one of these is beside them, the numbers and their scales are not the whole weight (AWQ, SVDQuant, zero points).
+_INCOMPLETE = ("pre_quant_scale", "svdquant_lora_a", "weight_zero_point")
 
 
 class Held(Protocol):
@@ -78,10 +91,14 @@ class Scaled:
     """Of the numbers, unpacked."""
     block: Shape
     """Numbers that share a scale, along each dim."""
-    is_packed: bool
-    """Two numbers are in a byte, and the last two dims of what is stored are one of `shape`."""
+    method: str
+    """FP8, MXFP4 (two numbers are in a byte, and the last two dims of what is stored are one of `shape`), or NVFP4."""
     dims: tuple[int, ...]
     """Order of the numbers' dims in the tensor."""
+    second: str | None = None
+    """Stored name of the scale of all scales."""
+    divides: bool = False
+    """That one divides the others, and does not multiply them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +113,14 @@ class Quantised:
     @property
     def methods(self) -> frozenset[str]:
         """How they are quantised."""
-        return frozenset(MXFP4 if each.is_packed else FP8 for each in self.scaled.values())
+        return frozenset(each.method for each in self.scaled.values())
 
     @property
     def scales(self) -> frozenset[str]:
         """Stored names that nothing stands for once the tensors are plain."""
-        return frozenset((*(each.scales for each in self.scaled.values()), *self.of_activations))
+        scaled = self.scaled.values()
+        second = (each.second for each in scaled if each.second is not None)
+        return frozenset((*(each.scales for each in scaled), *second, *self.of_activations))
 
 
 def method_of(config: Mapping[str, Any] | None) -> str | None:
@@ -113,9 +132,15 @@ def method_of(config: Mapping[str, Any] | None) -> str | None:
     return str(method or "of no named method")
 
 
-def can_dequantize(method: str | None) -> bool:
-    """True if plain values can be made of weights that are quantised so, or in a way that only names may tell."""
-    return method is None or method in _KNOWN
+def can_dequantize(config: Mapping[str, Any] | None) -> bool:
+    """True if plain values can be made of weights that a config calls quantised so, or in a way that names may tell."""
+    method = method_of(config)
+    return method is None or method in _KNOWN or _says_nvfp4(config)
+
+
+def _says_nvfp4(config: Mapping[str, Any] | None) -> bool:
+    """True if a config of one of the two that write NVFP4 names it, for all layers or for a group of them."""
+    return method_of(config) in _WRITE_NVFP4 and NVFP4 in repr(_described(config)).lower()
 
 
 def _described(config: Mapping[str, Any] | None) -> Any:
@@ -144,8 +169,10 @@ def why_quantised(tensors: Mapping[str, Held], config: Mapping[str, Any] | None 
     """
     method = method_of(config)
     if method is not None:
-        return f"config.json has a {_CONFIG} ({escape(method)})"
-    return _why([*_scale_names(tensors), *_packed(tensors)])
+        kind = f" {NVFP4}" if _says_nvfp4(config) else ""
+        return f"config.json has a {_CONFIG} ({escape(method)}{kind})"
+    found = [*_scale_names(tensors), *_packed(tensors)]
+    return _why(found, _kind(found, tensors))
 
 
 def may_be_quantised(tensors: Mapping[str, Held]) -> bool:
@@ -182,7 +209,8 @@ def why_narrow(tensors: Mapping[str, Held], exported: Mapping[str, Any] | None =
         return None
     said = f"{EXPORT_CONFIG} says {escape(method)}, and " if method else ""
     dtypes = " and ".join(sorted({tensors[name].dtype.name for name in found}))
-    return f"{said}{count(len(found), 'tensor')} of {dtypes} {_WITH_SCALES}: {listed(found)}"
+    kind = _kind(found, tensors)
+    return f"{said}{count(len(found), 'tensor')} of {dtypes} {_WITH_SCALES}{kind}: {listed(found)}"
 
 
 def _exported_method(exported: Mapping[str, Any] | None) -> str | None:
@@ -208,8 +236,14 @@ def why_scales(unused: Iterable[str]) -> str | None:
     return _why([name for name in unused if name.endswith(_SCALES)])
 
 
-def _why(found: list[str]) -> str | None:
-    return f"{count(len(found), 'tensor')} of scales or packed values: {listed(found)}" if found else None
+def _why(found: list[str], kind: str = "") -> str | None:
+    if not found:
+        return None
+    return f"{count(len(found), 'tensor')} of scales or packed values{kind}: {listed(found)}"
+
+
+def _kind(found: list[str], tensors: Mapping[str, Held]) -> str:
+    return "" if without_nvfp4(tensors).keys() & found else f" ({NVFP4})"
 
 
 def _packed(names: Iterable[str]) -> list[str]:
@@ -245,21 +279,57 @@ def _mxfp4_scales(name: str) -> str:
     return name.removesuffix("_blocks") + "_scales"
 
 
-def refuse_quantised(why: str, where: str, *, has_option: bool = True) -> LayoutError:
+def of_nvfp4(tensors: Mapping[str, Held]) -> dict[str, Held]:
+    """Return the tensors that are numbers or scales of NVFP4 weights."""
+    found = dict[str, Held]()
+    for name in tensors:
+        if (base := _nvfp4_base(name, tensors)) is not None:
+            found |= {each: tensors[each] for each in (name, *_nvfp4_scales(name, base))}
+    return found
+
+
+def without_nvfp4(tensors: Mapping[str, Held]) -> dict[str, Held]:
+    """Return the other ones."""
+    found = of_nvfp4(tensors)
+    return {name: held for name, held in tensors.items() if name not in found}
+
+
+def _nvfp4_base(name: str, tensors: Mapping[str, Held]) -> str | None:
+    """Return what the names of a tensor's scales begin with, if it is the numbers of an NVFP4 weight."""
+    if tensors[name].dtype.name != "uint8":
+        return None
+    plain = _plain_name(name)
+    base = plain if plain.rpartition(".")[2] == "weight" else f"{plain}_weight"
+    scales = [tensors.get(each) for each in _nvfp4_scales(name, base)]
+    if tuple(each and each.dtype.name for each in scales) != _OF_NVFP4:
+        return None
+    return None if any(base.removesuffix("weight") + last in tensors for last in _INCOMPLETE) else base
+
+
+def _plain_name(numbers: str) -> str:
+    return numbers.removesuffix("_packed") if numbers.endswith(_PACKED_WEIGHT) else numbers
+
+
+def _nvfp4_scales(name: str, base: str) -> tuple[str, str]:
+    return f"{base}_scale", base + (_DIVISOR if name.endswith(_PACKED_WEIGHT) else _SECOND)
+
+
+def refuse_quantised(why: str, where: str, *, has_option: bool = True, is_tried: bool = False) -> LayoutError:
     """Return the error for a source whose values mean nothing without their scales.
 
     Args:
         why: as `why_quantised` says.
         where: the source, for people.
         has_option: who was asked can dequantise.
+        is_tried: plain values were asked for, and cannot be made.
     """
     other = "take the model that it was quantised from"
     is_other = any(each in why for each in (_CONFIG, _WITH_SCALES, *_PACKED))
-    is_known = f"({FP8})" in why or f"({MXFP4})" in why or not is_other
+    is_known = any(each in why for each in (f"({FP8})", f"({MXFP4})", f"{NVFP4})")) or not is_other
     way = "--dequantize makes" if has_option else "preshard and consolidate can make"
     hint = (
-        f"{way} plain weights of fp8 and MXFP4 ones; or {other}"
-        if is_known
+        f"{way} plain weights of fp8, MXFP4 and NVFP4 ones; or {other}"
+        if is_known and not is_tried
         else f"{other}, or dequantise it with the tools of that method and save it first"
     )
     return LayoutError(
@@ -279,17 +349,20 @@ def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, w
         LayoutError: they are quantised in a way that is not known here, or scales are missing or do not fit what they
             scale; lists all.
     """
-    method = method_of(config)
-    if _packed(tensors) or not can_dequantize(method):
+    rest = without_nvfp4(tensors)
+    is_mixed = _says_nvfp4(config) and why_narrow(rest) is not None
+    if _packed(rest) or is_mixed or not can_dequantize(config):
         why = why_quantised(tensors, config)
         assert why is not None
-        raise refuse_quantised(why, where)
+        raise refuse_quantised(why, where, is_tried=True)
     described = _described(config)
     block = _block_size(described.get("weight_block_size") if isinstance(described, Mapping) else None)
     found, problems = dict[str, Scaled](), list[str]()
     for name, held in tensors.items():
         try:
-            if held.dtype.name in _NUMBERS:
+            if (base := _nvfp4_base(name, tensors)) is not None:
+                found[_plain_name(name)] = _nvfp4(name, base, tensors)
+            elif name in rest and held.dtype.name in _NUMBERS:
                 found[name] = _fp8(name, tensors, block)
             elif _is_mxfp4(name, tensors):
                 found[name.removesuffix("_blocks")] = _mxfp4(name, tensors)
@@ -302,9 +375,16 @@ def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, w
         f"quantised: {escape(where)}: it is not known what the values of {count(len(problems), 'tensor')} are",
         hint="config.json tells the size of blocks (weight_block_size): it must be that of these weights",
     )
-    stems = (name.rpartition(".")[0] for name in found)
-    beside = (f"{stem}.{last}" for stem in stems for last in _OF_ACTIVATIONS)
+    beside = (each for name, scaled in found.items() for each in _of_activations(name, scaled))
     return Quantised(scaled=found, of_activations=tuple(name for name in beside if name in tensors))
+
+
+def _of_activations(name: str, scaled: Scaled) -> Iterator[str]:
+    """Yield the names that scales of activations would have beside a weight."""
+    if scaled.method == NVFP4:
+        yield from (scaled.scales.removesuffix("weight_scale") + last for last in _BESIDE_NVFP4)
+    else:
+        yield from (f"{name.rpartition('.')[0]}.{last}" for last in _OF_ACTIVATIONS)
 
 
 def _block_size(value: Any) -> tuple[int, int] | None:
@@ -325,7 +405,7 @@ def _fp8(name: str, tensors: Mapping[str, Held], block: tuple[int, int] | None) 
         scales=scales,
         shape=shape,
         block=_block(shape, grid, block, scales),
-        is_packed=False,
+        method=FP8,
         dims=tuple(range(len(shape))),
     )
 
@@ -356,6 +436,28 @@ def _mxfp4(name: str, tensors: Mapping[str, Held]) -> Scaled:
         scales=scales,
         shape=(*grid[:-1], grid[-1] * size),
         block=(1, 1, size),
-        is_packed=True,
+        method=MXFP4,
         dims=(0, 2, 1),
+    )
+
+
+def _nvfp4(name: str, base: str, tensors: Mapping[str, Held]) -> Scaled:
+    scales, second = _nvfp4_scales(name, base)
+    stored, grid = tensors[name].shape, tensors[scales].shape
+    # The dim of the inputs, which is not the last one of experts in one (ModelOpt, Llama 4 and gpt_oss).
+    packed = [dim for dim, sizes in enumerate(zip(stored, grid, strict=False)) if sizes[0] != sizes[1]]
+    size = stored[packed[0]] * _PAIR if len(packed) == 1 else 0
+    if len(grid) != len(stored) or not size or size != grid[packed[0]] * _GROUP:
+        raise ValueError(f"it is {list(stored)}, and its scales {escape(scales)} are {list(grid)}")
+    if any(size != 1 for size in tensors[second].shape):
+        raise ValueError(f"the scale of its scales, {escape(second)}, is {list(tensors[second].shape)}")
+    return Scaled(
+        numbers=name,
+        scales=scales,
+        shape=tuple(size if dim in packed else stored[dim] for dim in range(len(stored))),
+        block=tuple(_GROUP if dim in packed else 1 for dim in range(len(stored))),
+        method=NVFP4,
+        dims=tuple(range(len(stored))),
+        second=second,
+        divides=second.endswith(_DIVISOR),
     )

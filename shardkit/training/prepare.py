@@ -206,8 +206,8 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
         variant: "fp16" takes `model.fp16.safetensors`.
         keys: rules between the names of the source and those of the model (docs/keys.md): the path of a TOML file, or
             the name of a set that shardkit has, such as "torchtitan-llama3". Models of transformers need none.
-        dequantize: make plain weights of fp8 and MXFP4 ones, each value rounded once to the parameter's dtype;
-            quantised sources and configs are refused otherwise.
+        dequantize: make plain weights of fp8, MXFP4 and NVFP4 ones, each value rounded once to the parameter's
+            dtype; quantised sources and configs are refused otherwise.
         osft: the share of each target's singular directions that is trained, or a plan which targets there are;
             `finalize` computes the factors of dense weights. None: the weights that the source has as factors, or the
             model has, and no others. What contradicts the source is refused.

@@ -11,14 +11,25 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import shardkit
 from shardkit.errors import LayoutError, UsageError
 from shardkit.files import manifest
 from tests.bits import raw
 from tests.formats.dcp.samples import quiet
-from tests.models.quantised import GPT_OSS, QUANTISED, QWEN3, by_transformers, quantise
+from tests.models.quantised import (
+    COMPRESSED,
+    EXPORTED,
+    GPT_OSS,
+    MODELOPT,
+    QUANTISED,
+    QWEN3,
+    QWEN3_MOE,
+    by_transformers,
+    quantise,
+    to_nvfp4,
+)
 from tests.models.zoo import make_hub
 
 MOVES: dict[str, Callable[..., Any]] = {
@@ -83,6 +94,60 @@ def test_consolidate_makes_a_plain_hub_model(architecture: Any, tmp_path: Path) 
         found = plain.state_dict()[name]
         assert found.dtype == tensor.dtype, name
         assert raw(found) == raw(tensor), name
+
+
+@pytest.mark.parametrize("writer", [MODELOPT, EXPORTED, COMPRESSED])
+def test_consolidate_makes_a_plain_hub_model_of_nvfp4(writer: str, tmp_path: Path) -> None:
+    source, out = tmp_path / "hub", tmp_path / "out"
+    make_hub(QWEN3_MOE, source)
+    expected = to_nvfp4(source, writer)
+    shardkit.consolidate(source, out, dequantize=True, manifest=True)
+    stored = load_file(out / "model.safetensors")
+    assert stored.keys() == expected.keys()
+    assert all(raw(tensor) == raw(expected[name]) for name, tensor in stored.items())
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    assert not (out / "hf_quant_config.json").exists()
+    assert json.loads((out / manifest.NAME).read_text())["dequantized"] == "nvfp4"
+    assert shardkit.diff(source, out).is_equal
+    assert shardkit.verify(out, against=source).ok
+    with quiet():
+        dcp.save({"model": expected}, checkpoint_id=tmp_path / "run", no_dist=True)
+    shardkit.consolidate(tmp_path / "run", tmp_path / "again", base=source)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_int4_of_compressed_tensors_is_refused(is_mixed: bool, tmp_path: Path) -> None:
+    source = tmp_path / "hub"
+    make_hub(QWEN3, source)
+    if is_mixed:
+        to_nvfp4(source, COMPRESSED)
+    tensors, config = (
+        load_file(source / "model.safetensors"),
+        json.loads((source / "config.json").read_text()),
+    )
+    layer = "model.layers.1.mlp.up_proj."
+    for name in [name for name in tensors if name.startswith(layer)]:
+        del tensors[name]
+    tensors |= {
+        f"{layer}weight_packed": torch.ones(96, 8, dtype=torch.int32),
+        f"{layer}weight_scale": torch.ones(96, 1),
+    }
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    groups = {
+        "a": {"format": "pack-quantized"},
+        **({"b": {"format": "nvfp4-pack-quantized"}} if is_mixed else {}),
+    }
+    described = {"quant_method": "compressed-tensors", "config_groups": groups}
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": described}))
+    for move in MOVES.values():
+        with pytest.raises(LayoutError, match=r"^quantised: .*\(compressed-tensors"):
+            move(source, tmp_path / "out")
+    for name in ("preshard", "consolidate"):
+        with pytest.raises(LayoutError, match=r"^quantised: .*\(compressed-tensors") as caught:
+            MOVES[name](source, tmp_path / "out", dequantize=True)
+        assert "dequantize=True" not in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_was_trained_of_a_quantised_base_has_its_names_and_a_plain_config(tmp_path: Path) -> None:

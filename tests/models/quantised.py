@@ -2,6 +2,10 @@
 
 The weights of a directory are replaced; nothing of shardkit is used. Qwen3's scales are bfloat16, DeepSeek's float32;
 both are named `weight_scale_inv`, and embeddings, norms, routers and the head are not quantised.
+
+NVFP4 as nvidia-modelopt 0.47.0 (`export_hf_checkpoint`) and compressed-tensors 0.20.0 (`compress_model`) write it. Neither
+is installed where tests run: the formulas here are theirs, and were compared with their functions by hand, bit for bit,
+over files that they had written and over all bytes and scales.
 """
 
 from __future__ import annotations
@@ -60,6 +64,59 @@ def by_transformers(directory: Path, dtype: torch.dtype = torch.bfloat16) -> dic
     model = model_class.from_pretrained(directory, dtype=dtype, quantization_config=how)
     state: dict[str, torch.Tensor] = model.state_dict()
     return state
+
+
+MODELOPT, EXPORTED, COMPRESSED = "modelopt", "exported", "compressed-tensors"
+"""Who wrote NVFP4; `EXPORTED` is an older ModelOpt, which said so in hf_quant_config.json alone."""
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def by_modelopt(packed: torch.Tensor, scales: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return what NVFP4QTensor.dequantize makes before it rounds; its table has 0 in the place of -0."""
+    table = torch.where(_E2M1 == 0, 0.0, _E2M1)
+    values = table[torch.stack((packed & 0x0F, packed >> 4), -1).flatten(-2).long()]
+    return (values.unflatten(-1, (-1, 16)) * (scales.float() * second).unsqueeze(-1)).flatten(-2)
+
+
+def by_compressed_tensors(packed: torch.Tensor, scales: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return what NVFP4PackedCompressor.decompress makes before it rounds."""
+    values = _E2M1[torch.stack((packed & 0x0F, packed >> 4), -1).flatten(-2).long()].bfloat16()
+    scales = scales.bfloat16() / second
+    return (values.unflatten(-1, (-1, 16)).to(scales.dtype) * scales.unsqueeze(-1)).flatten(-2)
+
+
+def random_nvfp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return packed numbers and scales of a weight: all bytes, scales from 0 to the largest."""
+    packed = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
+    scales = torch.randint(0, 0x7F, (*shape[:-1], shape[-1] // 16), dtype=torch.uint8)
+    return packed, scales.view(torch.float8_e4m3fn)
+
+
+def to_nvfp4(directory: Path, writer: str) -> dict[str, torch.Tensor]:
+    """Put random NVFP4 in the place of a Hub directory's linear weights; return the plain values of all, in bfloat16."""
+    tensors, plain = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if not _LINEAR.search(name):
+            tensors[name] = plain[name] = tensor
+            continue
+        packed, scales = random_nvfp4(*tensor.shape)
+        tensors |= {f"{name}_scale": scales}
+        layer = name.removesuffix("weight")
+        if writer == COMPRESSED:
+            second = tensors[f"{name}_global_scale"] = torch.rand(1) * 1e4 + 1
+            tensors |= {f"{name}_packed": packed, f"{layer}input_global_scale": torch.rand(1)}
+            plain[name] = by_compressed_tensors(packed, scales, second).bfloat16()
+        else:
+            second = tensors[f"{name}_scale_2"] = torch.rand(()) * 1e-3
+            tensors |= {name: packed, f"{layer}input_scale": torch.rand(())}
+            plain[name] = by_modelopt(packed, scales, second).bfloat16()
+    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)  # of the cache
+    said = {"quant_algo": "NVFP4", "group_size": 16}
+    if writer != COMPRESSED:
+        (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    described = {"format": "nvfp4-pack-quantized"} if writer == COMPRESSED else said
+    _write(directory, tensors, None if writer == EXPORTED else {"quant_method": writer, **described})
+    return plain
 
 
 _LINEAR = re.compile(r"\.(?:\w+_proj|kv_a_proj_with_mqa)\.weight$")
@@ -125,7 +182,8 @@ def to_mxfp4(directory: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return made
 
 
-def _write(directory: Path, tensors: dict[str, torch.Tensor], described: dict[str, object]) -> None:
+def _write(directory: Path, tensors: dict[str, torch.Tensor], described: dict[str, Any] | None) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": described}))
+    said = {} if described is None else {"quantization_config": described}
+    (directory / "config.json").write_text(json.dumps({**config, **said}))

@@ -18,12 +18,13 @@ from torch.distributed.tensor import DTensor
 
 import shardkit
 from shardkit.errors import LayoutError
-from tests.models.quantised import QUANTISED, QWEN3, by_transformers, quantise
+from tests.models.quantised import COMPRESSED, MODELOPT, QUANTISED, QWEN3, by_transformers, quantise, to_nvfp4
 from tests.models.zoo import make_hub
 from tests.worlds.ranks import Ranks
 
 NAMES = [architecture.name for architecture in QUANTISED]
 WAYS = [f"{name} {strategy}" for name in NAMES for strategy in ("direct", "broadcast")]
+WAYS += [f"{MODELOPT} broadcast", f"{COMPRESSED} direct"]
 
 
 def make_sources(out: Path) -> None:
@@ -33,6 +34,9 @@ def make_sources(out: Path) -> None:
         state = {name: x.clone() for name, x in by_transformers(hub).items()}
         torch.save(state, out / f"{architecture.name}.pt")
     torch.save(by_transformers(out / QWEN3.name, torch.float32), out / "float32.pt")
+    for writer in (MODELOPT, COMPRESSED):
+        make_hub(QWEN3, out / writer)
+        torch.save(to_nvfp4(out / writer, writer), out / f"{writer}.pt")
     for name in ("whole", "damaged"):
         shutil.copytree(out / QWEN3.name, out / name)
         shardkit.write_manifest(out / name)
@@ -103,7 +107,7 @@ def test_a_model_that_anybody_has_wrapped(name: str, out: Path) -> None:
     assert_is(model, {fqn: x.to(own[fqn]) for fqn, x in expected.items()})
 
 
-@two.test_each(("qwen3", "gptq"))
+@two.test_each(("qwen3", "gptq", COMPRESSED))
 def test_without_the_option_prepare_refuses(name: str, out: Path) -> None:
     plain = transformers.Qwen3Config(
         **{**transformers.AutoConfig.from_pretrained(out / name).to_dict(), "quantization_config": None}

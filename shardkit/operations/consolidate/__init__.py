@@ -25,6 +25,7 @@ from shardkit.formats.hub.base import Base, find_base, open_base
 from shardkit.formats.hub.directory import model_class_of
 from shardkit.formats.owned import HUB_INDEX, OutputKind, is_text
 from shardkit.formats.registry import stray_weights
+from shardkit.keys.quantised import of_nvfp4
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as
 from shardkit.operations.consolidate.assets import earlier_assets
 from shardkit.operations.consolidate.job import ConsolidateJob, build_job
@@ -70,7 +71,7 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
         allow_unexpected: there may be tensors that the base does not have.
         keys: rules that turn a trainer's own names into the Hub's: "auto" takes a set that shardkit has, if one knows
             all names; "none"; the path of a TOML file; or the name of such a set.
-        dequantize: make plain weights of fp8 and MXFP4 ones, in bfloat16 unless a dtype is asked for. Quantised
+        dequantize: make plain weights of fp8, MXFP4 and NVFP4 ones, in bfloat16 unless a dtype is asked for. Quantised
             sources are refused otherwise; a quantised base is compared with as if it were plain.
         keep_factors: write the factors of OSFT as they are; otherwise they are folded into dense weights.
         ask_class: ask the class that the config names, in a process of its own while bytes move, whether
@@ -253,7 +254,10 @@ def _open(taken: Taken, options: ConsolidateOptions) -> tuple[Checkpoint, Base |
     opened = take_folded(take_plain(taken.open(), dequantize=is_asked, dtype=dtype, by_content=is_asked))
     given = None if options.base is None else os.fspath(options.base)
     base = find_base(opened) if given is None else open_base(given, revision=options.base_revision)
-    return opened, None if base is None else folded_base(plain_base(base))
+    # What is copied as NVFP4 is compared with such a base, whose files say so.
+    if base is not None and not of_nvfp4(opened.catalog.tensors):
+        base = plain_base(base)
+    return opened, None if base is None else folded_base(base)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

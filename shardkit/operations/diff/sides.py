@@ -30,7 +30,7 @@ from shardkit.formats.hub.base import (
 )
 from shardkit.keys.expressions import Expression
 from shardkit.keys.names import natural
-from shardkit.keys.quantised import can_dequantize, method_of, why_quantised
+from shardkit.keys.quantised import can_dequantize, of_nvfp4, why_narrow, why_quantised
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.traced import ModelNames, ask_names, may_differ_in_memory
@@ -199,21 +199,22 @@ def _both_plain(
     Raises:
         LayoutError: scales do not fit what they scale.
     """
-    why = [why_quantised(each.catalog.tensors) for each in opened]
+    held = [each.catalog.tensors for each in opened]
+    why = [why_quantised(tensors) or why_narrow(of_nvfp4(tensors)) for tensors in held]
     if (why[0] is None) == (why[1] is None):
         return opened, []
     at = 0 if why[1] is None else 1
     side, other = opened[at], opened[1 - at]
     called, other_called = wording.sides[at], wording.sides[1 - at]
-    if not can_dequantize(method_of(config_of(side))):
+    if not can_dequantize(config_of(side)):
         return opened, [
             f"{called} is quantised in a way that is not known here ({why[at]}), and {other_called} is not: what is "
             "quantised cannot be compared"
         ]
-    held = Counter[DType]()
+    nbytes = Counter[DType]()
     for entry in other.catalog.tensors.values():
-        held[entry.dtype] += entry.nbytes if entry.dtype in CASTS.values() else 0
-    dtype = held.most_common(1)[0][0] if held.total() else PLAIN
+        nbytes[entry.dtype] += entry.nbytes if entry.dtype in CASTS.values() else 0
+    dtype = nbytes.most_common(1)[0][0] if nbytes.total() else PLAIN
     plain = take_plain(side, dequantize=True, dtype=dtype)
     number = count(len(plain.dequantized.names) if plain.dequantized else 0, "weight")
     return (plain, other) if at == 0 else (other, plain), [f"{called}: dequantised to {dtype.name}: {number}"]

@@ -116,8 +116,8 @@ def preshard(options: PreshardOptions) -> PreshardResult:
             "fp32". Factors are float32 in any case.
         dtype_rules: "GLOB=fp32" for other dtypes of some tensors, by their names in the output. The last that matches
             wins; each must match.
-        dequantize: make plain weights of fp8 and MXFP4 ones, in bfloat16 unless a dtype is asked for. Quantised sources
-            are refused otherwise.
+        dequantize: make plain weights of fp8, MXFP4 and NVFP4 ones, in bfloat16 unless a dtype is asked for. Quantised
+            sources are refused otherwise.
         revision: branch, tag or commit of a repo.
         variant: "fp16" for `model.fp16.safetensors` and the like.
         overwrite: replace an existing checkpoint, whole and in one step.

@@ -29,7 +29,7 @@ from shardkit.formats.hub.assets import CONFIG, asset_patterns
 from shardkit.formats.hub.files import OTHER_FILES
 from shardkit.formats.registry import recognise
 from shardkit.keys.names import clean_name
-from shardkit.keys.quantised import can_dequantize, method_of, refuse_quantised, why_quantised
+from shardkit.keys.quantised import can_dequantize, refuse_quantised, why_quantised
 from shardkit.layout.classes import (
     ClassDtypes,
     built_dtypes,
@@ -448,8 +448,8 @@ def _without_quantisation(config: Any, directory: str, *, dequantize: bool) -> N
         if not described:
             continue
         raw = {"quantization_config": described if isinstance(described, dict) else described.to_dict()}
-        if not dequantize or not can_dequantize(method_of(raw)):
-            raise refuse_quantised(str(why_quantised({}, raw)), directory)
+        if not dequantize or not can_dequantize(raw):
+            raise refuse_quantised(str(why_quantised({}, raw)), directory, is_tried=dequantize)
         del part.quantization_config
 
 

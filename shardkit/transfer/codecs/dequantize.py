@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shardkit.core.catalog import StoredParts
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, blocks
-from shardkit.keys.quantised import Scaled
+from shardkit.keys.quantised import MXFP4, Scaled
 from shardkit.transfer.codecs.boxes import as_box, shifted, window
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_NUMBERS = 1 << 18  # multiplied at once: with two floats for each they fit the cache
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _BIAS = 127
 
 
@@ -58,7 +58,7 @@ class Product:
         import torch
 
         numbers, scales = self._numbers(parts, region), self._scales(parts, region)
-        product = torch.ldexp(numbers, scales) if self.scaled.is_packed else numbers * scales
+        product = torch.ldexp(numbers, scales) if self.scaled.method == MXFP4 else numbers * scales
         return as_box(product, self.dtype)
 
     def _numbers(self, parts: StoredParts, region: Region) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Product:
         import torch
 
         name = self.scaled.numbers
-        if not self.scaled.is_packed:
+        if self.scaled.method != MXFP4:
             return parts.values(name, region).float()
         size, first, stop = self.scaled.block[-1], region.offsets[-1], region.stops[-1]
         groups = first // size, -(-stop // size)
@@ -74,7 +74,7 @@ class Product:
             (*region.offsets[:-1], groups[0], 0), (*region.sizes[:-1], groups[1] - groups[0], size // 2)
         )
         pairs = parts.values(name, part).int()
-        table = torch.tensor(_E2M1, dtype=torch.float32)
+        table = torch.tensor(E2M1, dtype=torch.float32)
         unpacked = torch.stack((table[pairs & 0xF], table[pairs >> 4]), dim=-1)
         row = unpacked.reshape(*region.sizes[:-1], (groups[1] - groups[0]) * size)
         return row[..., first - groups[0] * size : stop - groups[0] * size]
@@ -105,4 +105,4 @@ class Product:
         if stored.dtype is not torch.uint8:
             return stored.float()
         exponents = stored.int() - _BIAS
-        return exponents if self.scaled.is_packed else torch.pow(2.0, exponents)
+        return exponents if self.scaled.method == MXFP4 else torch.pow(2.0, exponents)

@@ -77,22 +77,25 @@ def test_tensors_that_stay_as_they_are_keep_it(tmp_path: Path, in_config: bool) 
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-@pytest.mark.parametrize("kind", ["plain", "FP8"])
-def test_plain_weights_lose_it(tmp_path: Path, kind: str) -> None:
-    run, base = trained(tmp_path / "run", kind), exported(tmp_path / "base", "FP8")
+@pytest.mark.parametrize(("kind", "quantised"), [("plain", "FP8"), ("FP8", "FP8"), ("plain", "NVFP4")])
+def test_plain_weights_lose_it(tmp_path: Path, kind: str, quantised: str) -> None:
+    run, base = trained(tmp_path / "run", kind), exported(tmp_path / "base", quantised)
     result = shardkit.consolidate(run, base=str(base), dequantize=kind == "FP8")
     assert says(result.output) == (False, False)
     assert any(f"{FILE} of {base} left out: the weights are plain" in note for note in result.notes)
     if kind == "plain":  # as a trainer leaves the base's files beside what it trained
-        beside(run, "FP8", in_config=True)
+        beside(run, quantised, in_config=True)
         result = shardkit.consolidate(run, tmp_path / "found")
         assert says(result.output) == (False, False)
-        assert any("quantization_config and hf_quant_config.json of" in note for note in result.notes)
+        said = (
+            "" if quantised == "NVFP4" else "quantization_config and "
+        )  # such a base is taken as a plain one
+        assert any(f"{said}hf_quant_config.json of" in note for note in result.notes)
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_a_base_of_another_kind_is_refused_as_before(tmp_path: Path) -> None:
-    base = exported(tmp_path / "base", "NVFP4", in_config=True)
+    base = exported(tmp_path / "base", "FP8", in_config=True)
     with pytest.raises(
         LayoutError, match=r"is quantised \(modelopt\), the weights of the checkpoint are not"
     ):

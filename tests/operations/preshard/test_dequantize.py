@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,17 @@ from shardkit.files import manifest
 from tests.bits import raw
 from tests.models.architecture import Architecture
 from tests.models.quantised import (
+    COMPRESSED,
+    EXPORTED,
     GPT_OSS,
+    MODELOPT,
     QUANTISED,
     QWEN3,
     QWEN3_MOE,
     by_transformers,
     quantise,
     to_fp8,
+    to_nvfp4,
 )
 from tests.models.text import DECODER
 from tests.models.zoo import ZOO, make_hub
@@ -175,6 +180,7 @@ def test_other_methods_are_refused_in_one_way(method: str, dequantize: bool, tmp
 # The peak counts from when torch is there; a small run before leaves what any run needs.
 PEAK = """
 import sys
+from functools import partial
 from pathlib import Path
 import torch, shardkit
 def kib(field):
@@ -226,45 +232,59 @@ def test_a_profile_says_in_its_config_that_weights_are_plain(tmp_path: Path, fas
         assert shardkit.verify(out, full=True).problems == ()
 
 
-def nvfp4(directory: Path, *, own_code: bool = False) -> None:
-    """Give a model the tensors of ModelOpt's NVFP4, which only a file of its own tells."""
+def with_own_code(directory: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
-    if own_code:
-        config |= {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}}
-        (directory / "own.py").write_text("")
+    config |= {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}}
+    (directory / "own.py").write_text("")
     (directory / "config.json").write_text(json.dumps(config))
-    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
-    (directory / "hf_quant_config.json").write_text(json.dumps(said))
+
+
+def to_int8(directory: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        rows, columns = tensors[name].shape
-        tensors[name] = torch.full((rows, columns // 2), 7, dtype=torch.uint8)
-        tensors[f"{name}_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
-        tensors |= {f"{name}_scale_2": torch.tensor(0.5)}
-        tensors |= {f"{name.removesuffix('weight')}input_scale": torch.tensor(0.5)}
+        tensors[f"{name}_scale"] = torch.ones(len(tensors[name]), 1)
+        tensors[name] = tensors[name].to(torch.int8)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_what_only_the_tensors_tell_is_never_divided(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_own", [False, True])
+def test_what_only_the_tensors_tell_is_never_divided(is_own: bool, tmp_path: Path) -> None:
     hub, out = tmp_path / "hub", tmp_path / "out"
-    for own_code in (False, True):
+    for writer, why in ((None, "14 tensors of int8"), (EXPORTED, "says NVFP4, and 14 tensors of uint8")):
         shutil.rmtree(hub, ignore_errors=True)
         make_hub(QWEN3, hub)
-        nvfp4(hub, own_code=own_code)
-        for options in ({"layout": "declared"}, {"names": "hub"}, {}, {"dequantize": True}):
-            with pytest.raises(
-                LayoutError, match=r"^quantised: .*says NVFP4, and 14 tensors of uint8"
-            ) as caught:
+        to_int8(hub) if writer is None else to_nvfp4(hub, writer)
+        if is_own:
+            with_own_code(hub)
+        for options in ({"layout": "declared"}, {"names": "hub"}, {}):
+            with pytest.raises(LayoutError, match=rf"^quantised: .*{why}") as caught:
                 shardkit.preshard(hub, out, world_size=2, **options)
-            assert "dequantize=True" not in str(caught.value.hint)
-    assert any("says NVFP4" in note for note in shardkit.inspect(hub).notes)
-    with pytest.raises(LayoutError, match=r"^quantised: "):
-        shardkit.consolidate(hub, out, dequantize=True)
+            assert ("dequantize=True" in str(caught.value.hint)) is (writer is not None)
+        assert any(why in note for note in shardkit.inspect(hub).notes)
+        if writer is None:
+            for move in (partial(shardkit.preshard, world_size=2), shardkit.consolidate):
+                with pytest.raises(LayoutError, match=r"^quantised: ") as caught:
+                    move(hub, out, dequantize=True)
+                assert "dequantize=True" not in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("writer", [MODELOPT, EXPORTED, COMPRESSED])
+def test_what_stock_torch_loads_of_nvfp4_is_what_its_writer_dequantises(
+    writer: str, tmp_path: Path, fast_trace: object
+) -> None:
+    make_hub(QWEN3, tmp_path / "hub")
+    expected = to_nvfp4(tmp_path / "hub", writer)
+    done = shardkit.preshard(tmp_path / "hub", tmp_path / "out", world_size=3, dequantize=True)
+    assert done.layout == "traced"
+    assert_equal(loaded(tmp_path / "out", expected), expected)
+    said = manifest.read(str(tmp_path / "out"))
+    assert isinstance(said, manifest.Presharded)
+    assert said.dequantized == "nvfp4"
 
 
 def test_the_bytes_of_what_only_the_tensors_tell_are_moved_and_compared(tmp_path: Path) -> None:
     make_hub(QWEN3, tmp_path / "hub")
-    nvfp4(tmp_path / "hub")
+    to_nvfp4(tmp_path / "hub", EXPORTED)
     shardkit.consolidate(tmp_path / "hub", tmp_path / "copy")
     assert shardkit.diff(tmp_path / "hub", tmp_path / "copy").is_equal
     shardkit.reshard(tmp_path / "hub", tmp_path / "ranks", world_size=2)
