@@ -61,8 +61,9 @@ _PACKED_WEIGHT = ".weight_packed"
 _GROUP = 16  # numbers of NVFP4 that share a scale
 _SECOND, _DIVISOR = "_scale_2", "_global_scale"
 _OF_NVFP4 = ("float8_e4m3fn", "float32")  # scales, and the scale of all of them
-# Of what goes into a layer, and of the cache of keys and values, beside an NVFP4 weight.
-_BESIDE_NVFP4 = ("input_scale", "input_global_scale", "k_scale", "v_scale")
+# Beside an NVFP4 weight: of what goes into a layer; of the cache, there (ModelOpt) or at the attention (compressed-tensors).
+_BESIDE_NVFP4 = ("input_scale", "input_global_scale")
+_OF_CACHE = ("k_scale", "v_scale")
 # Where one of these is beside them, the numbers and their scales are not the whole weight (AWQ, SVDQuant, zero points).
 _INCOMPLETE = ("pre_quant_scale", "svdquant_lora_a", "weight_zero_point")
 
@@ -139,8 +140,14 @@ def can_dequantize(config: Mapping[str, Any] | None) -> bool:
 
 
 def _says_nvfp4(config: Mapping[str, Any] | None) -> bool:
-    """True if a config of one of the two that write NVFP4 names it, for all layers or for a group of them."""
-    return method_of(config) in _WRITE_NVFP4 and NVFP4 in repr(_described(config)).lower()
+    """True if a config of one of the two that write NVFP4 names it, for all layers or for a group of them.
+
+    With compressed-tensors' transforms, weights are those of a model that transforms what goes into them too.
+    """
+    described = _described(config)
+    if method_of(config) not in _WRITE_NVFP4 or described.get("transform_config"):
+        return False
+    return NVFP4 in repr(described).lower()
 
 
 def _described(config: Mapping[str, Any] | None) -> Any:
@@ -382,7 +389,9 @@ def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, w
 def _of_activations(name: str, scaled: Scaled) -> Iterator[str]:
     """Yield the names that scales of activations would have beside a weight."""
     if scaled.method == NVFP4:
-        yield from (scaled.scales.removesuffix("weight_scale") + last for last in _BESIDE_NVFP4)
+        layer = scaled.scales.removesuffix("weight_scale")
+        yield from (layer + last for last in (*_BESIDE_NVFP4, *_OF_CACHE))
+        yield from (f"{layer[:-1].rpartition('.')[0]}.{last}" for last in _OF_CACHE)
     else:
         yield from (f"{name.rpartition('.')[0]}.{last}" for last in _OF_ACTIVATIONS)
 

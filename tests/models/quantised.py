@@ -110,7 +110,8 @@ def to_nvfp4(directory: Path, writer: str) -> dict[str, torch.Tensor]:
             second = tensors[f"{name}_scale_2"] = torch.rand(()) * 1e-3
             tensors |= {name: packed, f"{layer}input_scale": torch.rand(())}
             plain[name] = by_modelopt(packed, scales, second).bfloat16()
-    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)  # of the cache
+    owner = "" if writer == COMPRESSED else "k_proj."
+    tensors[f"model.layers.0.self_attn.{owner}k_scale"] = torch.tensor(0.5)  # of the cache
     said = {"quant_algo": "NVFP4", "group_size": 16}
     if writer != COMPRESSED:
         (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +21,14 @@ from tests.transfer.codecs.test_dequantize import bits, read
 MODELOPT, COMPRESSED = ("", "_scale_2"), ("_packed", "_global_scale")
 
 
-def plain(folder: Path, tensors: dict[str, torch.Tensor], dtype: str = "bfloat16") -> Catalog:
+def plain(
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    dtype: str = "bfloat16",
+    config: dict[str, Any] | None = None,
+) -> Catalog:
     save_file({name: x.contiguous().clone() for name, x in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(config or {}))
     found = take_plain(open_checkpoint(str(folder)), dequantize=True, dtype=BY_NAME[dtype], by_content=True)
     return found.catalog
 
@@ -85,6 +92,34 @@ def test_experts_in_one_are_packed_along_their_inputs(tmp_path: Path) -> None:
     assert list(catalog.tensors) == ["e.up_proj"]
     expected = by_modelopt(packed, scales, second).mT.bfloat16()
     assert torch.equal(bits(read(catalog, "e.up_proj")), bits(expected))
+
+
+def test_fp8_beside_it_becomes_plain_too(tmp_path: Path) -> None:
+    """MIXED_PRECISION of ModelOpt, mixed-precision of compressed-tensors."""
+    packed, scales = random_nvfp4(4, 64)
+    stored = {"a.weight": packed, "a.weight_scale": scales, "a.weight_scale_2": torch.tensor(0.5)}
+    eight = torch.arange(120, dtype=torch.uint8).reshape(4, 30).view(torch.float8_e4m3fn)
+    of_rows = torch.rand(4, 1).bfloat16()
+    catalog = plain(tmp_path, stored | {"b.weight": eight, "b.weight_scale": of_rows})
+    assert set(catalog.tensors) == {"a.weight", "b.weight"}
+    assert torch.equal(bits(read(catalog, "b.weight")), bits((eight.float() * of_rows.float()).bfloat16()))
+    expected = by_modelopt(packed, scales, stored["a.weight_scale_2"]).bfloat16()
+    assert torch.equal(bits(read(catalog, "a.weight")), bits(expected))
+
+
+def test_weights_of_a_transformed_model_are_refused(tmp_path: Path) -> None:
+    """compressed-tensors: what goes into them is multiplied too, and the plain model would not do so."""
+    packed, scales = random_nvfp4(4, 64)
+    stored = {"a.weight_packed": packed, "a.weight_scale": scales, "a.weight_global_scale": torch.ones(1)}
+    said = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    for transforms in ({}, {"config_groups": {"R1": {"type": "hadamard"}}}):
+        config = {"quantization_config": {**said, "transform_config": transforms}}
+        if not transforms:
+            assert list(plain(tmp_path, stored, config=config).tensors) == ["a.weight"]
+            continue
+        with pytest.raises(LayoutError, match=r"^quantised: .*\(compressed-tensors\)") as caught:
+            plain(tmp_path, stored, config=config)
+        assert "tools of that method" in str(caught.value.hint)
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
