@@ -107,11 +107,10 @@ def render(result: InspectResult) -> list[str]:
 
 
 def _run_facts(run: Leftover) -> Iterator[tuple[str, str]]:
-    from shardkit.files.staging import destination_of
-    from shardkit.operations.leftovers import describe
+    from shardkit.operations.leftovers import describe, output_of
 
     yield from describe(run)
-    output = in_shell(destination_of(run.staging) or run.staging)
+    output = in_shell(output_of(run.staging) or run.staging)
     yield "see", f"shardkit status {output}, which removes it with --abort"
 
 

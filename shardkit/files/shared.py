@@ -40,19 +40,21 @@ from shardkit.files.staging import (
     Kept,
     Owner,
     Staging,
+    abandoned,
     nothing,
     place_directory,
     prefix_of,
+    recover,
     remove_abandoned,
     remove_but,
     rename_noreplace,
 )
 from shardkit.files.strict_json import parse_object, read_small
 
-_MARK = "parts-"
+_MARK, _RUN = "parts-", "run-"
 _HASH_DIGITS = 16
 _DONE = ".done"
-_NAME = re.compile(_MARK + r"[0-9a-f]{16}", re.ASCII)
+_NAME = re.compile(r"(parts|run)-[0-9a-f]{16}", re.ASCII)
 NOTHING, _COMMITTED = "nothing", "committed.json"
 _TAKEN = "new-"
 _MAX_BYTES, _MAX_TOLD_BYTES = 1 << 28, 1 << 16
@@ -92,11 +94,18 @@ class SharedStaging:
         """As `Staging.look`."""
 
     @classmethod
-    def of_plan(cls, destination: str, plan_hash: str, kept: Kept) -> SharedStaging:
-        """Return the one of a plan, whether it exists or not."""
+    def of_plan(cls, destination: str, plan_hash: str, kept: Kept, *, is_run: bool = False) -> SharedStaging:
+        """Return the one of a plan, whether it exists or not.
+
+        Args:
+            destination: absolute.
+            plan_hash: of the plan.
+            kept: what stays of it when it is removed.
+            is_run: one process carries out all of the plan; it and others that are started alike share it.
+        """
         parent, name = os.path.split(destination)
-        path = os.path.join(parent, prefix_of(name) + _MARK + plan_hash[:_HASH_DIGITS])
-        return cls(destination, path, kept)
+        mark = _RUN if is_run else _MARK
+        return cls(destination, os.path.join(parent, prefix_of(name) + mark + plan_hash[:_HASH_DIGITS]), kept)
 
     def read_record(self) -> bytes:
         """Return the content of `plan.json`.
@@ -238,16 +247,26 @@ class SharedStaging:
         storage.rename(path, target)
         storage.sync_directory(os.path.dirname(target))
 
-    def write_note(self, work: str, directory: str, name: str, content: bytes) -> None:
+    def write_note(
+        self, work: str, directory: str, name: str, content: bytes, *, is_synced: bool = True
+    ) -> None:
         """Write a small file into `done` or `parts`: whole, or not at all.
+
+        Args:
+            work: a `workplace`.
+            directory: where it goes.
+            name: of the file.
+            content: all of it.
+            is_synced: it is on the disk before this returns. Else a power loss may take it, or leave nothing in it.
 
         Raises:
             OSError: the system refuses, or the directory is gone.
         """
         fresh = os.path.join(work, name)
-        storage.write_file(fresh, content)
+        storage.write_file(fresh, content, is_synced=is_synced)
         storage.rename(fresh, os.path.join(directory, name))
-        storage.sync_directory(directory)
+        if is_synced:
+            storage.sync_directory(directory)
 
     def adopt(self, directory: str, kept: Collection[str]) -> None:
         """Move the files of a directory into `data`; others may be moving the same bytes.
@@ -325,11 +344,20 @@ class SharedStaging:
     @property
     def is_attended(self) -> bool:
         """True while a process of this machine is known to be at work in it."""
+        return any(owner.is_provably_alive() for owner in self.owners())
+
+    @property
+    def is_over(self) -> bool:
+        """True if all who worked in it are known to be over, or have left it."""
+        return all(owner.is_provably_dead() for owner in self.owners())
+
+    def owners(self) -> list[Owner]:
+        """Return who is at work in it, or was until it was killed."""
         try:
-            owners = map(Owner.parse, storage.listdir(self._work))
+            found = map(Owner.parse, storage.listdir(self._work))
         except OSError:
-            return False
-        return any(owner is not None and owner.is_provably_alive() for owner in owners)
+            return []
+        return [owner for owner in found if owner is not None]
 
     @contextlib.contextmanager
     def attended(self) -> Iterator[None]:
@@ -453,14 +481,15 @@ class SharedStaging:
             if error.errno not in IS_THERE:
                 raise
         storage.sync_directory(self.path)
-        if self._has_replaced():
+        if self.has_replaced:
             try:
                 self.look(self._replaced)
             except ShardkitError:
                 place_directory(self._replaced, self.destination)
                 raise
 
-    def _has_replaced(self) -> bool:
+    @property
+    def has_replaced(self) -> bool:
         """True if an old output lies aside."""
         note = os.path.join(self._replaced, NOTHING)
         return storage.lexists(self._replaced) and not storage.lexists(note)
@@ -468,15 +497,16 @@ class SharedStaging:
     def _appeared(self) -> UsageError:
         """Let the next commit try again, and say what is in the way."""
         problems = []
-        if self._has_replaced():
+        if self.has_replaced:
             problems = [f"what was there before: {escape(self._replaced)}"]
         else:
             storage.remove_tree(self._replaced)
-        return UsageError(
-            f"{escape(self.destination)} exists: something else was put there",
-            problems=problems,
-            hint="remove it, or replace it: shardkit commit takes --overwrite",
-        )
+        if _is_run(self.path):
+            said, hint = "appeared while it was being written", None
+        else:
+            said = "exists: something else was put there"
+            hint = "remove it, or replace it: shardkit commit takes --overwrite"
+        return UsageError(f"{escape(self.destination)} {said}", problems=problems, hint=hint)
 
     def remove(self) -> None:
         """Remove all of it.
@@ -494,20 +524,30 @@ class SharedStaging:
             UsageError: what was moved aside cannot go back, because something else is there by now.
             ResourceError: the system refuses.
         """
+        if self.put_back():
+            self.remove()
+
+    def put_back(self) -> bool:
+        """Put back what a commit that did not end has moved aside; False if all of this is gone by now.
+
+        Raises:
+            UsageError: something else is there by now.
+        """
         try:
             self.reopen()
-            if self.is_open and self._has_replaced():
+            if self.is_open and self.has_replaced:
                 place_directory(self._replaced, self.destination)
+                storage.sync_directory(os.path.dirname(self.destination))
         except OSError as error:
             if error.errno == errno.ENOENT:
-                return
+                return False
             raise UsageError(
                 f"{escape(self.destination)} was moved aside by a commit that did not end, and cannot go back: "
                 f"{error.strerror}",
                 problems=[f"what was there before: {escape(self._replaced)}"],
                 hint="keep what you want of the two, and remove that directory",
             ) from error
-        self.remove()
+        return True
 
 
 class RecordStat(NamedTuple):
@@ -717,7 +757,64 @@ def destination_of_parts(path: str) -> str | None:
     return os.path.join(parent, found[1:]) if is_theirs and storage.isdir(path) else None
 
 
-def _beside(destination: str, ending: str = "") -> list[str]:
+def runs_of(destination: str, kept: Kept) -> list[SharedStaging]:
+    """Return the directories in which single processes carry out plans, or have until they were killed."""
+    return [SharedStaging(destination, path, kept) for path in _beside(destination, mark=_RUN)]
+
+
+def run_at(path: str, kept: Kept) -> SharedStaging | None:
+    """Return the directory of a run at an absolute path; None if it is no such thing."""
+    destination = destination_of_parts(path)
+    if destination is None or not _is_run(path):
+        return None
+    return SharedStaging(destination, path, kept)
+
+
+def _is_run(path: str) -> bool:
+    return os.path.basename(path).rpartition(".shardkit-")[2].startswith(_RUN)
+
+
+def remove_runs(destination: str, kept: Kept, *, but: str) -> None:
+    """Remove what runs of other plans have left whose processes are all over; first what one moved aside goes back.
+
+    Args:
+        destination: absolute.
+        kept: what stays.
+        but: path of the one that stays.
+
+    Raises:
+        UsageError, ResourceError: as `SharedStaging.give_up`.
+    """
+    for run in runs_of(destination, kept):
+        if run.path != but and run.is_over:
+            run.give_up()
+    remove_abandoned(destination, kept)
+
+
+def recover_output(destination: str) -> None:
+    """Put back what dead runs moved aside and did not replace; errors as `staging.recover` and `put_back`."""
+    recover(destination)
+    for run in runs_of(destination, nothing):
+        if run.has_replaced and run.is_over:
+            run.put_back()
+
+
+def reclaimable_bytes(destination: str) -> int:
+    """Return the disk that the files of dead runs take: a new run goes on with them or removes them.
+
+    Args:
+        destination: absolute.
+    """
+    total, runs = 0, (run.path for run in runs_of(destination, nothing) if run.is_over)
+    for path in (*abandoned(destination), *runs):
+        for directory, _, names in storage.walk(path):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    total += storage.lstat(os.path.join(directory, name)).st_blocks * 512
+    return total
+
+
+def _beside(destination: str, ending: str = "", mark: str = _MARK) -> list[str]:
     parent, name = os.path.split(destination)
     prefix = prefix_of(name)
     try:
@@ -727,7 +824,7 @@ def _beside(destination: str, ending: str = "") -> list[str]:
     return [
         os.path.join(parent, entry)
         for entry in entries
-        if entry.startswith(prefix)
+        if entry.startswith(prefix + mark)
         and entry.endswith(ending)
         and _NAME.fullmatch(entry.removeprefix(prefix).removesuffix(ending))
     ]

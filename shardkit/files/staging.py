@@ -423,21 +423,6 @@ def recover(destination: str) -> None:
             staging.release()
 
 
-def reclaimable_bytes(destination: str) -> int:
-    """Return the disk that the files of dead runs take: a new run resumes from them or removes them.
-
-    Args:
-        destination: absolute.
-    """
-    total = 0
-    for path in abandoned(destination):
-        for directory, _, names in storage.walk(path):
-            for name in names:
-                with contextlib.suppress(OSError):
-                    total += storage.lstat(os.path.join(directory, name)).st_blocks * 512
-    return total
-
-
 def identity_of(path: str) -> tuple[int, int] | None:
     """Return an identity of a file or directory that survives moves.
 
@@ -516,7 +501,7 @@ class Owner:
         """
         run, pid = next(_run_numbers), os.getpid()
         status = _status(pid)
-        owner = cls(_host(), _boot(), _pid_namespace(), pid, status.started if status else 0, run)
+        owner = cls(this_host(), _boot(), _pid_namespace(), pid, status.started if status else 0, run)
         _live_runs.add(run)
         return owner
 
@@ -536,7 +521,7 @@ class Owner:
     def is_provably_dead(self) -> bool:
         """True if the run was on this host and is over; False if that cannot be known."""
         try:
-            if self.host != _host():
+            if self.host != this_host():
                 return False
             boot = _boot()
             if boot != self.boot:
@@ -548,7 +533,7 @@ class Owner:
     def is_provably_alive(self) -> bool:
         """True if the run is under way on this host; False if that cannot be known."""
         try:
-            here = (_host(), _boot(), _pid_namespace())
+            here = (this_host(), _boot(), _pid_namespace())
             return (self.host, self.boot, self.namespace) == here and self._is_over() is False
         except OSError:
             return False
@@ -570,7 +555,7 @@ class _Status(NamedTuple):
     """It has ended, but its parent has not asked how; the first process of a container may never ask."""
 
 
-def _host() -> str:
+def this_host() -> str:
     """Return an identity of this machine: machines may share a name, or the id of a copied disk, hardly ever both."""
     machine = _content("/etc/machine-id") or ""
     return f"{crc32(f'{socket.gethostname()}:{machine}'.encode()):08x}"

@@ -302,8 +302,9 @@ class _FileStream(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def writing(path: str) -> Iterator[tuple[int, BinaryIO]]:
-    """Give (descriptor for reading too, buffered stream) of a new or emptied file; on the disk when it ends well.
+def writing(path: str, *, is_synced: bool = True) -> Iterator[tuple[int, BinaryIO]]:
+    """Give (descriptor for reading too, buffered stream) of a new or emptied file; on the disk when it ends well, unless
+    it need not be.
 
     Raises:
         OSError: the system refuses.
@@ -314,7 +315,8 @@ def writing(path: str) -> Iterator[tuple[int, BinaryIO]]:
         stream = io.BufferedWriter(writer, _BUFFER_BYTES)
         yield fd, cast(BinaryIO, stream)
         stream.flush()
-        fsync(fd)
+        if is_synced:
+            fsync(fd)
     finally:
         writer.fd = -1  # after an error the stream holds bytes, and tries again when it is collected
         close_fd(fd)
@@ -334,8 +336,8 @@ def link(source: str, target: str) -> None:
         symbolic_link(source, target)
 
 
-def write_file(path: str, data: bytes) -> None:
-    """Write a small file, and bring its bytes to the disk; in a store, put a small object.
+def write_file(path: str, data: bytes, *, is_synced: bool = True) -> None:
+    """Write a small file, and unless it need not be, bring its bytes to the disk; in a store, put a small object.
 
     Raises:
         OSError, ResourceError: the system or the store refuses.
@@ -343,7 +345,7 @@ def write_file(path: str, data: bytes) -> None:
     if is_remote(path):
         writer_of(path).put(path, data, int(crc32(data)))
         return
-    with writing(path) as (_, stream):
+    with writing(path, is_synced=is_synced) as (_, stream):
         stream.write(data)
 
 

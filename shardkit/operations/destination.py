@@ -13,14 +13,8 @@ from shardkit.core.text import escape, format_size, in_shell
 from shardkit.errors import ResourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.links import is_snapshot
-from shardkit.files.staging import (
-    Staging,
-    identity_of,
-    reclaimable_bytes,
-    recover,
-    remove_abandoned,
-    rename_noreplace,
-)
+from shardkit.files.shared import reclaimable_bytes, recover_output
+from shardkit.files.staging import Staging, identity_of, remove_abandoned, rename_noreplace
 from shardkit.files.stores import WRITTEN_TO
 from shardkit.formats.owned import Made, OutputKind, refusal
 from shardkit.operations.parts.foreign import foreign_in
@@ -76,7 +70,7 @@ def check_destination(
         check_apart(path, source, shown)
     if storage.islink(path):
         raise UsageError(f"{shown} is a symbolic link", hint="give the directory's own path")
-    recover(path)
+    recover_output(path)
     if storage.lexists(path):
         another = None if named_after is None else _longer_name(output, named_after)
         check_replaceable(path, shown, overwrite=overwrite, kind=kind, made=made, another=another)

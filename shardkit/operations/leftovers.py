@@ -15,7 +15,7 @@ from typing import Literal
 from shardkit.core.text import count, escape, format_size, in_shell, listed
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import storage
-from shardkit.files.shared import SharedRecords, destination_of_parts
+from shardkit.files.shared import SharedRecords, SharedStaging, destination_of_parts, run_at, runs_of
 from shardkit.files.staging import (
     OWNER,
     Owner,
@@ -28,8 +28,9 @@ from shardkit.files.staging import (
     owner_of,
 )
 from shardkit.files.strict_json import parse_object, read_small
+from shardkit.operations.parts.agreement import Agreement, read_parts
 from shardkit.operations.parts.foreign import files_in, foreign_in, stays
-from shardkit.transfer.journal import Journalled, read_journal, read_plan_hash
+from shardkit.transfer.journal import read_journal
 
 _MAX_OWNER = 1 << 16
 
@@ -64,8 +65,7 @@ class Leftover:
     disk_bytes: int
     """What all of it takes on the disk."""
     command: str
-    """What goes on from there, as the shell takes it: of an unknown owner, on its own host or in its own container alone.
-    Empty if nothing can, or if the run was not started by a command."""
+    """What goes on from there, as the shell takes it. Empty if nothing can, or if the run was not started by a command."""
     foreign: tuple[str, ...]
     """Files in it that shardkit has not put there, relative to it. They are never removed."""
     is_removed: bool = False
@@ -78,15 +78,24 @@ def leftovers(destination: str) -> tuple[Leftover, ...]:
     Args:
         destination: absolute.
     """
-    return tuple(_look(destination, path, owner) for path, owner in owned(destination) if storage.isdir(path))
+    found = [_look(destination, path, owner) for path, owner in owned(destination) if storage.isdir(path)]
+    return (*found, *(_look_run(run) for run in runs_of(destination, foreign_in)))
 
 
 def leftover_at(path: str) -> Leftover | None:
     """Return the leftover at a path if it is the directory of a run that has not ended; else None."""
     full = storage.absolute(path)
-    destination = destination_of(full)
+    run, destination = run_at(full, foreign_in), output_of(full)
+    if run is not None:
+        return _look_run(run)
     owner = None if destination is None else owner_of(full)
     return None if destination is None or owner is None else _look(destination, full, owner)
+
+
+def output_of(path: str) -> str | None:
+    """Return the output for which a run works in a directory, or has worked, by its absolute path; None if none has."""
+    run = run_at(path, foreign_in)
+    return destination_of(path) if run is None else run.destination
 
 
 def remove(destination: str, found: Collection[Leftover], *, also_unknown: bool) -> tuple[Leftover, ...]:
@@ -101,14 +110,10 @@ def remove(destination: str, found: Collection[Leftover], *, also_unknown: bool)
         UsageError: some could not be removed; all others were.
     """
     gone = ("dead", "unknown") if also_unknown else ("dead",)
-    done = [
-        replace(run, is_removed=run.owner in gone and give_up(destination, run.staging, foreign_in))
-        for run in found
-    ]
+    done = [replace(run, is_removed=run.owner in gone and _remove(destination, run.staging)) for run in found]
     UsageError.raise_for(
         [
-            f"{escape(run.staging)}"
-            + (", with what was there before in data.old" if has_aside(run.staging) else "")
+            escape(run.staging) + _with_old(run.staging)
             for run in done
             if run.owner in gone and not run.is_removed and storage.lexists(run.staging)
         ],
@@ -116,6 +121,24 @@ def remove(destination: str, found: Collection[Leftover], *, also_unknown: bool)
         hint="keep what you want of it, and remove the rest yourself",
     )
     return tuple(done)
+
+
+def _with_old(path: str) -> str:
+    run = run_at(path, foreign_in)
+    has_old, name = (has_aside(path), "data.old") if run is None else (run.has_replaced, "replaced")
+    return f", with what was there before in {name}" if has_old else ""
+
+
+def _remove(destination: str, path: str) -> bool:
+    """Remove what a run left; False if more stays than what is foreign."""
+    run = run_at(path, foreign_in)
+    if run is None:
+        return give_up(destination, path, foreign_in)
+    try:
+        run.give_up()
+    except ShardkitError:
+        return False
+    return not run.exists
 
 
 def warn_before(
@@ -159,21 +182,53 @@ def _unknown(run: Leftover, what: str) -> str:
     )
 
 
-def name_unknown(destination: str, plan_hash: str) -> Iterator[str]:
-    """Yield a warning for each run of a plan that another host or container has begun, and that may be at work.
+def name_unknown(destination: str, own: str) -> Iterator[str]:
+    """Yield a warning for each run of another plan that another host or container has begun, and that may be at work.
 
     Args:
         destination: absolute.
-        plan_hash: of the plan that is carried out here, without what that run has finished.
+        own: path of the directory of the plan that is carried out here.
     """
-    for path, owner in owned(destination):
-        is_known = owner.is_provably_dead() or owner.is_provably_alive()
-        if not is_known and read_plan_hash(journal_of(path)) == plan_hash:
+    for run in runs_of(destination, foreign_in):
+        if run.path != own and not run.is_over and not run.is_attended:
             yield (
-                f"{_unknown(_look(destination, path, owner), 'is left alone')}; "
-                f"`shardkit status {in_shell(destination)} --abort` removes it. With --part 1/1 a run goes on with what "
-                "any host has finished"
+                f"{_unknown(_look_run(run), 'is left alone')}; `shardkit status {in_shell(destination)} --abort` removes it"
             )
+
+
+def _look_run(run: SharedStaging) -> Leftover:
+    """Describe the directory of a run as its record, its notes and those who worked in it say."""
+    sizes = [_status(os.path.join(run.path, name)) for name in files_in(run.path)]
+    newest = max([each[1] for each in sizes], default=_status(run.path)[1])
+    told = next((content for _, content in read_parts(run)), {})
+    owners, pid = run.owners(), told.get("pid")
+    state: Literal["dead", "alive", "unknown"] = "dead" if run.is_over else "unknown"
+    state = "alive" if run.is_attended else state
+    try:
+        agreement: Agreement | None = Agreement.of(run)
+    except ShardkitError:
+        agreement = None
+    files = [] if agreement is None else agreement.files
+    finished = [size for number, (_, size) in enumerate(files) if run.has_note(number)]
+    weights = 0 if agreement is None else len(agreement.weights)
+    return Leftover(
+        staging=run.path,
+        owner=state,
+        host=str(told.get("host", "")),
+        pid=pid if isinstance(pid, int) else next((owner.pid for owner in owners), 0),
+        last_written=_date(newest),
+        kind="ended" if run.is_committed else "run",
+        verb="" if agreement is None else agreement.command.verb,
+        num_files=len(files),
+        file_bytes=sum(size for _, size in files),
+        finished_files=len(finished),
+        finished_bytes=sum(finished),
+        num_weights=weights,
+        finished_weights=weights - len(run.factors.missing(weights)) if weights else 0,
+        disk_bytes=sum(each[0] for each in sizes),
+        command="" if state == "alive" or agreement is None else _command(agreement.typed, agreement.cwd),
+        foreign=tuple(foreign_in(run.path)),
+    )
 
 
 def _look(destination: str, path: str, owner: Owner) -> Leftover:
@@ -195,7 +250,7 @@ def _look(destination: str, path: str, owner: Owner) -> Leftover:
         owner=state,
         host=str(told.get("host", "")),
         pid=pid if isinstance(pid, int) else owner.pid,
-        last_written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(newest)),
+        last_written=_date(newest),
         kind="ended" if has_ended else "run" if said.plan_hash is not None else "save",
         verb="" if job is None else job.verb,
         num_files=0 if job is None else len(job.files),
@@ -205,17 +260,21 @@ def _look(destination: str, path: str, owner: Owner) -> Leftover:
         num_weights=num_weights,
         finished_weights=num_weights - len(SharedRecords(os.path.join(path, "factors")).missing(num_weights)),
         disk_bytes=sum(each[0] for each in sizes),
-        command="" if state == "alive" else _command(said),
+        command="" if state == "alive" else _command(said.command, said.cwd),
         foreign=tuple(foreign_in(path)),
     )
 
 
-def _command(said: Journalled) -> str:
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def _command(typed: str, cwd: str) -> str:
     """Return the command that resumes a run: the one that was typed, in the directory where it was typed."""
-    if not said.command:
+    if not typed:
         return ""
-    before = f"cd {in_shell(said.cwd)} && " if said.cwd and said.cwd != _cwd() else ""
-    return f"{before}{said.command}"
+    before = f"cd {in_shell(cwd)} && " if cwd and cwd != _cwd() else ""
+    return f"{before}{typed}"
 
 
 def _cwd() -> str:
@@ -281,8 +340,7 @@ def _so_far(found: Leftover) -> Iterator[tuple[str, str]]:
     if found.owner != "alive":
         # A file says it, and it has to be whole.
         command = found.command if found.command.isprintable() else ""
-        where = ", there alone: elsewhere it begins anew" if found.owner == "unknown" else ""
-        yield "goes on with", (command or "the call that began it") + where
+        yield "goes on with", command or "the call that began it"
 
 
 def refuse(path: str) -> None:
@@ -291,16 +349,15 @@ def refuse(path: str) -> None:
     Raises:
         SourceError: it is one.
     """
-    parts = destination_of_parts(storage.absolute(path))
-    if parts is not None:
+    leftover, parts = leftover_at(path), destination_of_parts(storage.absolute(path))
+    if leftover is None and parts is not None:
         raise SourceError(
             f"{escape(path)} is no checkpoint: the parts of a job write there, or have written",
             hint=f"`shardkit status {in_shell(parts)}` says how far they are",
         )
-    leftover = leftover_at(path)
     if leftover is None:
         return
-    output = destination_of(leftover.staging)
+    output = output_of(leftover.staging)
     raise SourceError(
         f"{escape(path)} is no checkpoint: a run works there"
         if leftover.owner == "alive"

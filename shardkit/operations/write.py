@@ -29,9 +29,9 @@ from shardkit.core.text import count, escape, listed
 from shardkit.core.threads import NoProgress, TimedProgress
 from shardkit.errors import IncompleteError, Interrupted, ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
-from shardkit.files.shared import has_commits, records_of_run
+from shardkit.files.shared import has_commits, remove_runs
 from shardkit.files.shared_store import MAX_SENT_NBYTES
-from shardkit.files.staging import Staging, identity_of, remove_abandoned
+from shardkit.files.staging import identity_of, this_host
 from shardkit.files.stores import is_remote
 from shardkit.formats.owned import Made, OutputKind, is_output, refusal
 from shardkit.formats.recorded import SourceManifests, find_manifests
@@ -39,9 +39,9 @@ from shardkit.operations.destination import check_destination, check_replaceable
 from shardkit.operations.environment import mixed_versions
 from shardkit.operations.leftovers import name_unknown
 from shardkit.operations.options import WriteOptions
-from shardkit.operations.parts.agreement import Agreement, Committing, NotThere, Share
+from shardkit.operations.parts.agreement import Agreement, Command, Committing, NotThere, Share
 from shardkit.operations.parts.divided import Divided, PartResult
-from shardkit.operations.parts.foreign import foreign_in, kept, name_foreign, set_foreign_apart
+from shardkit.operations.parts.foreign import foreign_in, name_foreign
 from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
 from shardkit.operations.parts.part import Part
 from shardkit.operations.uploading.in_store import DividedInStore
@@ -53,20 +53,13 @@ from shardkit.operations.uploading.local_records import (
 )
 from shardkit.operations.uploading.place import UploadTarget, check_target
 from shardkit.operations.uploading.run import Describe, StoredFiles, Upload, check_beside
-from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
-from shardkit.transfer.execute import Describer, ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.existing import Existing, Unproven, remember
 from shardkit.transfer.factors.job import FactoredJob
 from shardkit.transfer.factors.phase import FactorPhase, PhaseAt
 from shardkit.transfer.images import ImageSet
-from shardkit.transfer.journal import (
-    Journal,
-    JournalledJob,
-    adopted,
-    read_finished,
-    read_versions,
-)
+from shardkit.transfer.journal import as_typed
 from shardkit.transfer.plan import TransferPlan
 
 _NOTES = 3
@@ -75,6 +68,7 @@ _OF_ONE_MACHINE = "computed_by"
 """What of a job the bits of its factors depend upon, beside the weights."""
 _VERSIONS = "traced_with"
 """Those that a job was decided with, by package: another run or part may have others, if it decides the same."""
+_ALL = Part(number=1, count=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,10 +237,16 @@ def shared_stamp(file: ReadFile) -> list[int | str] | None:
     return [stamp.size, stamp.modified_ns // 1000]  # some file systems keep no more
 
 
-def _shared_ingredients(job: Job) -> dict[str, object]:
-    """Return the ingredients without the kind of machine: parts may run on several kinds."""
+def _shared_ingredients(job: Job, *, is_run: bool = False) -> dict[str, object]:
+    """Return the ingredients as all machines see them.
+
+    Args:
+        job: what is to be carried out.
+        is_run: by one process, whose kind of machine counts. Parts may run on several kinds.
+    """
     made_of = ingredients(job, shared_stamp)
-    made_of.pop(_OF_ONE_MACHINE, None)
+    if not is_run:
+        made_of.pop(_OF_ONE_MACHINE, None)
     return made_of
 
 
@@ -304,7 +304,6 @@ class Writer:
         """Returns the job with all records open; None if they are."""
         self._exists: UsageError | None = None
         self._target: UploadTarget | None = None
-        self._moved: TransferPlan | None = None
         self._hash = ""
         self._warnings: tuple[str, ...] = ()
         self._facts: dict[str, Any] = {}
@@ -422,7 +421,9 @@ class Writer:
         with contextlib.nullcontext() if self._parts is None else self._parts.attended():
             after()
         if self._parts is not None:
-            self._parts.clean_up(keeps_mark=isinstance(self.writing.share, Part))
+            # The output of a run is there, whatever stays beside it; the next run removes that.
+            with contextlib.suppress(*[ResourceError] if self.writing.share is None else []):
+                self._parts.clean_up(keeps_mark=isinstance(self.writing.share, Part))
             self._say(name_foreign(self.path))
 
     def _write(
@@ -455,35 +456,76 @@ class Writer:
     def _write_here(
         self, job: Job, describe: Describe, needed_bytes: int, factors: FactoredJob | None
     ) -> None:
-        writing, free, part = self.writing, free_bytes(self.path), None
+        free, share = free_bytes(self.path), self.writing.share
         self.record_bytes = 0 if factors is None else factors.records.nbytes
-        if writing.share is not None:
-            part, source = self._share(job, describe, writing.share, needed_bytes, factors)
-            finished = 0 if part is None else part.resumed_files
+        divided = self._divided(job, describe, factors)
+        self._check_room(divided, job, needed_bytes)
+        part, source = None, CheckedSource()
+        if self.writing.dry_run:
+            part = divided.result(share) if isinstance(share, Part) else None
+        elif share is None:
+            found = self._run(divided, job)
+            if found is None:
+                exists = UsageError(f"{escape(self.path)} exists: another process has made it meanwhile")
+                self._find_there(job, describe, exists, factors)
+                return
+            part, source = found
         else:
+            if isinstance(share, Part) and not self.writing.overwrite:
+                self._check_absent(divided)
+            part, source = self._carry_out(divided, share, job, job.plan)
+        finished = 0 if part is None else part.resumed_files
+        self._note(job.plan, source, finished=finished, free=free, part=None if share is None else part)
+
+    def _check_room(self, divided: DividedOnDisk, job: Job, needed_bytes: int) -> None:
+        """Refuse to begin what has no room."""
+        share = self.writing.share
+        if share is None:
             check_space(self.path, needed_bytes + self.record_bytes)
-            if writing.dry_run:
-                finished, source = 0, CheckedSource()
-            else:
-                finished, source = self._run(job, describe, factors)
-                self.ends = True
-        self._note(job.plan, source, finished=finished, free=free, part=part)
+        elif isinstance(share, Part):
+            check_space(self.path, divided.bytes_left(share))
+        else:
+            check_space(self.path, max(needed_bytes - job.plan.written_bytes, 0))
+
+    def _run(self, divided: DividedOnDisk, job: Job) -> tuple[PartResult | None, CheckedSource] | None:
+        """Write all of a job, and remove what was written if it fails; return as `_carry_out`, or None if another process
+        has made an output meanwhile.
+
+        It stays after a signal, where a process died that computed something, and where something that appeared at the
+        destination has to be moved away first: the same command goes on with it.
+        """
+        self._say(name_unknown(self.path, divided.staging.path))
+        if not self.writing.resume:
+            divided.begin_anew()
+        remove_runs(self.path, foreign_in, but=divided.staging.path)  # their room may be needed
+        try:
+            found = self._carry_out(divided, _ALL, job, job.plan)
+        except (Interrupted, IncompleteError):
+            raise
+        except BaseException:
+            with contextlib.suppress(OSError, ShardkitError):
+                divided.abandon()
+            self._say(name_foreign(self.path))
+            raise
+        return found if self.was_there or self._parts is not None else None
 
     def _find_there(
         self, job: Job, describe: Describe, exists: UsageError, factors: FactoredJob | None
     ) -> None:
         """Take what is at the destination for the output if it is of this plan; errors as `_compare`."""
         share, part, source = self.writing.share, None, CheckedSource()
-        divided = None if share is None else self._divided(job, describe, share, factors)
-        self._take(divided)
-        if divided is None or not divided.is_committed or (self.ends and self.describes_elsewhere):
-            source = self._compare(job, describe, exists, factors)
-        if divided is not None:
-            divided.give_way()
-            self._say(name_foreign(self.path))
-        if isinstance(share, Committing):
+        divided = self._divided(job, describe, factors)
+        is_known = divided.is_committed
+        self._take(divided if share is not None or is_known else None)
+        if not is_known or (self.ends and self.describes_elsewhere):
+            source = self._compare(job, describe, exists, factors, is_known=is_known)
+        divided.give_way()
+        self._say(name_foreign(self.path))
+        if share is None:
+            remove_runs(self.path, foreign_in, but=divided.staging.path)
+        elif isinstance(share, Committing):
             share.on_end(False)
-        elif divided is not None and share is not None:
+        else:
             part = divided.all_done(share)
         self._note(job.plan, source, finished=0, free=free_bytes(self.path), part=part)
 
@@ -493,9 +535,20 @@ class Writer:
         self._parts = divided if self.ends else None
 
     def _compare(
-        self, job: Job, describe: Describe, exists: UsageError, factors: FactoredJob | None
+        self,
+        job: Job,
+        describe: Describe,
+        exists: UsageError,
+        factors: FactoredJob | None,
+        *,
+        is_known: bool,
     ) -> CheckedSource:
         """Find out whether what is at the destination is what the job would write; return how much of it was compared.
+
+        Args:
+            job, describe, factors: as for `write`.
+            exists: what is said if it is not.
+            is_known: a run of this plan has made it; it is only described once more.
 
         Raises:
             UsageError: it is something else; says what differs.
@@ -512,15 +565,15 @@ class Writer:
             factors=factors,
         )
         check, problems, said = None, list[str](), "and is not what this command writes"
-        is_known = not self.describes_elsewhere and (
+        is_recorded = not self.describes_elsewhere and (
             existing.is_recorded(plan_hash) or existing.is_of_commit()
         )
         try:
-            if not self.can_read and not is_known:
+            if not self.can_read and not is_recorded:
                 raise Unproven("its source is not on this machine, so nothing was compared")
-            if not is_known:
+            if not is_recorded:
                 check = SourceCheck(job.plan.catalog) if self.options.check_source else None
-                problems = existing.differences(existing.journalled(plan_hash, check), check)
+                problems = existing.differences(check, is_known=is_known)
         except Unproven as reason:
             problems = [*existing.otherwise(), str(reason)]
             if len(problems) == 1:
@@ -528,8 +581,6 @@ class Writer:
         finally:
             self._progress.finish()
         UsageError.raise_for(problems, f"{exists.message}, {said}", hint=exists.hint)
-        self._say(name_foreign(self.path))
-        remove_abandoned(self.path, foreign_in)
         return _summary(check, job.plan, self.options)
 
     def _note(
@@ -551,7 +602,7 @@ class Writer:
             "converted": tuple(_converted(plan)),
             "checked_bytes": source.checked_bytes,
             "unchecked": source.unchecked,
-            "peak_memory_bytes": self.options.peak_bytes(self._moved or plan),
+            "peak_memory_bytes": self.options.peak_bytes(plan),
             "free_bytes": free,
             "resumed_files": finished,
             "part": part,
@@ -707,26 +758,12 @@ class Writer:
     def _is_infinite(self, fqn: str, dtype: DType) -> None:
         self._infinite[fqn, dtype] = None  # from any thread
 
-    def _share(
-        self, job: Job, describe: Describe, share: Share, needed_bytes: int, factors: FactoredJob | None
-    ) -> tuple[PartResult | None, CheckedSource]:
-        """Carry out a part, or what comes after all parts; return what became of it, and what was compared."""
-        divided = self._divided(job, describe, share, factors)
-        self._moved = divided.plan
-        rest = max(needed_bytes - job.plan.written_bytes, 0)
-        check_space(self.path, divided.bytes_left(share) if isinstance(share, Part) else rest)
-        if self.writing.dry_run:
-            return divided.result(share) if isinstance(share, Part) else None, CheckedSource()
-        if isinstance(share, Part) and not self.writing.overwrite:
-            self._check_absent(divided)
-        return self._carry_out(divided, share, job, job.plan)
-
     def _carry_out(
         self, divided: Divided, share: Share, job: Job, plan: TransferPlan
     ) -> tuple[PartResult | None, CheckedSource]:
         """Write a part, and make the output if it was the last; return what became of it, and what was compared."""
         result: PartResult | None = None
-        divided.on_joined = lambda begun: self._warn_of_versions(job, [begun.versions or {}])
+        divided.on_joined = lambda begun: self._warn_of_versions(job, [begun])
         try:
             if isinstance(share, Committing):
                 self._warn_of_versions(job, [share.versions or {}])
@@ -739,24 +776,35 @@ class Writer:
                 if result.missing or result.is_committed:
                     return result, CheckedSource()
             has_committed = divided.commit()
-            if has_committed:
-                self.ends, self._parts = True, divided
-            elif isinstance(share, Committing):
-                self._take(divided)
-            if result is not None:
-                result = replace(result, is_committed=True, by_another=not has_committed)
         except KeyboardInterrupt as interrupt:
-            raise Interrupted(
-                f"interrupted: {escape(self.path)} is not whole; the files that were finished are kept",
-                signum=getattr(interrupt, "signum", signal.SIGINT),
-                hint="run the same command again to resume",
-            ) from interrupt
+            # A run whose output has just appeared ends as if nothing had happened; parts are run again.
+            if self.writing.share is not None or not divided.is_committed:
+                raise self._interrupted(interrupt) from interrupt
+            has_committed = True
         finally:
             self._progress.finish()
+        if has_committed:
+            self.ends, self._parts = True, divided
+        elif isinstance(share, Committing):
+            self._take(divided)
+        if result is not None:
+            result = replace(result, is_committed=True, by_another=not has_committed)
         if isinstance(share, Committing):
             share.on_end(has_committed)
         self._say(divided.warnings())
         return result, _summary(divided.check, plan, self.options)
+
+    def _interrupted(self, interrupt: KeyboardInterrupt) -> Interrupted:
+        became = (
+            "was not made; what was finished is kept beside it"
+            if self.writing.share is None
+            else "is not whole; the files that were finished are kept"
+        )
+        return Interrupted(
+            f"interrupted: {escape(self.path)} {became}",
+            signum=getattr(interrupt, "signum", signal.SIGINT),
+            hint="run the same command again to resume",
+        )
 
     def _warn_of_versions(self, job: Job, begun: Iterable[Mapping[str, str]]) -> None:
         """Warn, once, if what this process goes on with was begun with other versions of packages."""
@@ -778,15 +826,6 @@ class Writer:
             if not divided.is_committed:
                 raise
 
-    @contextlib.contextmanager
-    def _kept(self, staging: Staging) -> Iterator[None]:
-        """Keep what was written where something appeared at the destination meanwhile: the next run goes on with it."""
-        try:
-            yield
-        except UsageError as error:
-            staging.is_kept = True
-            raise kept(error, staging.path) from error
-
     def _look(self, path: str) -> None:
         """Refuse to replace what lies at a path, under the destination's name or after it has lost it."""
         refused = refusal(path, escape(self.path), self._kind, self._made)
@@ -801,10 +840,8 @@ class Writer:
         elif storage.lexists(self.path):
             check_replaceable(self.path, shown, overwrite=True, kind=self._kind, made=self._made)
 
-    def _divided(
-        self, job: Job, describe: Describe, share: Share, factors: FactoredJob | None
-    ) -> DividedOnDisk:
-        """Return the job that parts carry out."""
+    def _divided(self, job: Job, describe: Describe, factors: FactoredJob | None) -> DividedOnDisk:
+        """Return the job as its parts carry it out; a run of one process carries out all of it."""
         given: dict[str, Any] = {
             "describe": describe,
             "before": self._before,
@@ -812,24 +849,36 @@ class Writer:
             "check_replaceable": self._check_replaceable,
             "look": self._look,
             "remember": lambda directory: self._remember(hash_plan(job), directory),
+            "is_run": self.writing.share is None,
         }
-        moving = (job.plan, job.output.data_nbytes, self.options, self._progress)
-        agreement, phase = self._agreement(job, share, factors), self._phase(job, factors)
-        return DividedOnDisk(self.path, agreement, *moving, **given, phase=phase)
+        agreement, phase = self._agreement(job, self.writing.share, factors), self._phase(job, factors)
+        moving = (agreement, job.plan, job.output.data_nbytes, self.options, self._progress)
+        return DividedOnDisk(self.path, *moving, **given, phase=phase)
 
-    def _agreement(self, job: Job, share: Share, factors: FactoredJob | None = None) -> Agreement:
-        """Return the parts' agreement: the plan, and the content of the descriptions."""
+    def _agreement(self, job: Job, share: Share | None, factors: FactoredJob | None = None) -> Agreement:
+        """Return what all processes agree on that share a job: the plan, and the content of the descriptions."""
         command = self.writing.command
-        made_of = {**_shared_ingredients(job), "settings": command.settings(), "notes": _NOTES}
+        if share is None:  # nobody repeats the call
+            settings = {
+                **dict.fromkeys(self.writing.recorded, True),
+                "check_source": self.options.check_source,
+            }
+            command = Command(verb=self._verb, options=settings)
+        shared = _shared_ingredients(job, is_run=share is None)
+        made_of = {**shared, "settings": command.settings(), "notes": _NOTES}
+        typed, cwd = as_typed() if share is None else ("", "")
         agreement = Agreement(
-            plan=hash_of(made_of),
+            plan=hash_of(made_of if share is not None else {**made_of, "user": os.geteuid()}),
             version=__version__,
             ingredients={
                 key: dict(value) if key == "sources" and isinstance(value, list) else hash_of(value)[:16]
                 for key, value in made_of.items()
             },
             command=command,
-            typed=share.typed if isinstance(share, Part) else "",
+            typed=share.typed if isinstance(share, Part) else typed,
+            here=() if share is not None else (this_host(), hash_plan(job)),
+            cwd=cwd,
+            beside=sorted(job.beside),
             num_parts=share.count if isinstance(share, Part) else 1,
             files=[(image.name, image.size) for image in job.output],
             weights=[] if factors is None else factors.weights,
@@ -839,121 +888,8 @@ class Writer:
             share.check(agreement)
         return agreement
 
-    def _run(self, job: Job, describe: Describe, factors: FactoredJob | None) -> tuple[int, CheckedSource]:
-        """Return how many files an interrupted run had finished, and how much of the source was compared."""
-        path, overwrite = self.path, self.writing.overwrite
-        staging: Staging | None = None
-        finished: dict[str, FileDigest] = {}
-        try:
-            self._say(name_foreign(path))
-            plan_hash = hash_plan(job)
-            check = SourceCheck(job.plan.catalog) if self.options.check_source else None
-            staging = self._staging(plan_hash)
-            staging.kept = foreign_in
-            remove_abandoned(path, foreign_in)  # of other plans, or to begin anew: their room may be needed
-            self._warn_of_versions(job, read_versions(staging.journal, staging.data))
-            finished = _finished(job, staging, check)
-            with (
-                _translated(staging.path),
-                contextlib.closing(
-                    Journal(
-                        staging.journal,
-                        plan_hash,
-                        staging.data,
-                        self._journalled(job, factors),
-                        _versions_of(job),
-                    )
-                ) as journal,
-                describe(staging.data) as descriptions,
-            ):
-                self._move(job, staging, journal, descriptions, finished, check, factors)
-            staging.look = self._look
-            self._remember(plan_hash, staging.data)
-            with self._kept(staging) if overwrite else contextlib.nullcontext():
-                if overwrite:
-                    self._check_replaceable()
-                staging.commit(overwrite=overwrite)
-        except KeyboardInterrupt as interrupt:
-            if staging is not None and staging.is_committed:
-                staging.complete()
-            else:
-                if staging is not None:
-                    staging.release()
-                raise Interrupted(
-                    f"interrupted: {escape(path)} was not made; what was finished is kept beside it",
-                    signum=getattr(interrupt, "signum", signal.SIGINT),
-                    hint="run the same command again to resume",
-                ) from interrupt
-        except IncompleteError:
-            if staging is not None:
-                staging.release()
-            raise
-        except BaseException:
-            if staging is not None and (staging.is_committed or staging.is_kept):
-                staging.release()  # what was replaced stays until the new output is known to be on the disk
-            elif staging is not None:
-                staging.discard()
-            raise
-        finally:
-            self._progress.finish()
-        return len(finished), _summary(check, job.plan, self.options)
-
     def _remember(self, plan_hash: str, directory: str) -> None:
         remember(self.path, plan_hash, self.writing.recorded, directory)
-
-    def _journalled(self, job: Job, factors: FactoredJob | None) -> JournalledJob:
-        """Return the header of a job's journal."""
-        return JournalledJob(
-            verb=self._verb,
-            files=[(image.name, image.size) for image in job.output],
-            beside=sorted(job.beside),
-            num_weights=0 if factors is None else len(factors.weights),
-        )
-
-    def _move(
-        self,
-        job: Job,
-        staging: Staging,
-        journal: Journal,
-        descriptions: Describer,
-        finished: Mapping[str, FileDigest],
-        check: SourceCheck | None,
-        factors: FactoredJob | None,
-    ) -> None:
-        """Compute factors, if there are such, move the bytes and describe them beside."""
-        phase = self._phase(job, factors)
-        if phase is not None:
-            place, work = records_of_run(staging.path)
-            on_resumed = partial(self._warn_of_versions, job)
-            phase(place).compute_all(work, check, self._progress, f"{self._verb}, factors", on_resumed)
-        self._progress.start(job.plan.hole_bytes, self._verb)
-        sizes = {image.name: nbytes for image, nbytes in zip(job.output, job.output.data_nbytes, strict=True)}
-        self._progress.advance(sum(sizes[name] for name in finished))
-
-        def on_finished(digest: FileDigest, read: Evidence) -> None:
-            journal.add(digest, None if check is None else check.dump(read))
-            descriptions.add_file(digest)
-
-        execution = Execution(
-            job.plan,
-            staging.data,
-            self.options,
-            finished=finished,
-            on_finished=on_finished,
-            progress=self._progress,
-            check=check,
-        )
-        digests, scattered = execution.run()
-        descriptions.finish(digests, {**scattered, **({} if factors is None else factors.crcs)})
-
-    def _staging(self, plan_hash: str) -> Staging:
-        """Take over what a dead run of this plan left, or begin anew."""
-        if self.writing.resume:
-            self._say(name_unknown(self.path, plan_hash))
-            staging = adopted(self.path, plan_hash)
-            if staging is not None:
-                return staging
-        return Staging.create(self.path)
 
 
 def _beyond_range(tensors: Collection[tuple[str, DType]]) -> Iterator[str]:
@@ -972,29 +908,3 @@ def _summary(check: SourceCheck | None, plan: TransferPlan, options: ExecuteOpti
     made_of = plan.made_of
     names = dict.fromkeys(made_of.get(holes.source, holes.source) for holes in plan.images.tensors())
     return check.summary(names, looks_for_unread=options.share_extents and not options.digests)
-
-
-def _finished(job: Job, staging: Staging, check: SourceCheck | None) -> dict[str, FileDigest]:
-    """Return the files that an interrupted run had finished, and remove everything else that lies among them.
-
-    Half-written files and descriptions are made again. A run that was killed between exchanging the directories and
-    removing the old one left the whole old output there.
-    """
-    sizes = {image.name: image.size for image in job.output}
-    finished = read_finished(staging.journal, staging.data, sizes, check)
-    with _translated(staging.data):
-        set_foreign_apart(staging.path)
-        storage.remove_all_but(staging.data, finished.keys())
-        # A file is made anew under the same name, and the journal vouches for it: after a power loss the name must
-        # not stand for the earlier, half-written file.
-        storage.sync_directories(staging.data)
-    return finished
-
-
-@contextlib.contextmanager
-def _translated(path: str) -> Iterator[None]:
-    """Let an error of the system in our own bookkeeping name the place."""
-    try:
-        yield
-    except OSError as error:
-        raise ResourceError(f"cannot write to {escape(path)}: {error.strerror}") from error

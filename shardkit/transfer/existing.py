@@ -1,7 +1,7 @@
 """What lies at a destination, held against what a job would write there.
 
-It is of this very plan if a record says so: the journal of the run that made it and died before it had removed that, or
-this user's cache, where a run notes its plan (with the stamps of its sources) and the stamps of what it made. Else it is of
+It is of this very plan if a record says so: what the run left that made it and died before it had removed that, or this
+user's cache, where a run notes its plan (with the stamps of its sources) and the stamps of what it made. Else it is of
 this plan if every byte of it is what the job would write: source and output are read, and what describes the files is made
 once more, beside the output. Names, shapes and sizes prove nothing.
 """
@@ -23,11 +23,10 @@ from shardkit.core.threads import Progress
 from shardkit.errors import ShardkitError
 from shardkit.files import manifest, storage
 from shardkit.files.cache import Cache, home
-from shardkit.files.staging import Staging, journal_of, owned
+from shardkit.files.staging import Staging
 from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.execute import ComparingExecution, Describer, ExecuteOptions, FileDigest
+from shardkit.transfer.execute import ComparingExecution, Describer, ExecuteOptions
 from shardkit.transfer.images import Image
-from shardkit.transfer.journal import is_journal_of, read_finished
 from shardkit.transfer.plan import TransferPlan
 from shardkit.transfer.stream import Differs
 
@@ -103,38 +102,18 @@ class Existing:
         except OSError:
             return False
 
-    def journalled(self, plan_hash: str, check: SourceCheck | None) -> dict[str, FileDigest]:
-        """Return all files as the journal of the run says that made the output, and died before it had removed the rest.
-
-        Args:
-            plan_hash: of the job.
-            check: gets what was read for the files.
-
-        Returns:
-            Nothing, unless there is such a journal of this very plan, and all files are as it says.
-        """
-        sizes = {image.name: image.size for image in self.plan.images}
-        for staging, owner in owned(self.path):
-            journal = journal_of(staging)
-            if owner.is_provably_dead() and is_journal_of(journal, plan_hash, self.path):
-                found = read_finished(journal, self.path, sizes, check)
-                if found.keys() == sizes.keys():
-                    return found
-        return {}
-
-    def differences(self, finished: Mapping[str, FileDigest], check: SourceCheck | None) -> list[str]:
+    def differences(self, check: SourceCheck | None, *, is_known: bool) -> list[str]:
         """Return the differences from what the job would write: none if the output is of this plan.
 
         Args:
-            finished: files that are known to be of this plan.
             check: compares what is read with what the source records.
+            is_known: a run of this plan has made it.
 
         Raises:
             Unproven: no record says what its factors were computed of.
         """
         try:
-            problems = self._other_factors(is_known=bool(finished))
-            problems = problems or list(self._differences(finished, check))
+            problems = self._other_factors(is_known=is_known) or list(self._differences(check))
         except Differs as differs:
             name = escape(differs.name)
             what = (
@@ -145,7 +124,7 @@ class Existing:
             problems = [what]
         return [*(self.otherwise() if problems else ()), *problems]
 
-    def _differences(self, finished: Mapping[str, FileDigest], check: SourceCheck | None) -> Iterator[str]:
+    def _differences(self, check: SourceCheck | None) -> Iterator[str]:
         staging = Staging.create(self.path)
         with contextlib.ExitStack() as stack:
             stack.callback(staging.discard)
@@ -156,7 +135,7 @@ class Existing:
                     self.plan.without_computed(),
                     self.path,
                     self.options,
-                    finished=finished,
+                    finished={},
                     on_finished=lambda digest, _: descriptions.add_file(digest),
                     progress=self.progress,
                     check=check,

@@ -29,7 +29,7 @@ _command = ContextVar("_command", default="")
 
 @contextlib.contextmanager
 def typed(command: str) -> Iterator[None]:
-    """Let journals that are begun meanwhile say which command was typed, as the shell takes it."""
+    """Let runs that are begun meanwhile say which command was typed, as the shell takes it."""
     token = _command.set(command)
     try:
         yield
@@ -37,8 +37,10 @@ def typed(command: str) -> Iterator[None]:
         _command.reset(token)
 
 
-def _typed() -> dict[str, str]:
-    return {"command": _command.get(), "cwd": os.getcwd()} if _command.get() else {}
+def as_typed() -> tuple[str, str]:
+    """Return the command that was typed, as the shell takes it, and where it was; empty if none was."""
+    command = _command.get()
+    return command, os.getcwd() if command else ""
 
 
 class JournalledJob(NamedTuple):
@@ -95,7 +97,8 @@ class Journal:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = storage.open_fd(path, flags | (os.O_TRUNC if begun != header else 0), 0o666)
         if begun != header:
-            said = {} if job is None else {"job": job._asdict(), **_typed()}
+            command, cwd = as_typed()
+            said = {} if job is None else {"job": job._asdict(), "command": command, "cwd": cwd}
             plan = {"plan": header.plan, "directory": header.directory}
             self._write({"format": _FORMAT, **plan, **said, VERSIONS: versions})
             # Before any file of the run: without the journal nothing tells whose these are.
@@ -203,7 +206,7 @@ def read_finished(
     for line in _lines(path):
         entry = line.get("file")
         digest = parse_digest(entry) if isinstance(entry, dict) else None
-        if not digest or sizes.get(digest.name) != digest.size or not _is_intact(digest, directory):
+        if not digest or sizes.get(digest.name) != digest.size or not is_intact(digest, directory):
             continue
         if check is None or check.load(line.get("source")):
             finished[digest.name] = digest
@@ -267,7 +270,8 @@ def parse_digest(entry: Mapping[str, object]) -> FileDigest | None:
     return FileDigest(name=name, size=size, crc32=crc, data_crcs=tuple(data), sha256=sha256)
 
 
-def _is_intact(digest: FileDigest, directory: str) -> bool:
+def is_intact(digest: FileDigest, directory: str) -> bool:
+    """True if a file has the size and the CRC-32 of its digest; with no CRC-32, the size."""
     try:
         fd = storage.open_fd(os.path.join(directory, digest.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -285,9 +285,9 @@ def write_sparse_model(path, nbytes):
 
 STOPS = """\
 import signal, threading
-from shardkit.files import storage
+from shardkit.files.shared import SharedStaging
 
-heard, plain, set_handler = threading.Event(), storage.append, signal.signal
+heard, plain, set_handler = threading.Event(), SharedStaging.write_note, signal.signal
 
 def hearing(signum, handler):
     def hear(*args):
@@ -295,15 +295,15 @@ def hearing(signum, handler):
         handler(*args)
     return set_handler(signum, hear if callable(handler) else handler)
 
-def append(fd, data):
-    plain(fd, data)
-    if b'"file"' in data and not heard.is_set():
-        print("a file is in the journal", flush=True)
+def write_note(staging, work, directory, name, content, **options):
+    plain(staging, work, directory, name, content, **options)
+    if directory == staging.done and not heard.is_set():
+        print("a file has a note", flush=True)
         heard.wait()
 
-signal.signal, storage.append = hearing, append
+signal.signal, SharedStaging.write_note = hearing, write_note
 """
-"""Of a `sitecustomize.py`: the run stops when its journal lists a file, until it hears a signal."""
+"""Of a `sitecustomize.py`: the run stops when a file has a note, until it hears a signal."""
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -315,7 +315,7 @@ def test_signal_then_resume(start, tmp_path, tmp_path_factory, signum, code):
     root = os.path.dirname(os.path.dirname(shardkit.__file__))
     env = {"PYTHONPATH": os.pathsep.join([str(stops), root])}
     process = start("-m", "shardkit", "preshard", "big model", "out", *flags, env=env)
-    assert process.stdout.readline() == "a file is in the journal\n"
+    assert process.stdout.readline() == "a file has a note\n"
     process.send_signal(signum)
     _, said = process.communicate(timeout=600)
     assert process.returncode == code, said

@@ -14,11 +14,11 @@ import pytest
 from shardkit.errors import ResourceError, UsageError
 from shardkit.files import staging as module
 from shardkit.files import storage
+from shardkit.files.shared import reclaimable_bytes
 from shardkit.files.staging import (
     Owner,
     Staging,
     abandoned,
-    reclaimable_bytes,
     recover,
     remove_abandoned,
 )

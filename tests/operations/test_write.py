@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -17,15 +18,17 @@ from safetensors.torch import load_file, save_file
 
 from shardkit.errors import IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.files import storage
-from shardkit.files.staging import journal_of
+from shardkit.files.shared import runs_of
+from shardkit.files.staging import nothing
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.formats.owned import OutputKind
 from shardkit.operations.options import WriteOptions
-from shardkit.operations.write import Describe, Writer
+from shardkit.operations.parts.notes import Note
+from shardkit.operations.parts.on_disk import DividedOnDisk
+from shardkit.operations.write import Writer
 from shardkit.transfer.checks import OFF
 from shardkit.transfer.execute import FileDigest
-from shardkit.transfer.journal import read_finished
 from shardkit.transfer.plan import TransferPlan, build_plan
 from tests.worlds.processes import fork_server
 
@@ -69,8 +72,7 @@ class Index:
     def __init__(
         self, content: bytes, on_file: Callable[[int], object], on_finish: Callable[[], object]
     ) -> None:
-        self._content, self._on_file, self._on_finish = content, on_file, on_finish
-        self._count = 0
+        self._content, self.on_file, self._on_finish = content, on_file, on_finish
         self.directory = ""
 
     @contextlib.contextmanager
@@ -79,8 +81,7 @@ class Index:
         yield self
 
     def add_file(self, digest: FileDigest) -> None:
-        self._count += 1
-        self._on_file(self._count)
+        pass
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         assert sorted(digests) == FILES
@@ -103,19 +104,37 @@ def write(
     out: Path,
     *,
     job: Copy | None = None,
-    describe: Describe | None = None,
+    describe: Index | None = None,
     needed_bytes: int = 1 << 16,
     **writing: bool | str | Path,
 ) -> dict[str, object]:
     """Do what a verb does; return what it can say."""
     job = job or copy_of(source)
+    describe = describe or index_of(job)
     options = WriteOptions(jobs=1, **writing)  # type: ignore[arg-type]
     writer = Writer(options, kind=OutputKind.HUB, looks_late=True)
     writer.check_destination(str(out), str(source))
     writer.check_beside({}, {})
     writer.find_manifests([job.plan.catalog], str(source))
-    writer.write(job, describe or index_of(job), needed_bytes=needed_bytes)
+    with after_each_file(describe.on_file):
+        writer.write(job, describe, needed_bytes=needed_bytes)
     return writer.facts(())
+
+
+@contextlib.contextmanager
+def after_each_file(hook: Callable[[int], object]) -> Iterator[None]:
+    """Call a hook with the number of files that have been finished, whenever one has."""
+    publish, counted = DividedOnDisk._publish, itertools.count(1)
+
+    def hooked(divided: DividedOnDisk, directory: str, number: int, note: Note) -> None:
+        publish(divided, directory, number, note)
+        hook(next(counted))
+
+    DividedOnDisk._publish = hooked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DividedOnDisk._publish = publish  # type: ignore[method-assign]
 
 
 def write_until_killed(source: str, out: str, num_files: int) -> None:
@@ -143,8 +162,9 @@ def killed_after(num_files: int, source: Path, out: Path) -> Path:
 
 
 def finished_in(left: Path) -> list[str]:
-    sizes = {image.name: image.size for image in copy_of(left.parents[1] / "source").output}
-    return sorted(read_finished(journal_of(str(left)), str(left / "data"), sizes))
+    (run,) = runs_of(str(left.parent / "out"), nothing)
+    assert run.path == str(left)
+    return [FILES[number] for number in sorted(run.noted())]
 
 
 def staged(out: Path) -> list[Path]:
@@ -197,7 +217,7 @@ class TestAppearing:
         def look() -> None:
             assert not out.exists()
             (place,) = staged(out)
-            assert os.path.dirname(index.directory) == str(place)
+            assert Path(index.directory).is_relative_to(place)
             assert sorted(os.listdir(index.directory)) == FILES
 
         index = index_of(job, on_finish=look)
@@ -378,7 +398,6 @@ class TestResuming:
         for name in set(FILES) - set(names):
             (data / name).write_bytes(b"half of it")
         (data / INDEX).write_bytes(b"half of it")
-        (data / "folder").mkdir()
         assert write(source, out)["resumed_files"] == len(names)
         check_whole(out)
         for name, before in finished.items():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from shardkit.files import manifest, storage
-from shardkit.files.staging import Staging
+from shardkit.files.shared import SharedStaging
 
 
 def _sync_only(wanted: Callable[[int], bool]) -> None:
@@ -20,7 +20,7 @@ def files_are_not_synced() -> None:
 
 
 def data_is_not_synced() -> None:
-    """Journal, descriptions and directories are."""
+    """Notes, descriptions and directories are."""
     _sync_only(lambda fd: not os.readlink(f"/proc/self/fd/{fd}").endswith((".distcp", ".safetensors")))
 
 
@@ -42,40 +42,32 @@ def parent_is_not_synced() -> None:
     storage.sync_directory = lambda path: sync(path) if ".shardkit-" in path else None
 
 
-def removal_on_resuming_is_not_synced() -> None:
-    """The first directories that a run syncs are those in which it removed half-written files."""
-    sync = storage.sync_directories
-
-    def first(path: str) -> None:
-        storage.sync_directories = sync
-
-    storage.sync_directories = first
-
-
 def directories_are_synced_after_the_rename() -> None:
-    commit, sync = Staging.commit, storage.sync_directories
+    commit, sync = SharedStaging.commit, storage.sync_directories
 
-    def late(self: Staging, *, overwrite: bool) -> None:
+    def late(self: SharedStaging, work: str, names: Iterable[str], *, overwrite: bool) -> bool:
         storage.sync_directories = lambda path: None
-        commit(self, overwrite=overwrite)
+        is_first = commit(self, work, names, overwrite=overwrite)
         sync(self.destination)
+        return is_first
 
-    Staging.commit = late  # type: ignore[method-assign]
+    SharedStaging.commit = late  # type: ignore[method-assign]
 
 
 def manifest_comes_after_the_rename() -> None:
-    commit = Staging.commit
+    commit = SharedStaging.commit
 
-    def late(self: Staging, *, overwrite: bool) -> None:
+    def late(self: SharedStaging, work: str, names: Iterable[str], *, overwrite: bool) -> bool:
         path = os.path.join(self.data, manifest.NAME)
         with open(path, "rb") as file:
             data = file.read()
         storage.unlink(path)
-        commit(self, overwrite=overwrite)
+        is_first = commit(self, work, names, overwrite=overwrite)
         storage.write_file(os.path.join(self.destination, manifest.NAME), data)
         storage.sync_directory(self.destination)
+        return is_first
 
-    Staging.commit = late  # type: ignore[method-assign]
+    SharedStaging.commit = late  # type: ignore[method-assign]
 
 
 def parts_are_not_synced() -> None:
@@ -96,7 +88,6 @@ MUTATIONS = {
         directories_are_not_synced,
         folders_are_not_synced,
         parent_is_not_synced,
-        removal_on_resuming_is_not_synced,
         directories_are_synced_after_the_rename,
         manifest_comes_after_the_rename,
         parts_are_not_synced,

@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -24,21 +23,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardkit.files.shared import shared_of
-from shardkit.files.staging import abandoned, journal_of
+from shardkit.files.shared import runs_of, shared_of
 from shardkit.operations.parts.agreement import read_all
 from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.parts.notes import read_note
-from shardkit.transfer.journal import read_finished
 from tests.powerloss.disk import Disk, State, Tree
 from tests.powerloss.log import Log
 from tests.powerloss.scenarios import SCENARIOS, Scenario, make_sources
 
-NAME, JOURNAL = "out", os.path.basename(journal_of(""))
+NAME = "out"
 REPOSITORY = Path(__file__).parents[2]
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """In memory, where there is such a place: thousands of small files are written."""
-_NUMBER = re.compile(rb'("(?:directory|inode)": )(\d+)')
 
 
 class Worker:
@@ -77,7 +73,7 @@ class Findings:
     num_old: int = 0
     num_new: int = 0
     num_resumable: int = 0
-    """States in which a journal let a run trust at least one file."""
+    """States in which a note let a run trust at least one file."""
     num_on_disk: int = 0
     """States that were written into a directory."""
     num_again: int = 0
@@ -242,18 +238,9 @@ class Replay:
         with self._on_disk(state) as place:
             found.num_on_disk += 1
             assert tree_of(place / NAME) == _below(state.tree, NAME)
-            for staging in abandoned(str(place / NAME)):
-                data = os.path.join(staging, "data")
-                sizes = {name: len(content) for name, content in self.new.items() if content is not None}
-                trusted = read_finished(journal_of(staging), data, sizes) if os.path.isdir(data) else ()
-                for name in trusted:
-                    is_resumable = True
-                    if Path(data, name).read_bytes() not in (self.new[name], self._between[name]):
-                        found.wrong.append(f"the journal vouches for {name}, which is damaged; {state.story}")
-            for name in noted_files(str(place / NAME)):
+            for directory, name in noted_files(str(place / NAME)):
                 is_resumable = True
-                (shared,) = shared_of(str(place / NAME), foreign_in)
-                if Path(shared.data, name).read_bytes() != self.new[name]:
+                if Path(directory, name).read_bytes() not in (self.new[name], self._between[name]):
                     found.wrong.append(f"a note vouches for {name}, which is damaged; {state.story}")
         return is_resumable
 
@@ -289,8 +276,6 @@ class Replay:
         place = self._scratch / str(self._number)
         write_tree(state.tree, place)
         for name in state.tree:
-            if os.path.basename(name) == JOURNAL and (place / name).is_file():
-                self._renumber(place, name, state)
             if (written := self.log.times.get(state.nodes[name])) is not None:
                 os.utime(place / name, ns=(written, written))
         try:
@@ -298,24 +283,14 @@ class Replay:
         finally:
             shutil.rmtree(place)
 
-    def _renumber(self, place: Path, journal: str, state: State) -> None:
-        """Let a journal name the directories here by the numbers that the file system gave them here."""
-        paths = {node: path for path, node in state.nodes.items()}
 
-        def here(match: re.Match[bytes]) -> bytes:
-            path = paths.get(self.log.inodes.get(int(match[2]), -1))
-            return match[1] + b"%d" % (os.lstat(place / path).st_ino if path is not None else 0)
-
-        data = (place / journal).read_bytes()
-        (place / journal).write_bytes(_NUMBER.sub(here, data))
-
-
-def noted_files(destination: str) -> list[str]:
-    """Return the files of parts under way that have a note, which another part would believe."""
-    found = list[str]()
-    for shared, agreement in read_all([each for each in shared_of(destination, foreign_in) if each.is_open]):
+def noted_files(destination: str) -> list[tuple[str, str]]:
+    """Return (directory, name) of the files under way that have a note, which another process would believe."""
+    found = list[tuple[str, str]]()
+    under_way = [*shared_of(destination, foreign_in), *runs_of(destination, foreign_in)]
+    for shared, agreement in read_all([each for each in under_way if each.is_open]):
         for number, (name, size) in enumerate(agreement.files):
-            found += [name] if read_note(shared, number, name, size) is not None else []
+            found += [(shared.data, name)] if read_note(shared, number, name, size) is not None else []
     return found
 
 

@@ -33,7 +33,6 @@ CAUGHT_IN = {
     "directories_are_not_synced": "reshard",
     "folders_are_not_synced": "reshard",
     "parent_is_not_synced": "preshard-resumed-late",
-    "removal_on_resuming_is_not_synced": "preshard-resumed-no-digest",
     "directories_are_synced_after_the_rename": "preshard",
     "manifest_comes_after_the_rename": "preshard",
     "parts_are_not_synced": "preshard-divided-overwrite",
@@ -41,10 +40,9 @@ CAUGHT_IN = {
 }
 AT_A_GLANCE = CAUGHT_IN.keys() - {
     "data_is_not_synced",
-    "removal_on_resuming_is_not_synced",
     "parts_are_not_synced",
 }
-"""Those after which the destination itself is wrong; the others let a run believe a journal that it should not."""
+"""Those after which the destination itself is wrong; the others let a run believe a note that it should not."""
 
 
 @pytest.fixture(scope="module")

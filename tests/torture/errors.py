@@ -106,10 +106,8 @@ def attempt(failure: Failure, scenario: Scenario, server: Server, path: Path) ->
         may_be = [before]
         if failure.do == "signal":
             may_be.append(scenario.expected)  # between the rename and the end
-        elif failure.stays:
-            may_be.append(
-                scenario.expected
-            )  # the rename was done, its sync failed, and it could not be undone
+        elif failure.stays or answer.hit == "fsync":
+            may_be.append(scenario.expected)  # the rename was done, and its sync failed
             if not failure.exchange and place.staging():
                 may_be.append(None)  # the old one could not go back: the next run puts it there
         place.check_is(*may_be)

@@ -19,7 +19,7 @@ from shardkit.files import manifest
 from tests.torture.sources import Sources
 
 ROOT = Path(__file__).parents[2]
-STAGING = re.compile(r"\.out\.shardkit-[0-9a-f]{8}-[0-9a-f]{8}-\d+-\d+-\d+-\d+")
+STAGING = re.compile(r"\.out\.shardkit-([0-9a-f]{8}-[0-9a-f]{8}-\d+-\d+-\d+-\d+|run-[0-9a-f]{16})")
 _OF_A_LARGER = {
     "preshard": "__9_0.distcp",
     "consolidate": "model-00099-of-00099.safetensors",

@@ -139,19 +139,19 @@ def test_killed_between_the_rename_and_the_removal(
 
 
 @pytest.mark.parametrize("of", ["command", "part", "gc"])
-@pytest.mark.parametrize("removed", [0, 1, 2])
+@pytest.mark.parametrize("removed", [0, 1, 2, 3])
 def test_killed_there_with_factors(
     removed: int, of: str, found: Scenarios, server: Server, place: Path
 ) -> None:
-    """With the journal or without it, down to an empty directory."""
+    """With the plan or without it, down to an empty directory."""
     scenario = found["preshard factors"]
     there = Place(scenario, place)
-    fault = {"at": scenario.calls.count("rmdir"), "of": ["rmdir"], "do": "kill"}
-    if removed < 2:  # the last two are those of owner and journal
-        fault = {"at": scenario.calls.count("unlink") - 1 + removed, "of": ["unlink"], "do": "kill"}
+    # The last three files are those of owner, plan and commit.
+    of_last = ("unlink", removed - 2) if removed < 3 else ("rmdir", 0)
+    fault = {"at": scenario.calls.count(of_last[0]) + of_last[1], "of": [of_last[0]], "do": "kill"}
     assert scenario.run(server, there.out, fault=fault).code == -9
     (left,) = there.staging()
-    assert len(list(left.iterdir())) == 2 - removed
+    assert len(list(left.iterdir())) == 3 - removed
     if of == "gc":
         assert server(["gc", str(there.out), "--json"]).code == 0
         assert there.staging() == []

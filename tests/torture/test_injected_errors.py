@@ -28,9 +28,11 @@ def test_a_call_fails(kind: int, found: Scenarios, server: Server, place: Path) 
 
 @pytest.mark.parametrize("exchange", [True, False])
 def test_the_last_sync_fails(exchange: bool, found: Scenarios, server: Server, place: Path) -> None:
-    """The rename may not be on the disk: the old one is there again."""
+    """The rename may not be on the disk: the run says so, and the old one is kept until it is."""
     scenario = found["preshard"]
-    at = sum(name == "fsync" for name in scenario.calls) - 1  # the very last is that of removing what is left
+    at = (
+        sum(name == "fsync" for name in scenario.calls) - 2
+    )  # the very last are those of removing what is left
     failure = errors.Failure(
         "preshard", errors.OVERWRITE, "errno", errno.EIO, ("fsync",), at, exchange=exchange
     )

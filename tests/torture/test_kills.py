@@ -78,7 +78,7 @@ def test_killed_in_every_mode(
 def test_what_makes_it_complete_comes_last(name: str, found: Scenarios, server: Server, place: Path) -> None:
     """Files are brought to the disk one after the other; before the last of them the directory is not complete."""
     scenario = found[name]
-    for call, first, last in (("fsync", 9, 2), ("write", 4, 0)):
+    for call, first, last in (("fsync", 10, 3), ("write", 4, 0)):
         number = sum(each == call for each in scenario.calls)
         for at in range(number - first, number - last + 1):
             here = Place(scenario, place)
@@ -115,13 +115,16 @@ def test_killed_before_the_old_one_was_removed(
 ) -> None:
     """What was replaced has files of the same names and sizes; without digests only their place tells."""
     scenario, here = found[name], Place(found[name], place)
-    fault = {"of": ["unlink"], "at": 1, "do": "kill"}
+    restore(here.out, scenario.old)
+    calls = scenario.run(server, here.out, overwrite=True, exchange=exchange).calls
+    exchanged = max(number for number, name in enumerate(calls) if name == "renameat2")
+    fault = {"of": ["unlink"], "at": calls[:exchanged].count("unlink") + 1, "do": "kill"}
     restore(here.out, scenario.old)
     killed = scenario.run(server, here.out, overwrite=True, exchange=exchange, fault=fault)
     assert (killed.code, killed.hit) == (-9, "unlink")
     here.check_is(scenario.expected)
-    (staging,) = here.staging()
-    assert content(staging / ("data" if exchange else "replaced")) == scenario.old
+    ((old,),) = ([*staging.glob("new-*" if exchange else "replaced")] for staging in here.staging())
+    assert content(old) == scenario.old
     here.check_ends_well(server, overwrite=True, exchange=exchange)
     here.remove()
 
@@ -131,7 +134,13 @@ def test_moved_aside_and_put_back(how: str, found: Scenarios, server: Server, pl
     """Directories cannot be exchanged, and the run died between its two renames."""
     scenario, here = found["preshard"], Place(found["preshard"], place)
     restore(here.out, scenario.old)
-    fault = {"of": ["rename"], "at": 3, "do": "kill"}  # of .metadata, of the old one, of the new one
+    calls = scenario.run(server, here.out, overwrite=True, exchange=False).calls
+    restore(here.out, scenario.old)
+    fault = {
+        "of": ["rename"],
+        "at": calls.count("rename") - 1,
+        "do": "kill",
+    }  # then the rest would be removed
     killed = scenario.run(server, here.out, overwrite=True, exchange=False, fault=fault)
     assert (killed.code, killed.hit) == (-9, "rename")
     here.check_is(None)

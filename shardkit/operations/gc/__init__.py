@@ -24,14 +24,13 @@ from shardkit.files.location import location_of
 from shardkit.files.remote.contract import Underway
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared_store import is_shared_folder
-from shardkit.files.staging import destination_of
 from shardkit.files.strict_json import read_small
 from shardkit.files.uploads import under_way
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import parse_metadata
 from shardkit.formats.hub.directory import read_index
 from shardkit.formats.owned import HUB_INDEX, MARKED_WEIGHTS
-from shardkit.operations.leftovers import Leftover, leftovers, remove, warn_before
+from shardkit.operations.leftovers import Leftover, leftovers, output_of, remove, warn_before
 from shardkit.operations.uploading.status import upload_name
 
 _AGE = re.compile(r"(\d{1,9})\s*([smhd])?", re.ASCII)
@@ -153,7 +152,7 @@ def _destination(given: str) -> str:
     """Return the absolute path of an output on a disk; that of a run's own directory is the output's."""
     path = storage.absolute(given)
     path = os.path.join(storage.realpath(os.path.dirname(path)), os.path.basename(path))
-    return destination_of(path) or path
+    return output_of(path) or path
 
 
 def parse_age(text: str | int) -> int:

@@ -154,6 +154,12 @@ class Agreement:
     command: Command
     typed: str
     """The command as it was typed, without its part; empty where there was none."""
+    here: Sequence[str] = ()
+    """Of a run of one process: its machine, and a hash of the plan that counts what no other machine sees of the source."""
+    cwd: str = ""
+    """Where a run of one process was typed; empty for parts, and where nothing was typed."""
+    beside: Sequence[str] = ()
+    """Names of the files that lie beside those with tensors in them, without what describes these."""
     num_parts: int
     """Of the process that began."""
     files: Sequence[tuple[str, int]]
@@ -222,16 +228,24 @@ class Agreement:
                 files=[(str(n), int(s)) for n, s in files],
                 weights=[(str(n), int(s)) for n, s in weights],
                 versions=versions or None,
-                **content,  # type: ignore[arg-type]
+                **{"beside": [], "here": [], **content},  # type: ignore[arg-type]
             )
             assert isinstance(found.command.options, dict)
             assert isinstance(found.num_parts, int)
             assert all(isinstance(text, str) for text in (found.plan, found.version, found.typed))
             assert found.replaces is None or isinstance(found.replaces, str)
             assert isinstance(found.ingredients, dict)
+            assert isinstance(found.cwd, str)
+            for names in (found.beside, found.here):
+                assert isinstance(names, list)
+                assert all(isinstance(name, str) for name in names)
         except (AssertionError, KeyError, TypeError, ValueError):
             raise SourceError(f"{escape(name)} is damaged") from None
         return found
+
+    def is_stale(self, other: Agreement) -> bool:
+        """True if a run of this plan has begun on this machine with another state of the source: times in ns, inodes."""
+        return bool(other.here) and other.here[0] == self.here[0] and list(other.here) != list(self.here)
 
     def differences(self, other: Agreement) -> Iterator[str]:
         """Yield what another process decided otherwise."""

@@ -102,8 +102,9 @@ class Divided(ABC):
         """Compares what is read with what the source records."""
         self.was_there = False
         """True once the output is known to have been there before this process began."""
-        self.on_joined: Callable[[Agreement], object] = lambda _: None
-        """Is told what the part put down that began, which may have been this one."""
+        self.on_joined: Callable[[Mapping[str, str]], object] = lambda _: None
+        """Is told with which versions of packages the part began that began, which may have been this one, and with which a
+        file was finished that this one goes on with."""
 
     # Where the files go
 
@@ -150,6 +151,11 @@ class Divided(ABC):
     @abstractmethod
     def _make(self, directory: str) -> bool:
         """Make the output of what all parts wrote; False if another process has."""
+
+    @property
+    @abstractmethod
+    def is_committed(self) -> bool:
+        """True if the output is known to be what processes with this plan have made."""
 
     @property
     @abstractmethod
@@ -203,7 +209,8 @@ class Divided(ABC):
             with self._writing() as directory:
                 self._tell(part, is_done=False)
                 for _, agreement in read_all([self._shared]) if self._agreement.versions else ():
-                    self.on_joined(agreement)
+                    if agreement.num_parts > 1:
+                        self.on_joined(agreement.versions or {})
                 resumed = self._carry_out(part, directory)
                 self._tell(part, is_done=True)
         except (OSError, ShardkitError) as error:
@@ -281,7 +288,7 @@ class Divided(ABC):
 
     def _carry_out(self, part: Part, directory: str) -> int:
         """Do what a part has to do; return how many of its files were finished before."""
-        mine, label = self.files_of(part), f"part {part}"
+        mine, label = self.files_of(part), self._label(part)
         if self._phase is None:
             return self._move(mine, directory, label)
         with self._room_for_records() as work:
@@ -299,6 +306,14 @@ class Divided(ABC):
                 self._move(mine + rest, directory, label)
         return resumed
 
+    def _label(self, part: Part) -> str:
+        """Return what the progress of a part is called."""
+        return f"part {part}"
+
+    def _is_whole(self, number: int, note: Note) -> bool:
+        """True if a file that was finished before may be taken as it is; else its note is removed."""
+        return self._load(note)
+
     def _is_another_at_work(self, part: Part) -> bool:
         """True if another part has begun and has not said that it ended; it may have died."""
         own = (part.number, part.count)
@@ -306,7 +321,10 @@ class Divided(ABC):
 
     def _move(self, mine: Sequence[int], directory: str, label: str) -> int:
         """Write files; return how many were finished before."""
-        finished = {note.digest.name: note.digest for _, note in self._notes(mine) if self._load(note)}
+        notes = [note for number, note in self._notes(mine) if self._is_whole(number, note)]
+        for note in notes:
+            self.on_joined(note.versions or {})
+        finished = {note.digest.name: note.digest for note in notes}
         names = {self._images[number].name: number for number in mine}
         self._progress.start(sum(self._data_nbytes[number] for number in mine), label)
         self._progress.advance(sum(self._data_nbytes[names[name]] for name in finished))
@@ -321,6 +339,7 @@ class Divided(ABC):
                 source=None if self.check is None else self.check.dump(read),
                 scattered=[(fqn, execution.pieces[fqn]) for fqn in scattered.get(number, ())],
                 factors=self._computed,
+                versions=self._agreement.versions,
             )
             self._publish(directory, number, note)
 

@@ -10,8 +10,8 @@ from functools import cache
 from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.files import manifest, storage
-from shardkit.files.shared import NOTHING
-from shardkit.files.staging import OWNER, abandoned, journal_of, rename_noreplace
+from shardkit.files.shared import NOTHING, runs_of
+from shardkit.files.staging import OWNER, abandoned, journal_of, nothing, rename_noreplace
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.hub.assets import is_asset
 from shardkit.formats.owned import is_nobodys
@@ -33,6 +33,7 @@ _OF_RUNS = re.compile(
 def foreign_in(path: str) -> list[str]:
     """Return the files of a staging directory that shardkit has not put there, relative to it."""
     said, of_parts, found = read_journal(journal_of(path)), _of_parts(path), list[str]()
+    is_shared = storage.lexists(os.path.join(path, _OF_PARTS[0]))  # whether it can be read or not
 
     @cache
     def owns(top: str) -> Callable[[str], bool]:
@@ -48,7 +49,7 @@ def foreign_in(path: str) -> list[str]:
             continue
         if (top == "data" or top.startswith("new-")) and below:
             found += [] if below in of_parts or owns(top)(below) else [name]
-        elif top in _FOLDERS_OF_PARTS and below and of_parts:
+        elif top in _FOLDERS_OF_PARTS and below and is_shared:
             continue
         elif top in ("factors", "work") and _OF_FACTORS.fullmatch(below):
             continue
@@ -73,10 +74,11 @@ def _of_parts(path: str) -> set[str]:
     """Return the names of the files that parts share there, with what describes them; empty if none do."""
     place = os.path.join(path, "plan.json")
     try:
-        names = {name for name, _ in Agreement.read(place).files}
+        agreement = Agreement.read(place)
     except ShardkitError:
         return set()
-    return names | _described(names)
+    names = {name for name, _ in agreement.files}
+    return names | _described(names) | set(agreement.beside)
 
 
 def files_in(path: str) -> Iterator[str]:
@@ -143,10 +145,21 @@ def name_foreign(destination: str) -> Iterator[str]:
     Args:
         destination: absolute.
     """
-    for path in abandoned(destination):
+    runs = (run.path for run in runs_of(destination, nothing) if run.is_over)
+    for path in (*abandoned(destination), *runs):
         foreign = foreign_in(path)
         if foreign:
             yield stays(path, foreign)
+
+
+def _remove_empty(path: str, folder: str) -> None:
+    """Remove a folder in the directory `data` of a run and those around it, as far as nothing is in them."""
+    while os.path.dirname(folder):
+        try:
+            storage.rmdir(os.path.join(path, folder))
+        except OSError:
+            return
+        folder = os.path.dirname(folder)
 
 
 def set_foreign_apart(path: str) -> None:
@@ -163,3 +176,4 @@ def set_foreign_apart(path: str) -> None:
             target = os.path.join(_APART, os.path.relpath(name, "data"))
             storage.make_folders(path, os.path.dirname(target))
             rename_noreplace(os.path.join(path, name), os.path.join(path, target))
+            _remove_empty(path, os.path.dirname(name))

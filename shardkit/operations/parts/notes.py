@@ -17,7 +17,7 @@ from shardkit.files.shared import SharedStaging, note_name
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.fill import CrcPiece
-from shardkit.transfer.journal import parse_digest
+from shardkit.transfer.journal import parse_digest, parse_versions
 
 _MAX_BYTES = 1 << 30
 
@@ -34,6 +34,8 @@ class Note:
     what is read do not make up the tensor's."""
     factors: str | None = None
     """Digest of all factors, of which some are in it; None where there are none."""
+    versions: Mapping[str, str] | None = None
+    """Of packages that decided the plan, where it was written; None if none had a say."""
 
     def dump(self) -> bytes:
         """Return the note as it is written."""
@@ -81,6 +83,7 @@ def load_note(content: Mapping[str, Any], name: str, size: int) -> Note | None:
         source=source,
         scattered=[_load(*entry) for entry in scattered],
         factors=factors if isinstance(factors, str) else None,
+        versions=parse_versions(content.get("versions")) or None,
     )
 
 

@@ -14,17 +14,18 @@ from typing import TypeVar
 
 from shardkit.core.text import escape, in_shell
 from shardkit.core.threads import Progress
-from shardkit.errors import ShardkitError, UsageError
+from shardkit.errors import IncompleteError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, note_name, remove_marks, shared_of
 from shardkit.files.staging import identity_of
 from shardkit.operations.parts.agreement import Agreement, read_all
 from shardkit.operations.parts.divided import Divided, PartResult
-from shardkit.operations.parts.foreign import foreign_in, kept
+from shardkit.operations.parts.foreign import foreign_in, kept, set_foreign_apart
 from shardkit.operations.parts.notes import Note, read_note, remove_notes
 from shardkit.operations.parts.part import Part
 from shardkit.transfer.execute import Describer, ExecuteOptions
 from shardkit.transfer.factors.phase import PhaseAt
+from shardkit.transfer.journal import is_intact
 from shardkit.transfer.plan import TransferPlan
 
 _T = TypeVar("_T")
@@ -61,9 +62,11 @@ class DividedOnDisk(Divided):
         check_replaceable: Callable[[], object],
         look: Callable[[str], object],
         remember: Callable[[str], object],
+        is_run: bool = False,
     ) -> None:
-        self.staging = SharedStaging.of_plan(destination, agreement.plan, foreign_in)
+        self.staging = SharedStaging.of_plan(destination, agreement.plan, foreign_in, is_run=is_run)
         super().__init__(destination, self.staging, agreement, plan, data_nbytes, options, progress, phase)
+        self._is_run, self._is_kept = is_run, False
         self._describe, self._overwrite = describe, overwrite
         self._check_replaceable = partial(self._ask, check_replaceable)
         self.staging.look = partial(self._ask, look)
@@ -71,7 +74,30 @@ class DividedOnDisk(Divided):
 
     def run(self, part: Part) -> PartResult:
         """Write the files of a part that are not finished yet; errors as `Divided.run`."""
+        for _ in range(_MOST_TRIES):
+            try:
+                return self._unless_taken(lambda: super(DividedOnDisk, self).run(part))
+            except IncompleteError:
+                if not (self._is_run and self._is_lost):
+                    raise
+                self._is_lost = False  # another process has removed it, to begin anew: so does this one
         return self._unless_taken(lambda: super(DividedOnDisk, self).run(part))
+
+    def _label(self, part: Part) -> str:
+        return self._agreement.command.verb if self._is_run else super()._label(part)
+
+    def _carry_out(self, part: Part, directory: str) -> int:
+        if self._is_run and self._phase is not None:
+            for versions in self._phase.look_through():
+                self.on_joined(versions)
+        return super()._carry_out(part, directory)
+
+    def _is_whole(self, number: int, note: Note) -> bool:
+        is_whole = super()._is_whole(number, note)
+        if is_whole and self._is_run and not is_intact(note.digest, self.staging.data):
+            self._forget([number])
+            return False
+        return is_whole
 
     def commit(self) -> bool:
         """Make the output of what all parts wrote; False if another process has. Errors as `Divided.commit`."""
@@ -95,6 +121,7 @@ class DividedOnDisk(Divided):
         try:
             look(*args)
         except UsageError as error:
+            self._is_kept = True
             raise kept(error, self.staging.path) from error
 
     def bytes_left(self, part: Part) -> int:
@@ -141,7 +168,57 @@ class DividedOnDisk(Divided):
         if self.staging.is_open or not self.staging.is_committed:  # else whoever commits is about to do so
             self.staging.remove()
 
+    def begin_anew(self) -> None:
+        """Remove what runs of this plan have written.
+
+        Raises:
+            UsageError: one is at work; or as `SharedStaging.give_up`.
+        """
+        if self.staging.is_attended:
+            raise UsageError(
+                f"a run of the same plan is at work in {escape(self.staging.path)}",
+                hint="stop it first; or leave --no-resume out, and both write what is missing",
+            )
+        self.staging.give_up()
+
+    def abandon(self) -> None:
+        """After an error, remove what was written, unless somebody is at work there or may go on with it.
+
+        Raises:
+            UsageError, ResourceError: as `SharedStaging.give_up`.
+        """
+        if not self._is_kept and not self.staging.is_committed and self.staging.is_over:
+            self.staging.give_up()
+
     def _begin(self) -> bool:
+        return self._begin_run() if self._is_run else self._begin_part()
+
+    def _begin_run(self) -> bool:
+        """Join what runs of this plan have written, or begin; whatever runs of other plans do."""
+        self.staging.reopen()
+        if self.staging.is_committed:
+            return False
+        if not self.staging.is_open and self.staging.exists:  # its output is another one by now
+            self.staging.remove()
+        if not self._create() and self.staging.is_open:
+            with contextlib.suppress(ShardkitError):
+                if self._agreement.is_stale(Agreement.of(self.staging)):
+                    self.staging.give_up()
+                    return self._begin_run()
+            set_foreign_apart(self.staging.path)
+            for folder in sorted(self._folders):
+                storage.make_folders(self.staging.data, folder)
+        return True
+
+    @property
+    def _folders(self) -> set[str]:
+        """Directories in `data`."""
+        return {os.path.dirname(image.name) for image in self._images} - {""}
+
+    def _create(self) -> bool:
+        return self.staging.create(self._agreement.dump(), self._folders)
+
+    def _begin_part(self) -> bool:
         closed = list[str]()
         for _ in range(_MOST_TRIES):
             self.staging.reopen()
@@ -157,8 +234,7 @@ class DividedOnDisk(Divided):
             f"parts have committed {escape(self._destination)}, and it is another one by now",
             hint=f"remove what they left: `shardkit status {in_shell(self._destination)} --abort`",
         )
-        folders = {os.path.dirname(image.name) for image in self._images} - {""}
-        is_ours = self.staging.create(self._agreement.dump(), folders)
+        is_ours = self._create()
         if is_ours and identity_of(self._destination) != self._before:
             # The last part has committed since this one began: what was made here would never be whole.
             self.staging.remove()
@@ -183,7 +259,7 @@ class DividedOnDisk(Divided):
             with self.staging.workplace() as self._work:
                 try:
                     directory = os.path.join(self._work, "data")
-                    for folder in sorted({os.path.dirname(image.name) for image in self._images}):
+                    for folder in ("", *sorted(self._folders)):
                         storage.make_folders(self._work, os.path.join("data", folder))
                     yield directory
                 except BaseException:
@@ -214,7 +290,10 @@ class DividedOnDisk(Divided):
             storage.unlink(path)
             return
         self.staging.publish(path, name)
-        self.staging.write_note(self._work, self.staging.done, note_name(number), note.dump())
+        # A run reads all notes, and writes a file without one again: a note needs no wait for the disk. Parts count them.
+        self.staging.write_note(
+            self._work, self.staging.done, note_name(number), note.dump(), is_synced=not self._is_run
+        )
 
     def _make(self, directory: str) -> bool:
         """Write what lies beside the images, apart from `data`, and then by renames into it; then let `data` appear."""

@@ -200,6 +200,11 @@ class FactorPhase:
 
     # What a process computes
 
+    def look_through(self) -> list[Mapping[str, str]]:
+        """Return the versions under which an interrupted process has computed factors; damaged records count no more."""
+        self.forget_damaged(None)
+        return [note.versions or {} for note in self._read(self._numbers).values()]
+
     def compute_all(
         self,
         work: str,
@@ -217,8 +222,7 @@ class FactorPhase:
         Raises:
             IntegrityError, SourceError, IncompleteError, ResourceError, OSError: as `compute`.
         """
-        self.forget_damaged(None)
-        on_resumed([note.versions or {} for note in self._read(self._numbers).values()])
+        on_resumed(self.look_through())
         self.compute(self._numbers, work, check, progress, label)
         missing = self.take(check)
         assert not missing, missing

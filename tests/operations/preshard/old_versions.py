@@ -18,7 +18,7 @@ import json, os, signal, sys
 import shardkit
 from shardkit.layout import traced
 from shardkit.operations import environment
-from shardkit.transfer.journal import Journal
+from shardkit.operations.parts.on_disk import DividedOnDisk
 from shardkit.operations.uploading.notes import Notes
 from tests.worlds.processes import forked_trace
 
@@ -33,7 +33,7 @@ def die_after(add):
         if not num_files:
             os.kill(os.getpid(), signal.SIGKILL)
     return noted
-for each, method in ((Journal, "add"), (Notes, "add_file")):
+for each, method in ((DividedOnDisk, "_publish"), (Notes, "add_file")):
     setattr(each, method, die_after(getattr(each, method)))
 result = shardkit.preshard(hub, out, world_size=4, jobs=1, **options)
 print(json.dumps(result.warnings))

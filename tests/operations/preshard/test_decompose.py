@@ -154,7 +154,7 @@ def test_a_disk_that_fails_is_told(source: Path, tmp_path: Path, monkeypatch: py
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(storage, "sync_file", sync)
-    with pytest.raises(ResourceError, match=r"cannot write .*/work/\d: Input/output error"):
+    with pytest.raises(ResourceError, match=r"cannot write .*/factors/\d: Input/output error"):
         preshard(source, tmp_path / "out", jobs=2)
     assert not list(tmp_path.glob("out*"))
 
