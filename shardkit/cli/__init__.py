@@ -170,7 +170,7 @@ def _collecting_seldom() -> Iterator[None]:
 def signals_raised() -> Iterator[None]:
     """Raise KeyboardInterrupt for SIGINT and `Terminated` for SIGTERM. A second signal ends the process at once.
 
-    Ending at once loses nothing: files in the journal are on disk, and nothing else counts.
+    Ending at once loses nothing: files that have a note are on disk, and nothing else counts.
     """
     if threading.current_thread() is not threading.main_thread():  # signal.signal refuses
         yield

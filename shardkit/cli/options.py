@@ -283,7 +283,7 @@ def carry_out(out: Output, verb: Callable[..., _R], *arguments: str | None, **op
     """
     part = _take_part(out, options.pop("part"))
     from shardkit.cli.errors import resume_command
-    from shardkit.transfer.journal import typed
+    from shardkit.operations.parts.agreement import typed
 
     again = typed(resume_command(click.get_current_context().find_root().obj))
     # Ray tells on stdout what becomes of its workers.

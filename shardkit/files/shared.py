@@ -9,6 +9,7 @@
         work/<owner>/                 what one process is writing
         new-<owner>/                  `data` while a commit exchanges it with the destination; then what was there
         replaced/                     where nothing can be exchanged: what was at the destination, or a note that nothing was
+        gone-.../                     either of them once it was looked through, while it is removed
         committed.json                sizes and times of the files that became the destination
 
 It appears whole, with one rename, and nothing makes a second `data`: where it is missing, it has become the
@@ -56,7 +57,7 @@ _HASH_DIGITS = 16
 _DONE = ".done"
 _NAME = re.compile(r"(parts|run)-[0-9a-f]{16}", re.ASCII)
 NOTHING, _COMMITTED = "nothing", "committed.json"
-_TAKEN = "new-"
+_TAKEN, GONE = "new-", "gone-"
 _MAX_BYTES, _MAX_TOLD_BYTES = 1 << 28, 1 << 16
 
 
@@ -89,7 +90,8 @@ class SharedStaging:
         self._work = os.path.join(path, "work")
         self._replaced = os.path.join(path, "replaced")
         self._committed = os.path.join(path, "committed.json")
-        self._is_looked_through = False
+        self.has_made = False
+        """True once this process has made the destination, after it has looked through what was there."""
         self.look: Callable[[str], object] = lambda path: None
         """As `Staging.look`."""
 
@@ -233,59 +235,67 @@ class SharedStaging:
                     hint="parts and commit have to be run by the user who began; or choose another destination",
                 )
 
-    def publish(self, path: str, name: str) -> None:
-        """Give a finished file, which is on the disk, its name in `data`, and bring that to the disk.
+    def publish(self, path: str, name: str, *, is_synced: bool = True) -> None:
+        """Give a finished file, which is on the disk, its name in `data`.
 
         Args:
             path: in a `workplace`.
             name: relative to `data`.
+            is_synced: the name is on the disk before this returns. Else a power loss may take it, unless another file had it.
 
         Raises:
             OSError: the system refuses, or `data` is gone.
         """
         target = os.path.join(self.data, name)
+        is_new = not storage.lexists(target)
         storage.rename(path, target)
-        storage.sync_directory(os.path.dirname(target))
+        if is_synced or not is_new:  # a note must not stand for what had the name before
+            storage.sync_directory(os.path.dirname(target))
 
     def write_note(
         self, work: str, directory: str, name: str, content: bytes, *, is_synced: bool = True
     ) -> None:
-        """Write a small file into `done` or `parts`: whole, or not at all.
+        """Write a small file into `done` or `parts`.
 
         Args:
             work: a `workplace`.
             directory: where it goes.
             name: of the file.
             content: all of it.
-            is_synced: it is on the disk before this returns. Else a power loss may take it, or leave nothing in it.
+            is_synced: it is there whole, or not at all, and on the disk before this returns. Else it may be cut where
+                somebody reads it meanwhile, or after a kill.
 
         Raises:
             OSError: the system refuses, or the directory is gone.
         """
+        if not is_synced:
+            storage.write_file(os.path.join(directory, name), content, is_synced=False)
+            return
         fresh = os.path.join(work, name)
-        storage.write_file(fresh, content, is_synced=is_synced)
+        storage.write_file(fresh, content)
         storage.rename(fresh, os.path.join(directory, name))
-        if is_synced:
-            storage.sync_directory(directory)
+        storage.sync_directory(directory)
 
-    def adopt(self, directory: str, kept: Collection[str]) -> None:
+    def adopt(self, directory: str, kept: Collection[str], last: Collection[str]) -> None:
         """Move the files of a directory into `data`; others may be moving the same bytes.
 
         Args:
             directory: in a `workplace`.
             kept: files that stay, by their paths in it.
+            last: names of files that make an output of the others; they come last.
 
         Raises:
             OSError: the system refuses, or `data` is gone.
         """
+        found = list[str]()
         for here, folders, names in storage.walk(directory):
             inside = os.path.relpath(here, directory)
             for folder in folders:
                 storage.make_folders(self.data, os.path.normpath(os.path.join(inside, folder)))
-            for name in names:
-                path = os.path.normpath(os.path.join(inside, name))
-                if path not in kept:
-                    storage.rename(os.path.join(here, name), os.path.join(self.data, path))
+            found += (os.path.normpath(os.path.join(inside, name)) for name in names)
+        for path in sorted(found, key=lambda path: os.path.basename(path) in last):
+            if path not in kept:
+                storage.rename(os.path.join(directory, path), os.path.join(self.data, path))
 
     def commit(self, work: str, names: Iterable[str], *, overwrite: bool) -> bool:
         """Make `data` the destination, in one rename; False if another process has. `remove` or `keep_mark` comes next.
@@ -319,14 +329,14 @@ class SharedStaging:
                 self._move_aside(work, overwrite=overwrite)
                 place_directory(self.data, self.destination)
         except FileNotFoundError:
-            if not self.is_committed and (self.is_open or self._taken()):
+            if not self.is_committed and (self.is_open or self._named(_TAKEN)):
                 raise
             return False
         except OSError as error:
             if error.errno in IS_THERE:
                 raise self._appeared() from error
             raise ResourceError(f"cannot rename to {escape(self.destination)}: {error.strerror}") from error
-        self._is_looked_through = True
+        self.has_made = True
         try:
             storage.sync_directory(os.path.dirname(self.destination))
         except OSError as error:
@@ -375,8 +385,13 @@ class SharedStaging:
 
     def _empty(self) -> None:
         """Remove all but what says that there was a commit, and what a person put into an output that nobody looked through."""
-        foreign = [] if self._is_looked_through else self._kept(self.path)
-        for path in (self.done, self.factors.path, self.parts, self._replaced, *self._taken()):
+        if self.has_made:  # half of it must not be looked through again by whoever goes on
+            for path in (self._replaced, *self._named(_TAKEN)):
+                with contextlib.suppress(OSError):
+                    storage.rename(path, os.path.join(self.path, GONE + os.path.basename(path)))
+        foreign = [] if self.has_made else self._kept(self.path)
+        old = (self._replaced, *self._named(_TAKEN), *self._named(GONE))
+        for path in (self.done, self.factors.path, self.parts, *old):
             inside = os.path.relpath(path, self.path) + os.sep
             kept = [name.removeprefix(inside) for name in foreign if name.startswith(inside)]
             remove_but(path, kept) if kept else storage.remove_tree(path)
@@ -388,7 +403,7 @@ class SharedStaging:
             ResourceError: the system refuses.
         """
         self._empty()
-        if not self._is_looked_through and self._kept(self.path):
+        if not self.has_made and self._kept(self.path):
             self.remove()  # all but these, and no mark with somebody's files in it
             return
         storage.remove_tree(self._work)
@@ -434,12 +449,13 @@ class SharedStaging:
             storage.renameat2(old, self.destination, storage.RENAME_EXCHANGE)
             raise
 
-    def _taken(self) -> list[str]:
+    def _named(self, start: str) -> list[str]:
+        """Return the paths in it whose names begin so."""
         try:
             names = sorted(storage.listdir(self.path))
         except OSError:
             return []
-        return [os.path.join(self.path, name) for name in names if name.startswith(_TAKEN)]
+        return [os.path.join(self.path, name) for name in names if name.startswith(start)]
 
     def reopen(self) -> bool:
         """Put the data back that a commit has taken and not exchanged, whether it lives or not; True if there was such.
@@ -450,7 +466,7 @@ class SharedStaging:
         Raises:
             OSError: the system refuses.
         """
-        for path in () if self.is_open else self._taken():
+        for path in () if self.is_open else self._named(_TAKEN):
             owner = Owner.new_run()
             own = os.path.join(self.path, _TAKEN + str(owner))
             try:
@@ -660,17 +676,6 @@ class SharedRecords:
         return os.path.join(self.path, note_name(number))
 
 
-def records_of_run(path: str) -> tuple[SharedRecords, str]:
-    """Make room for the records of one run, in its staging directory; return them, and where they are filled.
-
-    Raises:
-        OSError: the system refuses.
-    """
-    for folder in ("factors", "work"):
-        storage.make_folders(path, folder)
-    return SharedRecords(os.path.join(path, "factors")), os.path.join(path, "work")
-
-
 def _can_exchange(work: str) -> bool:
     """True if the system can exchange directories; tried with two that are empty.
 
@@ -782,12 +787,12 @@ def remove_runs(destination: str, kept: Kept, *, but: str) -> None:
         kept: what stays.
         but: path of the one that stays.
 
-    Raises:
-        UsageError, ResourceError: as `SharedStaging.give_up`.
+    What cannot go stays, and is named where somebody asks for it: it is in nobody's way.
     """
     for run in runs_of(destination, kept):
         if run.path != but and run.is_over:
-            run.give_up()
+            with contextlib.suppress(ShardkitError):
+                run.give_up()
     remove_abandoned(destination, kept)
 
 
@@ -795,7 +800,7 @@ def recover_output(destination: str) -> None:
     """Put back what dead runs moved aside and did not replace; errors as `staging.recover` and `put_back`."""
     recover(destination)
     for run in runs_of(destination, nothing):
-        if run.has_replaced and run.is_over:
+        if run.has_replaced and run.is_over and storage.access(run.path, os.W_OK):
             run.put_back()
 
 

@@ -2,7 +2,6 @@
 
     .<name>.shardkit-<owner>/    the staging directory, a sibling of the destination
         owner.json               whose it is, for people
-        journal.jsonl            what is finished, for resuming
         data/                    becomes the destination
         data.old/                the old destination, moved aside where directories cannot be exchanged
 
@@ -58,7 +57,6 @@ class Staging:
     def __init__(self, destination: str, path: str, owner: Owner) -> None:
         self.destination, self.path, self._owner = destination, path, owner
         self.data = os.path.join(path, "data")
-        self.journal = journal_of(path)
         self._aside = self.data + ".old"
         self._identity: tuple[int, int] | None = None
         self.look: Callable[[str], object] = lambda path: None
@@ -95,28 +93,6 @@ class Staging:
                 f"cannot write beside {escape(destination)}: {error.strerror}",
                 hint="choose a destination in an existing directory that you may write to",
             ) from error
-        return staging
-
-    @classmethod
-    def adopt(cls, destination: str, path: str) -> Staging | None:
-        """Take over a dead owner's directory, to go on in it; None if another run was faster.
-
-        Raises:
-            UsageError: it has what was at the destination, and something else is there now.
-        """
-        staging = cls._take(destination, path)
-        if staging is None:
-            return None
-        try:
-            staging._put_back()
-            storage.make_folders(staging.path, "data")
-            staging._write_owner()
-        except OSError:
-            staging.release()
-            return None
-        except UsageError:
-            staging.release()
-            raise
         return staging
 
     @classmethod
@@ -298,11 +274,6 @@ def remove_but(path: str, kept: Collection[str]) -> None:
         return
     with contextlib.suppress(OSError):
         storage.remove_all_but(path, kept)
-
-
-def journal_of(path: str) -> str:
-    """Return the journal of a staging directory."""
-    return os.path.join(path, "journal.jsonl")
 
 
 def _staging_path(destination: str, owner: Owner) -> str:

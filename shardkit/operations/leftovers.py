@@ -15,22 +15,19 @@ from typing import Literal
 from shardkit.core.text import count, escape, format_size, in_shell, listed
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import storage
-from shardkit.files.shared import SharedRecords, SharedStaging, destination_of_parts, run_at, runs_of
+from shardkit.files.shared import SharedStaging, destination_of_parts, run_at, runs_of
 from shardkit.files.staging import (
     OWNER,
     Owner,
     destination_of,
     give_up,
     has_aside,
-    identity_of,
-    journal_of,
     owned,
     owner_of,
 )
 from shardkit.files.strict_json import parse_object, read_small
-from shardkit.operations.parts.agreement import Agreement, read_parts
+from shardkit.operations.parts.agreement import Agreement, read_all, read_parts
 from shardkit.operations.parts.foreign import files_in, foreign_in, stays
-from shardkit.transfer.journal import read_journal
 
 _MAX_OWNER = 1 << 16
 
@@ -51,22 +48,22 @@ class Leftover:
     kind: Literal["run", "save", "ended"]
     """A run that may go on, one that begins anew (of `shardkit.save`, or without anything finished), or one that has made
     the output and left the rest."""
-    verb: str
+    verb: str = ""
     """What it was carrying out; empty if nothing says it."""
-    num_files: int
+    num_files: int = 0
     """Files with tensors in them that it was to write; 0 if nothing says it."""
-    file_bytes: int
+    file_bytes: int = 0
     """Size of all of them."""
-    finished_files: int
-    finished_bytes: int
-    num_weights: int
+    finished_files: int = 0
+    finished_bytes: int = 0
+    num_weights: int = 0
     """Weights that were to become factors, before files are finished."""
-    finished_weights: int
+    finished_weights: int = 0
     disk_bytes: int
     """What all of it takes on the disk."""
-    command: str
+    command: str = ""
     """What goes on from there, as the shell takes it. Empty if nothing can, or if the run was not started by a command."""
-    foreign: tuple[str, ...]
+    foreign: tuple[str, ...] = ()
     """Files in it that shardkit has not put there, relative to it. They are never removed."""
     is_removed: bool = False
     """All of it was removed but what is foreign; with a dry run, would be."""
@@ -78,7 +75,7 @@ def leftovers(destination: str) -> tuple[Leftover, ...]:
     Args:
         destination: absolute.
     """
-    found = [_look(destination, path, owner) for path, owner in owned(destination) if storage.isdir(path)]
+    found = [_look(path, owner) for path, owner in owned(destination) if storage.isdir(path)]
     return (*found, *(_look_run(run) for run in runs_of(destination, foreign_in)))
 
 
@@ -89,7 +86,7 @@ def leftover_at(path: str) -> Leftover | None:
     if run is not None:
         return _look_run(run)
     owner = None if destination is None else owner_of(full)
-    return None if destination is None or owner is None else _look(destination, full, owner)
+    return None if destination is None or owner is None else _look(full, owner)
 
 
 def output_of(path: str) -> str | None:
@@ -198,8 +195,7 @@ def name_unknown(destination: str, own: str) -> Iterator[str]:
 
 def _look_run(run: SharedStaging) -> Leftover:
     """Describe the directory of a run as its record, its notes and those who worked in it say."""
-    sizes = [_status(os.path.join(run.path, name)) for name in files_in(run.path)]
-    newest = max([each[1] for each in sizes], default=_status(run.path)[1])
+    disk_bytes, newest = _sizes(run.path)
     told = next((content for _, content in read_parts(run)), {})
     owners, pid = run.owners(), told.get("pid")
     state: Literal["dead", "alive", "unknown"] = "dead" if run.is_over else "unknown"
@@ -216,7 +212,7 @@ def _look_run(run: SharedStaging) -> Leftover:
         owner=state,
         host=str(told.get("host", "")),
         pid=pid if isinstance(pid, int) else next((owner.pid for owner in owners), 0),
-        last_written=_date(newest),
+        last_written=newest,
         kind="ended" if run.is_committed else "run",
         verb="" if agreement is None else agreement.command.verb,
         num_files=len(files),
@@ -225,48 +221,46 @@ def _look_run(run: SharedStaging) -> Leftover:
         finished_bytes=sum(finished),
         num_weights=weights,
         finished_weights=weights - len(run.factors.missing(weights)) if weights else 0,
-        disk_bytes=sum(each[0] for each in sizes),
+        disk_bytes=disk_bytes,
         command="" if state == "alive" or agreement is None else _command(agreement.typed, agreement.cwd),
         foreign=tuple(foreign_in(run.path)),
     )
 
 
-def _look(destination: str, path: str, owner: Owner) -> Leftover:
-    said, told = read_journal(journal_of(path)), _read_owner(path)
-    job, finished = said.job, {} if said.plan_hash is None else said.finished
-    num_weights = 0 if job is None else job.num_weights
-    identity = identity_of(destination)
-    has_ended = said.directory is not None and identity is not None and identity[1] == said.directory
+def _look(path: str, owner: Owner) -> Leftover:
+    """Describe a directory that is named after its process: of `shardkit.save`, or of an earlier version."""
+    told, (disk_bytes, newest) = _read_owner(path), _sizes(path)
     pid = told.get("pid")
     state: Literal["dead", "alive", "unknown"] = "unknown"
     if owner.is_provably_alive():
         state = "alive"
     elif owner.is_provably_dead():
         state = "dead"
-    sizes = [_status(os.path.join(path, name)) for name in files_in(path)]
-    newest = max([each[1] for each in sizes], default=_status(path)[1])
     return Leftover(
         staging=path,
         owner=state,
         host=str(told.get("host", "")),
         pid=pid if isinstance(pid, int) else owner.pid,
-        last_written=_date(newest),
-        kind="ended" if has_ended else "run" if said.plan_hash is not None else "save",
-        verb="" if job is None else job.verb,
-        num_files=0 if job is None else len(job.files),
-        file_bytes=0 if job is None else sum(size for _, size in job.files),
-        finished_files=len(finished),
-        finished_bytes=sum(finished.values()),
-        num_weights=num_weights,
-        finished_weights=num_weights - len(SharedRecords(os.path.join(path, "factors")).missing(num_weights)),
-        disk_bytes=sum(each[0] for each in sizes),
-        command="" if state == "alive" else _command(said.command, said.cwd),
+        last_written=newest,
+        kind="save",
+        disk_bytes=disk_bytes,
         foreign=tuple(foreign_in(path)),
     )
 
 
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+def _sizes(path: str) -> tuple[int, str]:
+    """Return the bytes that a directory takes on the disk, and when anything in it was written last."""
+    sizes = [_status(os.path.join(path, name)) for name in files_in(path)]
+    newest = max([each[1] for each in sizes], default=_status(path)[1])
+    written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(newest))
+    return sum(each[0] for each in sizes), written
+
+
+def finished_in(path: str) -> dict[str, int]:
+    """Return the size of each file that runs have finished in a directory, by name."""
+    run = run_at(storage.absolute(path), foreign_in)
+    files = [] if run is None else [file for _, agreement in read_all([run]) for file in agreement.files]
+    return {name: size for number, (name, size) in enumerate(files) if run and run.has_note(number)}
 
 
 def _command(typed: str, cwd: str) -> str:

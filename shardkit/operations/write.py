@@ -39,7 +39,7 @@ from shardkit.operations.destination import check_destination, check_replaceable
 from shardkit.operations.environment import mixed_versions
 from shardkit.operations.leftovers import name_unknown
 from shardkit.operations.options import WriteOptions
-from shardkit.operations.parts.agreement import Agreement, Command, Committing, NotThere, Share
+from shardkit.operations.parts.agreement import Agreement, Command, Committing, NotThere, Share, as_typed
 from shardkit.operations.parts.divided import Divided, PartResult
 from shardkit.operations.parts.foreign import foreign_in, name_foreign
 from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
@@ -59,7 +59,6 @@ from shardkit.transfer.existing import Existing, Unproven, remember
 from shardkit.transfer.factors.job import FactoredJob
 from shardkit.transfer.factors.phase import FactorPhase, PhaseAt
 from shardkit.transfer.images import ImageSet
-from shardkit.transfer.journal import as_typed
 from shardkit.transfer.plan import TransferPlan
 
 _NOTES = 3
@@ -458,9 +457,17 @@ class Writer:
     ) -> None:
         free, share = free_bytes(self.path), self.writing.share
         self.record_bytes = 0 if factors is None else factors.records.nbytes
-        divided = self._divided(job, describe, factors)
-        self._check_room(divided, job, needed_bytes)
         part, source = None, CheckedSource()
+        if share is None:
+            check_space(self.path, needed_bytes + self.record_bytes)
+            if self.writing.dry_run:
+                self._note(job.plan, source, finished=0, free=free, part=None)
+                return
+        divided = self._divided(job, describe, factors)
+        if isinstance(share, Part):
+            check_space(self.path, divided.bytes_left(share))
+        elif share is not None:
+            check_space(self.path, max(needed_bytes - job.plan.written_bytes, 0))
         if self.writing.dry_run:
             part = divided.result(share) if isinstance(share, Part) else None
         elif share is None:
@@ -476,16 +483,6 @@ class Writer:
             part, source = self._carry_out(divided, share, job, job.plan)
         finished = 0 if part is None else part.resumed_files
         self._note(job.plan, source, finished=finished, free=free, part=None if share is None else part)
-
-    def _check_room(self, divided: DividedOnDisk, job: Job, needed_bytes: int) -> None:
-        """Refuse to begin what has no room."""
-        share = self.writing.share
-        if share is None:
-            check_space(self.path, needed_bytes + self.record_bytes)
-        elif isinstance(share, Part):
-            check_space(self.path, divided.bytes_left(share))
-        else:
-            check_space(self.path, max(needed_bytes - job.plan.written_bytes, 0))
 
     def _run(self, divided: DividedOnDisk, job: Job) -> tuple[PartResult | None, CheckedSource] | None:
         """Write all of a job, and remove what was written if it fails; return as `_carry_out`, or None if another process
@@ -866,12 +863,13 @@ class Writer:
             command = Command(verb=self._verb, options=settings)
         shared = _shared_ingredients(job, is_run=share is None)
         made_of = {**shared, "settings": command.settings(), "notes": _NOTES}
+        digests = {key: hash_of(value) for key, value in made_of.items()}
         typed, cwd = as_typed() if share is None else ("", "")
         agreement = Agreement(
-            plan=hash_of(made_of if share is not None else {**made_of, "user": os.geteuid()}),
+            plan=hash_of(digests if share is not None else {**digests, "user": os.geteuid()}),
             version=__version__,
             ingredients={
-                key: dict(value) if key == "sources" and isinstance(value, list) else hash_of(value)[:16]
+                key: dict(value) if key == "sources" and isinstance(value, list) else digests[key][:16]
                 for key, value in made_of.items()
             },
             command=command,

@@ -162,7 +162,7 @@ class SourceCheck:
             self._differ(run.entry, Difference(run.start, run.stop, run.crc, recorded), run.fqn)
         elif self._states[run.entry] != _DIFFERENT:
             self._states[run.entry] = _EQUAL
-        elif run.fqn:  # a difference that came from the journal has no tensor's name
+        elif run.fqn:  # a difference that came from a note has no tensor's name
             self._fqns.setdefault(run.entry, run.fqn)
 
     def _differ(self, entry: int, difference: Difference, fqn: str) -> None:

@@ -1,4 +1,4 @@
-"""Staging directories: whose they are, what is taken over, and that a name is never half there."""
+"""Staging directories: whose they are, and that a name is never half there."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from shardkit.files.staging import (
     recover,
     remove_abandoned,
 )
-from shardkit.transfer.execute import FileDigest
-from shardkit.transfer.journal import Journal, read_finished, read_plan_hash
 
 MAKE = "import sys; from shardkit.files.staging import Staging; print(Staging.create(sys.argv[1]).path)"
 
@@ -112,12 +110,6 @@ def test_names_of_any_length_and_kind(tmp_path: Path) -> None:
         staging = Staging.create(str(tmp_path / name))
         staging.commit(overwrite=False)
         assert (tmp_path / name).is_dir()
-
-
-def test_only_one_adopts(tmp_path: Path) -> None:
-    destination, dead = tmp_path / "out", dead_staging(tmp_path / "out")
-    assert Staging.adopt(str(destination), str(dead)) is not None
-    assert Staging.adopt(str(destination), str(dead)) is None
 
 
 def test_commit_makes_the_directory_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -218,7 +210,7 @@ class TestMovedAside:
         monkeypatch.setattr(storage, "renameat2", lambda *arguments: False)
         return dead
 
-    def test_it_is_put_back_and_the_new_one_kept_for_resuming(self, between: Path, tmp_path: Path) -> None:
+    def test_it_is_put_back_and_the_new_one_kept(self, between: Path, tmp_path: Path) -> None:
         recover(str(tmp_path / "out"))
         assert names(tmp_path / "out") == ["old"]
         (left,) = abandoned(str(tmp_path / "out"))
@@ -228,15 +220,6 @@ class TestMovedAside:
         remove_abandoned(str(tmp_path / "out"), lambda path: ())
         assert names(tmp_path) == ["out"]
         assert names(tmp_path / "out") == ["old"]
-
-    def test_before_the_rest_is_adopted(self, between: Path, tmp_path: Path) -> None:
-        staging = Staging.adopt(str(tmp_path / "out"), str(between))
-        assert staging is not None
-        assert names(tmp_path / "out") == ["old"]
-        assert names(Path(staging.data)) == ["new"]
-        staging.commit(overwrite=True)
-        assert names(tmp_path) == ["out"]
-        assert names(tmp_path / "out") == ["new"]
 
     def test_what_somebody_put_there_and_the_old_one_both_stay(self, between: Path, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
@@ -254,12 +237,6 @@ class TestMovedAside:
         assert names(tmp_path / "out") == ["new"]
         remove_abandoned(str(tmp_path / "out"), lambda path: ())
         assert names(tmp_path) == ["out"]
-
-    def test_half_of_it_is_never_put_back(self, between: Path, tmp_path: Path) -> None:
-        """The new one was in place, the removal was killed, and somebody moved the new one away."""
-        (between / "data").rename(tmp_path / "elsewhere")
-        assert Staging.adopt(str(tmp_path / "out"), str(between)) is not None
-        assert not (tmp_path / "out").exists()
 
     def test_a_run_that_can_rename_no_more_keeps_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -281,56 +258,3 @@ class TestMovedAside:
         monkeypatch.setattr(storage, "rename", rename)
         recover(str(tmp_path / "out"))
         assert names(tmp_path / "out") == ["old"]
-
-
-class TestJournal:
-    """What counts as finished."""
-
-    def written(self, tmp_path: Path) -> tuple[str, FileDigest]:
-        from shardkit.files.digest import crc32
-
-        (tmp_path / "a").write_bytes(b"content")
-        digest = FileDigest(name="a", size=7, crc32=crc32(b"content"), data_crcs=(1, 2))
-        path = str(tmp_path / "journal")
-        journal = Journal(path, "plan", str(tmp_path))
-        journal.add(digest, None)
-        journal.close()
-        return path, digest
-
-    def test_intact_files_are_finished(self, tmp_path: Path) -> None:
-        path, digest = self.written(tmp_path)
-        assert read_plan_hash(path) == "plan"
-        assert read_finished(path, str(tmp_path), {"a": 7}) == {"a": digest}
-
-    @pytest.mark.parametrize("content", [b"c0ntent", b"conten", b""])
-    def test_changed_files_are_not(self, tmp_path: Path, content: bytes) -> None:
-        path, _ = self.written(tmp_path)
-        (tmp_path / "a").write_bytes(content)
-        assert read_finished(path, str(tmp_path), {"a": 7}) == {}
-
-    def test_a_line_cut_by_a_kill_is_ignored_and_the_next_is_not(self, tmp_path: Path) -> None:
-        path, digest = self.written(tmp_path)
-        with open(path, "a", encoding="utf-8") as file:
-            file.write('\n{"file": {"name": "b", "si')
-        journal = Journal(path, "plan", str(tmp_path))
-        (tmp_path / "c").write_bytes(b"")
-        empty = FileDigest(name="c", size=0, crc32=0, data_crcs=())
-        journal.add(empty, None)
-        journal.close()
-        assert read_finished(path, str(tmp_path), {"a": 7, "c": 0}) == {"a": digest, "c": empty}
-
-    def test_of_another_directory_nothing_is_finished(self, tmp_path: Path) -> None:
-        """After an exchange the old output lies there, whose files may have the same names and sizes."""
-        path, _ = self.written(tmp_path)
-        old = tmp_path / "old"
-        old.mkdir()
-        (old / "a").write_bytes(b"content")
-        assert read_finished(path, str(old), {"a": 7}) == {}
-        Journal(path, "plan", str(old)).close()
-        assert read_finished(path, str(tmp_path), {"a": 7}) == {}
-
-    def test_another_plan_begins_anew(self, tmp_path: Path) -> None:
-        path, _ = self.written(tmp_path)
-        Journal(path, "other", str(tmp_path)).close()
-        assert read_plan_hash(path) == "other"
-        assert read_finished(path, str(tmp_path), {"a": 7}) == {}

@@ -448,7 +448,7 @@ shardkit.consolidate(sys.argv[1], sys.argv[2] + "/out", max_shard_size="400KB", 
 def test_what_an_interrupted_run_read_is_still_compared(tmp_path: Path, damaged: bool) -> None:
     """The damage lies in a file that the killed run had finished, and the next one does not touch.
 
-    What the journal has not kept of it would be far more than is read again for the check.
+    What notes have not kept of it would be far more than is read again for the check.
     """
     whole = torch.arange(400_000.0)
     model = {

@@ -233,7 +233,7 @@ class Replay:
             found.wrong.append(f"{NAME} is neither: {self._difference(out)}; {state.story}")
 
     def _look(self, state: State, found: Findings) -> bool:
-        """Let shardkit say whose journals it would believe, and compare the files that these vouch for."""
+        """Let shardkit say which notes it would believe, and compare the files that these vouch for."""
         is_resumable = False
         with self._on_disk(state) as place:
             found.num_on_disk += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,32 @@ def test_killed_before_the_old_one_was_removed(
     here.remove()
 
 
+@pytest.mark.parametrize("name", ["preshard", "consolidate manifest", "reshard"])
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("of_parts", [False, True])
+def test_killed_while_the_old_one_was_removed(
+    of_parts: bool, name: str, exchange: bool, found: Scenarios, server: Server, place: Path
+) -> None:
+    """What is left of it has been looked through: without its manifest it is nobody's all the same."""
+    scenario, here = found[name], Place(found[name], place)
+    extra = ["--part", "1/1"] if of_parts else []
+    restore(here.out, scenario.old)
+    calls = scenario.run(server, here.out, overwrite=True, exchange=exchange, extra=extra).calls
+    of_all, of_old = calls.count("unlink"), sum(data is not None for data in scenario.old.values())
+    for before_end in range(4, of_old + 8, 3):
+        shutil.rmtree(here.path)
+        here = Place(scenario, place)
+        restore(here.out, scenario.old)
+        fault = {"of": ["unlink"], "at": of_all - before_end, "do": "kill"}
+        killed = scenario.run(server, here.out, overwrite=True, exchange=exchange, fault=fault, extra=extra)
+        assert killed.code == -9
+        if here.check_is(scenario.expected, scenario.old) == scenario.expected:
+            answer = scenario.run(server, here.out, overwrite=True, exchange=exchange, extra=extra)
+            assert (answer.code, json.loads(answer.out)["warnings"]) == (0, []), answer
+            assert [path.name for path in here.staging() if not path.name.endswith(".done")] == []
+    here.remove()
+
+
 @pytest.mark.parametrize("how", ["refused", "resumed", "of another plan", "anew"])
 def test_moved_aside_and_put_back(how: str, found: Scenarios, server: Server, place: Path) -> None:
     """Directories cannot be exchanged, and the run died between its two renames."""
@@ -136,11 +163,8 @@ def test_moved_aside_and_put_back(how: str, found: Scenarios, server: Server, pl
     restore(here.out, scenario.old)
     calls = scenario.run(server, here.out, overwrite=True, exchange=False).calls
     restore(here.out, scenario.old)
-    fault = {
-        "of": ["rename"],
-        "at": calls.count("rename") - 1,
-        "do": "kill",
-    }  # then the rest would be removed
+    made = max(number for number, name in enumerate(calls) if name == "renameat2")  # which is refused
+    fault = {"of": ["rename"], "at": calls[:made].count("rename") + 1, "do": "kill"}
     killed = scenario.run(server, here.out, overwrite=True, exchange=False, fault=fault)
     assert (killed.code, killed.hit) == (-9, "rename")
     here.check_is(None)

@@ -324,9 +324,9 @@ def test_an_interrupted_run_tells_the_next_one(tmp_path: Path, damaged: tuple[in
     told = before.runs()
     for start, stop in (first, (second[0], second[0] + 80), third):
         told.add(0, start, content[start:stop], "t")
-    journal = json.loads(json.dumps(before.dump(told.take())))
+    noted = json.loads(json.dumps(before.dump(told.take())))
     after = SourceCheck(catalog)
-    assert after.load(journal)
+    assert after.load(noted)
     read(after, content, [(second[0] + 80, second[1])])
     if damaged:
         with pytest.raises(IntegrityError) as caught:
@@ -366,13 +366,13 @@ def test_what_was_compared_with_something_else_is_not_taken(tmp_path: Path) -> N
     before = SourceCheck(catalog)
     told = before.runs()
     told.add(0, places(catalog)[0][0], content[slice(*places(catalog)[0])], "t")
-    journal = before.dump(told.take())
+    noted = before.dump(told.take())
     held = catalog.files[0].checksums
     assert held is not None
     others = [[1, *held.crcs[1:]], [0, *held.crcs[1:]]]
     for checksums in (held, *(Checksums(held.starts, held.stops, array("q", crcs)) for crcs in others)):
         catalog.files[0] = replace(catalog.files[0], checksums=checksums)
-        assert SourceCheck(catalog).load(journal) == (checksums is held)
+        assert SourceCheck(catalog).load(noted) == (checksums is held)
     catalog.files[0] = replace(catalog.files[0], checksums=None)
     nothing = SourceCheck(catalog).dump(Evidence.of_all([]))
     catalog.files[0] = replace(catalog.files[0], checksums=held)

@@ -24,7 +24,6 @@ from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.files.links import may_follow_links
 from shardkit.files.listing import unlike
-from shardkit.files.staging import journal_of
 from shardkit.formats.contract import Checkpoint, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dequantize import why_scaled
@@ -37,10 +36,9 @@ from shardkit.keys.ties import ties_embeddings
 from shardkit.layout.recorded import recorded_layout
 from shardkit.operations.casts import DTypeCount, count_dtypes
 from shardkit.operations.holdings import Holdings, hold, shared_extents, size_on_disk
-from shardkit.operations.leftovers import Leftover, leftover_at, refuse
+from shardkit.operations.leftovers import Leftover, finished_in, leftover_at, refuse
 from shardkit.operations.resolve import stands_for
 from shardkit.osft.plan import stored_targets
-from shardkit.transfer.journal import read_journal
 
 _SHARD_SUFFIX = ".distcp"
 
@@ -200,7 +198,7 @@ def inspect(
 
 
 def _inspect_run(path: str, run: Leftover) -> InspectResult:
-    files = read_journal(journal_of(run.staging)).finished
+    files = finished_in(run.staging)
     return InspectResult(
         path=path,
         resolved=path,

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -14,8 +15,8 @@ from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.part import Part, divide, parse_part
+from shardkit.transfer.digests import parse_versions
 from shardkit.transfer.factors.phase import Records
-from shardkit.transfer.journal import parse_versions
 
 _FORMAT = 1
 _MAX_BYTES = 1 << 28
@@ -38,6 +39,25 @@ _OWN = {
 """Arguments of a verb that say how one process works, not what is made."""
 _SETTINGS = ("sha256", "manifest", "manifest_file", "check_source")
 _SPEED = {"jobs", "max_memory"}
+
+
+_typed = ContextVar("_typed", default="")
+
+
+@contextlib.contextmanager
+def typed(command: str) -> Iterator[None]:
+    """Let runs that are begun meanwhile say which command was typed, as the shell takes it."""
+    token = _typed.set(command)
+    try:
+        yield
+    finally:
+        _typed.reset(token)
+
+
+def as_typed() -> tuple[str, str]:
+    """Return the command that was typed, as the shell takes it, and where it was; empty if none was."""
+    command = _typed.get()
+    return command, os.getcwd() if command else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

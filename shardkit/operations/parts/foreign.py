@@ -10,19 +10,18 @@ from functools import cache
 from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.files import manifest, storage
-from shardkit.files.shared import NOTHING, runs_of
-from shardkit.files.staging import OWNER, abandoned, journal_of, nothing, rename_noreplace
+from shardkit.files.shared import GONE, NOTHING, runs_of
+from shardkit.files.staging import OWNER, abandoned, nothing, rename_noreplace
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.hub.assets import is_asset
 from shardkit.formats.owned import is_nobodys
 from shardkit.operations.parts.agreement import Agreement
-from shardkit.transfer.journal import Journalled, read_journal
 
 _OF_PARTS = ("plan.json", "committed.json")
 _FOLDERS_OF_PARTS = ("done", "factors", "parts", "work")
 _OF_FACTORS = re.compile(r"\d+(-[0-9a-f]{8}|\.json)?", re.ASCII)
 """Records of a run, and their notes."""
-_APART = "kept"
+_APART, _OF_EARLIER = "kept", "journal.jsonl"
 _OF_RUNS = re.compile(
     r"\.metadata(\..*)?|shardkit\.json|.*\.(distcp|chunks\.json|safetensors|safetensors\.index\.json|part)",
     re.DOTALL,
@@ -32,12 +31,8 @@ _OF_RUNS = re.compile(
 
 def foreign_in(path: str) -> list[str]:
     """Return the files of a staging directory that shardkit has not put there, relative to it."""
-    said, of_parts, found = read_journal(journal_of(path)), _of_parts(path), list[str]()
+    of_parts, found = _of_parts(path), list[str]()
     is_shared = storage.lexists(os.path.join(path, _OF_PARTS[0]))  # whether it can be read or not
-
-    @cache
-    def owns(top: str) -> Callable[[str], bool]:
-        return _owned(os.path.join(path, top), said)
 
     @cache
     def lists(top: str) -> Callable[[str], bool]:
@@ -48,7 +43,9 @@ def foreign_in(path: str) -> list[str]:
         if is_nobodys(name):
             continue
         if (top == "data" or top.startswith("new-")) and below:
-            found += [] if below in of_parts or owns(top)(below) else [name]
+            found += [] if below in of_parts or lists(top)(below) else [name]
+        elif top.startswith(GONE) and below:  # an old output that was looked through
+            continue
         elif top in _FOLDERS_OF_PARTS and below and is_shared:
             continue
         elif top in ("factors", "work") and _OF_FACTORS.fullmatch(below):
@@ -58,7 +55,7 @@ def foreign_in(path: str) -> list[str]:
             goes_back = top == "data.old" and storage.lexists(os.path.join(path, "data"))
             goes_back |= below == NOTHING and _is_empty(os.path.join(path, name))
             found += [] if goes_back or lists(top)(below) else [name]
-        elif name not in (OWNER, os.path.basename(journal_of(path)), *_OF_PARTS):
+        elif name not in (OWNER, _OF_EARLIER, *_OF_PARTS):
             found.append(name)
     return found
 
@@ -86,23 +83,6 @@ def files_in(path: str) -> Iterator[str]:
     for here, folders, names in storage.walk(path):
         links = [name for name in folders if storage.islink(os.path.join(here, name))]
         yield from sorted(os.path.relpath(os.path.join(here, name), path) for name in (*names, *links))
-
-
-def _owned(directory: str, said: Journalled) -> Callable[[str], bool]:
-    """Return what is true for a file of a run in its directory `data`; once that was exchanged, the old output lies there."""
-    try:
-        number = storage.stat(directory).st_ino
-    except FileNotFoundError:  # it has just become the output, with all that is in it
-        return lambda name: True
-    if said.job is None or said.directory != number:
-        if said.job is not None and not storage.lexists(os.path.join(directory, manifest.NAME)):
-            # An old output was looked through before any of it was removed, so without its manifest.
-            return lambda name: True
-        is_listed = _listed(directory)
-        return lambda name: name in said.finished or is_listed(name)
-    written = {file for file, _ in said.job.files}
-    own, described = written | set(said.job.beside), _described(written)
-    return lambda name: name in own or name.removesuffix(".part") in described
 
 
 def _described(written: Collection[str]) -> set[str]:

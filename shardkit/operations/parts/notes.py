@@ -15,9 +15,9 @@ from shardkit.errors import ShardkitError
 from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, note_name
 from shardkit.files.strict_json import parse_object, read_small
+from shardkit.transfer.digests import parse_digest, parse_versions
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.fill import CrcPiece
-from shardkit.transfer.journal import parse_digest, parse_versions
 
 _MAX_BYTES = 1 << 30
 
@@ -39,7 +39,8 @@ class Note:
 
     def dump(self) -> bytes:
         """Return the note as it is written."""
-        return json.dumps(asdict(self)).encode()
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps({**fields, "digest": asdict(self.digest)}).encode()
 
 
 def read_note(staging: SharedStaging, number: int, name: str, size: int) -> Note | None:

@@ -18,14 +18,16 @@ from shardkit.errors import IncompleteError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, note_name, remove_marks, shared_of
 from shardkit.files.staging import identity_of
+from shardkit.formats.dcp import METADATA
+from shardkit.formats.owned import HUB_INDEX
 from shardkit.operations.parts.agreement import Agreement, read_all
 from shardkit.operations.parts.divided import Divided, PartResult
 from shardkit.operations.parts.foreign import foreign_in, kept, set_foreign_apart
 from shardkit.operations.parts.notes import Note, read_note, remove_notes
 from shardkit.operations.parts.part import Part
+from shardkit.transfer.digests import is_intact
 from shardkit.transfer.execute import Describer, ExecuteOptions
 from shardkit.transfer.factors.phase import PhaseAt
-from shardkit.transfer.journal import is_intact
 from shardkit.transfer.plan import TransferPlan
 
 _T = TypeVar("_T")
@@ -67,6 +69,7 @@ class DividedOnDisk(Divided):
         self.staging = SharedStaging.of_plan(destination, agreement.plan, foreign_in, is_run=is_run)
         super().__init__(destination, self.staging, agreement, plan, data_nbytes, options, progress, phase)
         self._is_run, self._is_kept = is_run, False
+        self._own = dict[int, Note]()
         self._describe, self._overwrite = describe, overwrite
         self._check_replaceable = partial(self._ask, check_replaceable)
         self.staging.look = partial(self._ask, look)
@@ -147,7 +150,7 @@ class DividedOnDisk(Divided):
         return self.staging.is_open and not self._is_lost
 
     def _has_another_committed(self) -> bool:
-        if self._is_open():
+        if self._is_open() or self.staging.has_made:
             return False
         return self.staging.is_committed or identity_of(self._destination) not in (None, self._before)
 
@@ -273,7 +276,9 @@ class DividedOnDisk(Divided):
         self.staging.write_note(self._work, self.staging.parts, name, content)
 
     def _note(self, number: int) -> Note | None:
-        image = self._images[number]
+        image, own = self._images[number], self._own.get(number)
+        if own is not None and storage.lexists(os.path.join(self.staging.data, image.name)):
+            return own
         note = read_note(self.staging, number, image.name, image.size)
         return note if note is not None and self._counts(note) else None
 
@@ -281,6 +286,8 @@ class DividedOnDisk(Divided):
         return ((number, note) for number in numbers if (note := self._note(number)) is not None)
 
     def _forget(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._own.pop(number, None)
         remove_notes(self.staging, numbers)
 
     def _publish(self, directory: str, number: int, note: Note) -> None:
@@ -289,11 +296,14 @@ class DividedOnDisk(Divided):
         if self._note(number) is not None:  # a twin was faster: its file may be in the output already
             storage.unlink(path)
             return
-        self.staging.publish(path, name)
-        # A run reads all notes, and writes a file without one again: a note needs no wait for the disk. Parts count them.
+        # A run looks at all names and notes, and writes a file without one of them again: they need no wait for the disk.
+        is_synced = not self._is_run
+        self.staging.publish(path, name, is_synced=is_synced)
         self.staging.write_note(
-            self._work, self.staging.done, note_name(number), note.dump(), is_synced=not self._is_run
+            self._work, self.staging.done, note_name(number), note.dump(), is_synced=is_synced
         )
+        if self._is_run:  # it need not read again what it has written
+            self._own[number] = note
 
     def _make(self, directory: str) -> bool:
         """Write what lies beside the images, apart from `data`, and then by renames into it; then let `data` appear."""
@@ -304,7 +314,7 @@ class DividedOnDisk(Divided):
                 if digest.name not in linked:
                     descriptions.add_file(digest)
             self._finish(directory, descriptions, digests, scattered)
-        self.staging.adopt(directory, linked)
+        self.staging.adopt(directory, linked, last=(METADATA, HUB_INDEX))
         if self._overwrite and storage.lexists(self._destination) and self.staging.is_open:
             self._check_replaceable()
         self._remember(self.staging.data)

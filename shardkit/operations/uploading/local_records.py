@@ -1,8 +1,7 @@
 """Factors for files that go into a store: computed into records on the local disk, which are a source like any other.
 
-    CACHE/factors/.<of the output>.shardkit-<owner>/    a staging directory
-                                            factors/    a record and a note of each weight
-                                               data/    records of a part
+    CACHE/factors/.<of the output>.shardkit-run-<hash>/factors/    a record and a note of each weight
+    CACHE/factors/.<of the output>.shardkit-<owner>/data/          records of a part
 
 What is sent is written front to back, and a weight has parts in all files: so factors need a place where they wait. A run
 that was killed leaves it to the next one of the same plan on this machine. A part sends each record to where all parts
@@ -21,12 +20,11 @@ from dataclasses import replace
 from shardkit.core.text import escape
 from shardkit.errors import IncompleteError, Interrupted, ResourceError
 from shardkit.files import cache, storage
-from shardkit.files.shared import records_of_run
-from shardkit.files.staging import Staging, nothing, remove_abandoned
+from shardkit.files.shared import SharedStaging, remove_runs
+from shardkit.files.staging import Staging, nothing
 from shardkit.operations.uploading.run import StoredFiles, Upload, check_conditions, interrupted
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.factors.phase import PhaseAt
-from shardkit.transfer.journal import Journal, adopted
 
 _FOLDER = "factors"
 ELSEWHERE = (
@@ -64,29 +62,44 @@ def with_factors(
         upload = replace(upload, plan_hash=hashlib.sha256(by.encode()).hexdigest())
     with _made_directory() as directory:
         place = os.path.join(directory, _name(upload.target.path))
-        staging = (adopted(place, by) if upload.resume else None) or Staging.create(place)
+        plan = hashlib.sha256(by.encode()).hexdigest()
+        staging = SharedStaging.of_plan(place, plan, nothing, is_run=True)
+        if not upload.resume:
+            staging.give_up()
+        remove_runs(place, nothing, but=staging.path)
         try:
-            remove_abandoned(place, nothing)  # of other plans, or to begin anew
-            try:
-                Journal(staging.journal, by, staging.data).close()
-                records, work = records_of_run(staging.path)
-                run = phase(records)
+            with _records(staging) as work:
+                run = phase(staging.factors)
                 run.compute_all(work, check, upload.progress, f"{upload.verb}, factors", upload.on_resumed)
-            except OSError as error:
-                raise ResourceError(
-                    f"cannot write to {escape(staging.path)}: {error.strerror}", hint=ELSEWHERE
-                ) from error
-            yield replace(upload, computed=run.digest or "")
+                yield replace(upload, computed=run.digest or "")
         except KeyboardInterrupt as interrupt:
-            staging.release()
             raise interrupted(interrupt, upload.target, "what was computed is kept") from interrupt
         except (IncompleteError, Interrupted, ResourceError):
-            staging.release()
             raise
         except BaseException:
-            staging.discard()
+            _remove(staging)
             raise
-        staging.discard()
+        _remove(staging)
+
+
+@contextlib.contextmanager
+def _records(staging: SharedStaging) -> Iterator[str]:
+    """Give a directory for records that are not whole yet, among the others; who is in it needs all of them."""
+    try:
+        staging.create(b"", ())
+        with staging.workplace() as work:
+            yield work
+    except OSError as error:
+        raise ResourceError(
+            f"cannot write to {escape(staging.path)}: {error.strerror}", hint=ELSEWHERE
+        ) from error
+
+
+def _remove(staging: SharedStaging) -> None:
+    """Remove records, unless another process is at work there."""
+    if staging.is_over:
+        with contextlib.suppress(ResourceError):
+            staging.remove()
 
 
 @contextlib.contextmanager
@@ -94,7 +107,7 @@ def room_for_records(output: str) -> Iterator[str]:
     """Give a directory for the records of a part until the store has them; it goes afterwards, with those of dead runs."""
     with _made_directory() as directory:
         beside = os.path.join(directory, _name(output))
-        remove_abandoned(beside, nothing)
+        remove_runs(beside, nothing, but="")
         staging = Staging.create(beside)
         try:
             yield staging.data
@@ -111,7 +124,7 @@ def remove_records(output: str) -> None:
     """Remove what dead runs on this machine have computed for an output that they did not make."""
     directory = _directory()
     if directory is not None:
-        remove_abandoned(os.path.join(directory, _name(output)), nothing)
+        remove_runs(os.path.join(directory, _name(output)), nothing, but="")
 
 
 def _name(output: str) -> str:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from shardkit.files import cache, storage
 from shardkit.files.uploads import Begun
+from shardkit.transfer.digests import VERSIONS, parse_digest, parse_versions
 from shardkit.transfer.execute import FileDigest
-from shardkit.transfer.journal import VERSIONS, parse_digest, parse_versions
 
 _FORMAT = 1
 _FOLDER = "uploads"

@@ -27,10 +27,10 @@ from shardkit.files.shared import RecordStat
 from shardkit.files.strict_json import parse_object
 from shardkit.osft.plan import FACTORS
 from shardkit.transfer.checks import SourceCheck
+from shardkit.transfer.digests import parse_versions
 from shardkit.transfer.factors.fill import FactorRun
 from shardkit.transfer.factors.job import FactoredJob, measured_of
 from shardkit.transfer.fill import image_crc
-from shardkit.transfer.journal import parse_versions
 from shardkit.transfer.stream import read_back
 
 _CHECK_BUFFER = 1 << 20
