@@ -255,26 +255,23 @@ class SharedStaging:
     def write_note(
         self, work: str, directory: str, name: str, content: bytes, *, is_synced: bool = True
     ) -> None:
-        """Write a small file into `done` or `parts`.
+        """Write a small file into `done` or `parts`: whole, or not at all.
 
         Args:
             work: a `workplace`.
             directory: where it goes.
             name: of the file.
             content: all of it.
-            is_synced: it is there whole, or not at all, and on the disk before this returns. Else it may be cut where
-                somebody reads it meanwhile, or after a kill.
+            is_synced: it is on the disk before this returns. Else a power loss may take it, or leave nothing in it.
 
         Raises:
             OSError: the system refuses, or the directory is gone.
         """
-        if not is_synced:
-            storage.write_file(os.path.join(directory, name), content, is_synced=False)
-            return
         fresh = os.path.join(work, name)
-        storage.write_file(fresh, content)
+        storage.write_file(fresh, content, is_synced=is_synced)
         storage.rename(fresh, os.path.join(directory, name))
-        storage.sync_directory(directory)
+        if is_synced:
+            storage.sync_directory(directory)
 
     def adopt(self, directory: str, kept: Collection[str], last: Collection[str]) -> None:
         """Move the files of a directory into `data`; others may be moving the same bytes.

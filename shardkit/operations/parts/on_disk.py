@@ -273,7 +273,7 @@ class DividedOnDisk(Divided):
             raise
 
     def _say(self, name: str, content: bytes) -> None:
-        self.staging.write_note(self._work, self.staging.parts, name, content)
+        self.staging.write_note(self._work, self.staging.parts, name, content, is_synced=not self._is_run)
 
     def _note(self, number: int) -> Note | None:
         image, own = self._images[number], self._own.get(number)
