@@ -356,15 +356,23 @@ class SharedStaging:
     @property
     def is_over(self) -> bool:
         """True if all who worked in it are known to be over, or have left it."""
-        return all(owner.is_provably_dead() for owner in self.owners())
+        with contextlib.suppress(OSError):  # who may not look cannot know
+            return all(owner.is_provably_dead() for owner in self._owners())
+        return False
 
     def owners(self) -> list[Owner]:
-        """Return who is at work in it, or was until it was killed."""
+        """Return who is at work in it, or was until it was killed, as far as this process may look."""
         try:
-            found = map(Owner.parse, storage.listdir(self._work))
+            return self._owners()
         except OSError:
             return []
-        return [owner for owner in found if owner is not None]
+
+    def _owners(self) -> list[Owner]:
+        try:
+            names = storage.listdir(self._work)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [owner for owner in map(Owner.parse, names) if owner is not None]
 
     @contextlib.contextmanager
     def attended(self) -> Iterator[None]:
@@ -386,7 +394,7 @@ class SharedStaging:
             for path in (self._replaced, *self._named(_TAKEN)):
                 with contextlib.suppress(OSError):
                     storage.rename(path, os.path.join(self.path, GONE + os.path.basename(path)))
-        foreign = [] if self.has_made else self._kept(self.path)
+        foreign = self._kept(self.path)
         old = (self._replaced, *self._named(_TAKEN), *self._named(GONE))
         for path in (self.done, self.factors.path, self.parts, *old):
             inside = os.path.relpath(path, self.path) + os.sep
@@ -400,7 +408,7 @@ class SharedStaging:
             ResourceError: the system refuses.
         """
         self._empty()
-        if not self.has_made and self._kept(self.path):
+        if self._kept(self.path):
             self.remove()  # all but these, and no mark with somebody's files in it
             return
         storage.remove_tree(self._work)
@@ -439,12 +447,21 @@ class SharedStaging:
             raise
 
     def _look_exchanged(self, old: str) -> None:
-        """Look through the old output, and exchange the two once more if it may not be replaced."""
-        try:
-            self.look(old)
-        except ShardkitError:
-            storage.renameat2(old, self.destination, storage.RENAME_EXCHANGE)
-            raise
+        """Look through the old output, and exchange the two once more if it may not be replaced.
+
+        Another process may give it a name of its own meanwhile (`reopen`): what is not there any more was not looked through.
+        """
+        places, seen = [old], list[str]()
+        while seen != places:
+            for place in places:
+                try:
+                    self.look(place)
+                except ShardkitError:
+                    if not storage.lexists(place):
+                        continue
+                    storage.renameat2(place, self.destination, storage.RENAME_EXCHANGE)
+                    raise
+            seen, places = places, self._named(_TAKEN)
 
     def _named(self, start: str) -> list[str]:
         """Return the paths in it whose names begin so."""
@@ -705,6 +722,8 @@ def _is_record_of(path: str, directory: str) -> bool:
 
 def _remove(destination: str, path: str, kept: Kept) -> None:
     """Remove a directory but what is kept: under a name of a run of this process first, so that nobody goes on in it."""
+    if storage.isdir(path) and not storage.access(path, os.W_OK | os.X_OK):
+        raise ResourceError(f"cannot remove {escape(path)}: {os.strerror(errno.EACCES)}")
     owner = Owner.new_run()
     parent, name = os.path.split(destination)
     taken = os.path.join(parent, prefix_of(name) + str(owner))
@@ -777,7 +796,8 @@ def _is_run(path: str) -> bool:
 
 
 def remove_runs(destination: str, kept: Kept, *, but: str) -> None:
-    """Remove what runs of other plans have left whose processes are all over; first what one moved aside goes back.
+    """Remove what this user's runs of other plans have left whose processes are all over; first what one moved aside goes
+    back.
 
     Args:
         destination: absolute.
@@ -788,9 +808,22 @@ def remove_runs(destination: str, kept: Kept, *, but: str) -> None:
     """
     for run in runs_of(destination, kept):
         if run.path != but and run.is_over:
-            with contextlib.suppress(ShardkitError):
-                run.give_up()
+            with contextlib.suppress(OSError, ShardkitError):
+                if _is_own(run.path):
+                    run.give_up()
     remove_abandoned(destination, kept)
+
+
+def _is_own(path: str) -> bool:
+    """True if this user has made what is at a path, as the file system knows users: root may be somebody else there."""
+    made_by = storage.lstat(path).st_uid
+    if made_by == os.geteuid():
+        return True
+    fresh = Staging.create(path)
+    try:
+        return storage.lstat(fresh.path).st_uid == made_by
+    finally:
+        fresh.discard()
 
 
 def recover_output(destination: str) -> None:

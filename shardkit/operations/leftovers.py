@@ -198,6 +198,9 @@ def _look_run(run: SharedStaging) -> Leftover:
     disk_bytes, newest = _sizes(run.path)
     told = next((content for _, content in read_parts(run)), {})
     owners, pid = run.owners(), told.get("pid")
+    alive = [owner.pid for owner in owners if owner.is_provably_alive()]
+    if alive and pid not in alive:  # who said it last may be over
+        pid = alive[0]
     state: Literal["dead", "alive", "unknown"] = "dead" if run.is_over else "unknown"
     state = "alive" if run.is_attended else state
     try:

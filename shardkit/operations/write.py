@@ -42,7 +42,7 @@ from shardkit.operations.options import WriteOptions
 from shardkit.operations.parts.agreement import Agreement, Command, Committing, NotThere, Share, as_typed
 from shardkit.operations.parts.divided import Divided, PartResult
 from shardkit.operations.parts.foreign import foreign_in, name_foreign
-from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
+from shardkit.operations.parts.on_disk import ALL, DividedOnDisk, absolute
 from shardkit.operations.parts.part import Part
 from shardkit.operations.uploading.in_store import DividedInStore
 from shardkit.operations.uploading.local_records import (
@@ -67,7 +67,6 @@ _OF_ONE_MACHINE = "computed_by"
 """What of a job the bits of its factors depend upon, beside the weights."""
 _VERSIONS = "traced_with"
 """Those that a job was decided with, by package: another run or part may have others, if it decides the same."""
-_ALL = Part(number=1, count=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,15 +457,18 @@ class Writer:
         free, share = free_bytes(self.path), self.writing.share
         self.record_bytes = 0 if factors is None else factors.records.nbytes
         part, source = None, CheckedSource()
+        divided = self._divided(job, describe, factors)
         if share is None:
-            check_space(self.path, needed_bytes + self.record_bytes)
+            needed_bytes += self.record_bytes
+            if self.writing.resume and not divided.staging.is_over:  # else all that is there counts as free
+                needed_bytes -= job.plan.written_bytes + self.record_bytes - divided.bytes_left(ALL)
+            check_space(self.path, needed_bytes)
             if self.writing.dry_run:
                 self._note(job.plan, source, finished=0, free=free, part=None)
                 return
-        divided = self._divided(job, describe, factors)
-        if isinstance(share, Part):
+        elif isinstance(share, Part):
             check_space(self.path, divided.bytes_left(share))
-        elif share is not None:
+        else:
             check_space(self.path, max(needed_bytes - job.plan.written_bytes, 0))
         if self.writing.dry_run:
             part = divided.result(share) if isinstance(share, Part) else None
@@ -496,7 +498,7 @@ class Writer:
             divided.begin_anew()
         remove_runs(self.path, foreign_in, but=divided.staging.path)  # their room may be needed
         try:
-            found = self._carry_out(divided, _ALL, job, job.plan)
+            found = self._carry_out(divided, ALL, job, job.plan)
         except (Interrupted, IncompleteError):
             raise
         except BaseException:
@@ -504,7 +506,8 @@ class Writer:
                 divided.abandon()
             self._say(name_foreign(self.path))
             raise
-        return found if self.was_there or self._parts is not None else None
+        # What was there may have to be described elsewhere.
+        return None if self.was_there or self._parts is None else found
 
     def _find_there(
         self, job: Job, describe: Describe, exists: UsageError, factors: FactoredJob | None

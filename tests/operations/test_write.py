@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,9 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import shardkit
 from shardkit.errors import IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.files import storage
-from shardkit.files.shared import runs_of
+from shardkit.files.shared import SharedStaging, runs_of
 from shardkit.files.staging import nothing
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
@@ -421,6 +424,128 @@ class TestResuming:
         job = copy_of(source, option=change)
         assert write(source, out, job=job, resume=change != "begin anew")["resumed_files"] == 0
         check_whole(out)
+
+
+def test_a_persons_files_never_become_part_of_the_output(source: Path, out: Path) -> None:
+    """Whatever their names and their place; and a later run still knows them for what they are."""
+    left = killed_after(1, source, out)
+    names = ("data/mine.safetensors", "data/config.json", "data/mine.txt", "done/notes.txt", "work/notes.txt")
+    for name in (*names, "parts/notes.txt", "kept"):
+        (left / name).write_bytes(name.encode())
+    write(source, out)
+    assert sorted(path.name for path in out.iterdir()) == sorted([*FILES, INDEX])
+    for again in (False, True):
+        if again:
+            write(source, out, overwrite=True)
+        (stayed,) = staged(out)
+        found = {file.read_text() for file in stayed.rglob("*") if file.is_file()}
+        assert found == {*names, "parts/notes.txt", "kept"}
+
+
+def test_what_is_removed_may_leave_files_of_a_person(source: Path, out: Path) -> None:
+    left = killed_after(1, source, out)
+    (left / "data" / "mine.safetensors").write_text("mine")
+    for option in ("another", "and another"):
+        write(source, out, job=copy_of(source, option=option), overwrite=True)
+        (stayed,) = staged(out)
+        assert [file.name for file in stayed.rglob("*") if file.is_file()] == ["mine.safetensors"]
+
+
+@pytest.mark.parametrize("moment", ["_make", "commit"])
+def test_what_another_process_removes_is_written_again(
+    moment: str, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of another plan or of another host takes this one for dead, also between its last file and its output."""
+    original, removed = getattr(DividedOnDisk, moment), list[Path]()
+
+    def remove_first(divided: DividedOnDisk, *args: str) -> bool:
+        if not removed:
+            removed.extend(staged(out))
+            shutil.rmtree(removed[0])
+        return bool(original(divided, *args))
+
+    monkeypatch.setattr(DividedOnDisk, moment, remove_first)
+    write(source, out)
+    assert removed
+    check_whole(out)
+
+
+def test_an_old_output_is_looked_through_wherever_a_twin_moves_it(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(source, out)
+    look = SharedStaging._look_exchanged
+
+    def moved(staging: SharedStaging, old: str) -> None:
+        Path(old, "thesis.txt").write_text("mine")
+        assert not staging.reopen()  # as another process does when it begins
+        assert not Path(old).exists()
+        look(staging, old)
+
+    monkeypatch.setattr(SharedStaging, "_look_exchanged", moved)
+    with pytest.raises(UsageError, match="holds what shardkit did not write"):
+        write(source, out, overwrite=True)
+    assert (out / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_another_user_left_stays(source: Path, out: Path) -> None:
+    left = killed_after(1, source, out)
+    os.chown(left, 65534, 65534)
+    write(source, out, job=copy_of(source, option="another"))
+    assert staged(out) == [left]
+
+
+def test_whose_workers_cannot_be_listed_is_not_taken_for_dead(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = killed_after(1, source, out)
+    (run,) = runs_of(str(out), nothing)
+    assert run.is_over
+    listdir = storage.listdir
+
+    def refuse(path: str) -> list[str]:
+        if path == str(left / "work"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return listdir(path)
+
+    monkeypatch.setattr(storage, "listdir", refuse)
+    assert not run.is_over
+
+
+def test_what_another_host_finished_needs_no_room(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = killed_after(2, source, out)
+    num_files = len(finished_in(left))
+    for worker in (left / "work").iterdir():
+        worker.rename(worker.with_name(f"01234567-{worker.name.partition('-')[2]}"))
+    needed = copy_of(source).plan.written_bytes
+    monkeypatch.setattr("shardkit.operations.destination.free_bytes", lambda path: needed * 3 // 4)
+    assert write(source, out, needed_bytes=needed)["resumed_files"] == num_files
+    with pytest.raises(ResourceError, match="No space left"):
+        write(source, out, needed_bytes=needed, overwrite=True)
+
+
+def test_what_goes_elsewhere_is_written_though_a_twin_has_made_the_output(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin has died before it had written it; nobody but this process is left to describe the output."""
+    sharded, file = out.with_name("sharded"), out.with_name("manifest.json")
+    shardkit.preshard(source, sharded, world_size=2, wrap="none")
+
+    def die(divided: DividedOnDisk) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DividedOnDisk, "attended", die)
+        with pytest.raises(ZeroDivisionError):
+            shardkit.consolidate(sharded, out, manifest_file=file)
+    assert not file.exists()
+    assert len(staged(out)) == 1
+    assert shardkit.consolidate(sharded, out, manifest_file=file, overwrite=True).was_there
+    assert file.exists()
+    assert staged(out) == []
 
 
 def test_a_dead_run_beside_an_output_that_exists(source: Path, out: Path) -> None:

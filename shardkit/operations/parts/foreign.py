@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -11,16 +12,21 @@ from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.shared import GONE, NOTHING, runs_of
-from shardkit.files.staging import OWNER, abandoned, nothing, rename_noreplace
+from shardkit.files.staging import IS_THERE, OWNER, Owner, abandoned, nothing, rename_noreplace
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.hub.assets import is_asset
 from shardkit.formats.owned import is_nobodys
 from shardkit.operations.parts.agreement import Agreement
 
 _OF_PARTS = ("plan.json", "committed.json")
-_FOLDERS_OF_PARTS = ("done", "factors", "parts", "work")
 _OF_FACTORS = re.compile(r"\d+(-[0-9a-f]{8}|\.json)?", re.ASCII)
 """Records of a run, and their notes."""
+_OF_FOLDERS = {
+    "done": re.compile(r"\d+\.json", re.ASCII),
+    "factors": _OF_FACTORS,
+    "parts": re.compile(r"\d+-of-\d+\.json", re.ASCII),
+}
+"""What lies in the folders of parts, and of runs."""
 _APART, _OF_EARLIER = "kept", "journal.jsonl"
 _OF_RUNS = re.compile(
     r"\.metadata(\..*)?|shardkit\.json|.*\.(distcp|chunks\.json|safetensors|safetensors\.index\.json|part)",
@@ -33,6 +39,8 @@ def foreign_in(path: str) -> list[str]:
     """Return the files of a staging directory that shardkit has not put there, relative to it."""
     of_parts, found = _of_parts(path), list[str]()
     is_shared = storage.lexists(os.path.join(path, _OF_PARTS[0]))  # whether it can be read or not
+    # In `data` an old output lies in directories of one process alone. Without any of these, what stayed there is a person's.
+    is_ours = is_shared or any(storage.lexists(os.path.join(path, name)) for name in (OWNER, _OF_EARLIER))
 
     @cache
     def lists(top: str) -> Callable[[str], bool]:
@@ -43,10 +51,13 @@ def foreign_in(path: str) -> list[str]:
         if is_nobodys(name):
             continue
         if (top == "data" or top.startswith("new-")) and below:
-            found += [] if below in of_parts or lists(top)(below) else [name]
+            is_old = top != "data" or (is_ours and not of_parts)
+            found += [] if below in of_parts or (is_old and lists(top)(below)) else [name]
         elif top.startswith(GONE) and below:  # an old output that was looked through
             continue
-        elif top in _FOLDERS_OF_PARTS and below and is_shared:
+        elif top in _OF_FOLDERS and _OF_FOLDERS[top].fullmatch(below) and is_shared:
+            continue
+        elif top == "work" and is_shared and Owner.parse(below.partition("/")[0]) is not None:
             continue
         elif top in ("factors", "work") and _OF_FACTORS.fullmatch(below):
             continue
@@ -153,7 +164,15 @@ def set_foreign_apart(path: str) -> None:
     """
     for name in foreign_in(path):
         if name.startswith("data" + os.sep):
-            target = os.path.join(_APART, os.path.relpath(name, "data"))
-            storage.make_folders(path, os.path.dirname(target))
-            rename_noreplace(os.path.join(path, name), os.path.join(path, target))
+            for number in itertools.count(1):
+                apart = f"{_APART}{number if number > 1 else ''}"
+                target = os.path.join(apart, os.path.relpath(name, "data"))
+                try:
+                    storage.make_folders(path, os.path.dirname(target))
+                    rename_noreplace(os.path.join(path, name), os.path.join(path, target))
+                except OSError as error:
+                    if error.errno not in IS_THERE:
+                        raise
+                else:
+                    break
             _remove_empty(path, os.path.dirname(name))

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from shardkit.core.text import escape, in_shell
 from shardkit.core.threads import Progress
-from shardkit.errors import IncompleteError, ShardkitError, UsageError
+from shardkit.errors import IncompleteError, ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, note_name, remove_marks, shared_of
 from shardkit.files.staging import identity_of
@@ -31,6 +31,8 @@ from shardkit.transfer.factors.phase import PhaseAt
 from shardkit.transfer.plan import TransferPlan
 
 _T = TypeVar("_T")
+ALL = Part(number=1, count=1)
+"""What a run of one process carries out."""
 _MOST_TRIES = 20  # each only if another process was in the middle of a commit
 
 
@@ -77,14 +79,21 @@ class DividedOnDisk(Divided):
 
     def run(self, part: Part) -> PartResult:
         """Write the files of a part that are not finished yet; errors as `Divided.run`."""
+        return self._unless_removed(lambda: super(DividedOnDisk, self).run(part), lambda: None)
+
+    def _unless_removed(self, work: Callable[[], _T], before: Callable[[], object]) -> _T:
+        """Do something, and once more, after what has to be done before, where another process has removed all that was
+        written, to begin anew: so does this one."""
         for _ in range(_MOST_TRIES):
             try:
-                return self._unless_taken(lambda: super(DividedOnDisk, self).run(part))
-            except IncompleteError:
+                return self._unless_taken(work)
+            except (IncompleteError, ResourceError):
                 if not (self._is_run and self._is_lost):
                     raise
-                self._is_lost = False  # another process has removed it, to begin anew: so does this one
-        return self._unless_taken(lambda: super(DividedOnDisk, self).run(part))
+                self._is_lost = False
+                self._own.clear()
+                before()
+        return self._unless_taken(work)
 
     def _label(self, part: Part) -> str:
         return self._agreement.command.verb if self._is_run else super()._label(part)
@@ -104,7 +113,7 @@ class DividedOnDisk(Divided):
 
     def commit(self) -> bool:
         """Make the output of what all parts wrote; False if another process has. Errors as `Divided.commit`."""
-        return self._unless_taken(lambda: super(DividedOnDisk, self).commit())
+        return self._unless_removed(lambda: super(DividedOnDisk, self).commit(), lambda: self.run(ALL))
 
     def _unless_taken(self, work: Callable[[], _T]) -> _T:
         """Do something, and once more where a commit had taken the data meanwhile; that one may have died."""
@@ -204,14 +213,20 @@ class DividedOnDisk(Divided):
         if not self.staging.is_open and self.staging.exists:  # its output is another one by now
             self.staging.remove()
         if not self._create() and self.staging.is_open:
-            with contextlib.suppress(ShardkitError):
-                if self._agreement.is_stale(Agreement.of(self.staging)):
-                    self.staging.give_up()
-                    return self._begin_run()
+            if self._is_stale():
+                self.staging.give_up()
+                return self._begin_run()
             set_foreign_apart(self.staging.path)
             for folder in sorted(self._folders):
                 storage.make_folders(self.staging.data, folder)
         return True
+
+    def _is_stale(self) -> bool:
+        """True if what lies there is of another state of the source."""
+        try:
+            return self._agreement.is_stale(Agreement.of(self.staging))
+        except ShardkitError:
+            return False
 
     @property
     def _folders(self) -> set[str]:
