@@ -176,12 +176,12 @@ def test_among_what_parts_share_too(way: str, found: Scenarios, server: Server, 
         there.check_is(there.scenario.expected)
         good(server.together([committing(there.scenario, there.out) if way == "commit" else first]))
     elif way == "abort":
-        (shared / "done" / "mine").write_text("of nobody")
+        (shared / "done" / "mine").write_text("done")
         (shared / "data" / "mine").write_text("mine")
         shown = run("status", str(there.out), "--abort")
         assert shown.exit_code == 0
-        assert f"{shared}: not shardkit's, so this stays: notes.txt, data/mine" in shown.stderr
-        assert kept_beside(there) == {"notes.txt", "mine"}
+        assert f"{shared}: not shardkit's, so this stays: notes.txt, done/mine, data/mine" in shown.stderr
+        assert kept_beside(there) == {"notes.txt", "done", "mine"}
     else:
         good([there.scenario.run(server, there.out)])
         (said,) = good(server.together([last]))
