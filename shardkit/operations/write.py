@@ -780,7 +780,8 @@ class Writer:
             # A run whose output has just appeared ends as if nothing had happened; parts are run again.
             if self.writing.share is not None or not divided.is_committed:
                 raise self._interrupted(interrupt) from interrupt
-            has_committed = True
+            # Else another process has, and what comes after is that one's.
+            has_committed = isinstance(divided, DividedOnDisk) and divided.staging.has_made
         finally:
             self._progress.finish()
         if has_committed:

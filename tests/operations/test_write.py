@@ -527,6 +527,25 @@ def test_what_another_host_finished_needs_no_room(
         write(source, out, needed_bytes=needed, overwrite=True)
 
 
+def test_an_interrupt_after_another_process_has_made_the_output(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after the output is left to that one, with what it needs for it."""
+    commit, attended = DividedOnDisk.commit, list[object]()
+
+    def by_another(divided: DividedOnDisk) -> bool:
+        assert commit(divided)
+        divided.staging.has_made = False
+        attended.append(divided.staging.attended())
+        attended[0].__enter__()  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DividedOnDisk, "commit", by_another)
+    assert write(source, out)["was_there"]
+    assert len(staged(out)) == 1
+    attended[0].__exit__(None, None, None)  # type: ignore[attr-defined]
+
+
 def test_what_goes_elsewhere_is_written_though_a_twin_has_made_the_output(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
