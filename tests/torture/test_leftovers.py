@@ -47,7 +47,9 @@ def shardkit_old(place: Place) -> None:
 
 def of_another_host(left: Path) -> Path:
     """Let those who worked in a directory be processes of another host."""
-    for worker in (left / "work").iterdir():
+    workers = list((left / "work").iterdir())
+    assert workers, "it was killed between its files and its output"
+    for worker in workers:
         worker.rename(worker.with_name(f"01234567-{worker.name.partition('-')[2]}"))
     return left
 
@@ -191,7 +193,7 @@ def test_among_what_parts_share_too(way: str, found: Scenarios, server: Server, 
 
 
 def test_of_another_host_it_is_named_first(found: Scenarios, server: Server, place: Path) -> None:
-    there = killed(found["preshard"], server, place)
+    there = killed(found["preshard"], server, place, 0.5)
     left = of_another_host(there.staging()[0])
     assert shardkit.gc(there.out).runs[0].is_removed is False
     assert there.staging() == [left]
