@@ -157,12 +157,13 @@ class SharedStaging:
         places = (self.path + _DONE,) if self.is_open else (self.path, self.path + _DONE)
         return any(_is_record_of(os.path.join(place, _COMMITTED), self.destination) for place in places)
 
-    def create(self, record: bytes, folders: Collection[str]) -> bool:
+    def create(self, record: bytes, folders: Collection[str], owner: Owner | None = None) -> bool:
         """Make it, unless another process has; return whether it was made here.
 
         Args:
             record: content of `plan.json`.
             folders: directories in `data`, relative to it. Nobody makes any later.
+            owner: who has entered it from the first moment on, as by `enter`.
 
         Raises:
             ResourceError: the parent does not exist or cannot be written.
@@ -174,6 +175,8 @@ class SharedStaging:
         try:
             for directory in (here.done, here.factors.path, here.parts, here._work):
                 storage.mkdir(directory)
+            if owner is not None:
+                here.enter(owner)
             for folder in sorted(folders):
                 storage.make_folders(here.path, os.path.join("data", folder))
             storage.write_file(here.record, record)
@@ -190,6 +193,25 @@ class SharedStaging:
             raise
         fresh.release()
         return True
+
+    def enter(self, owner: Owner) -> bool:
+        """Let others see that somebody is at work in it, until `leave`; False if it is gone.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        try:
+            storage.mkdir(os.path.join(self._work, str(owner)))
+        except FileExistsError:
+            pass
+        except FileNotFoundError:
+            return False
+        return True
+
+    def leave(self, owner: Owner) -> None:
+        """End what `enter` began."""
+        owner.end()
+        storage.remove_tree(os.path.join(self._work, str(owner)))
 
     @contextlib.contextmanager
     def workplace(self) -> Iterator[str]:
@@ -359,6 +381,11 @@ class SharedStaging:
         with contextlib.suppress(OSError):  # who may not look cannot know
             return all(owner.is_provably_dead() for owner in self._owners())
         return False
+
+    @property
+    def is_unknown(self) -> bool:
+        """True if somebody may be at work in it of whom nobody can tell that here."""
+        return any(not (owner.is_provably_dead() or owner.is_provably_alive()) for owner in self.owners())
 
     def owners(self) -> list[Owner]:
         """Return who is at work in it, or was until it was killed, as far as this process may look."""
@@ -731,12 +758,11 @@ def _remove(destination: str, path: str, kept: Kept) -> None:
         storage.rename(path, taken)
         # Else a power loss would bring it back under its name, without what is removed here.
         storage.sync_directory(parent)
+        remove_but(taken, kept(taken))
     except FileNotFoundError:  # another process was faster
         return
     except OSError as error:
         raise ResourceError(f"cannot remove {escape(path)}: {error.strerror}") from error
-    else:
-        remove_but(taken, kept(taken))
     finally:
         owner.end()
 

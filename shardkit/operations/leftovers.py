@@ -187,7 +187,7 @@ def name_unknown(destination: str, own: str) -> Iterator[str]:
         own: path of the directory of the plan that is carried out here.
     """
     for run in runs_of(destination, foreign_in):
-        if run.path != own and not run.is_over and not run.is_attended:
+        if run.path != own and run.is_unknown:
             yield (
                 f"{_unknown(_look_run(run), 'is left alone')}; `shardkit status {in_shell(destination)} --abort` removes it"
             )

@@ -42,8 +42,8 @@ from shardkit.operations.options import WriteOptions
 from shardkit.operations.parts.agreement import Agreement, Command, Committing, NotThere, Share, as_typed
 from shardkit.operations.parts.divided import Divided, PartResult
 from shardkit.operations.parts.foreign import foreign_in, name_foreign
-from shardkit.operations.parts.on_disk import ALL, DividedOnDisk, absolute
-from shardkit.operations.parts.part import Part
+from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
+from shardkit.operations.parts.part import ALL, Part
 from shardkit.operations.uploading.in_store import DividedInStore
 from shardkit.operations.uploading.local_records import (
     ANOTHER_PLACE,
@@ -55,7 +55,7 @@ from shardkit.operations.uploading.place import UploadTarget, check_target
 from shardkit.operations.uploading.run import Describe, StoredFiles, Upload, check_beside
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.execute import ExecuteOptions
-from shardkit.transfer.existing import Existing, Unproven, remember
+from shardkit.transfer.existing import Existing, Unproven, is_remembered, remember
 from shardkit.transfer.factors.job import FactoredJob
 from shardkit.transfer.factors.phase import FactorPhase, PhaseAt
 from shardkit.transfer.images import ImageSet
@@ -498,16 +498,25 @@ class Writer:
             divided.begin_anew()
         remove_runs(self.path, foreign_in, but=divided.staging.path)  # their room may be needed
         try:
-            found = self._carry_out(divided, ALL, job, job.plan)
-        except (Interrupted, IncompleteError):
+            with divided.present():
+                found = self._carry_out(divided, ALL, job, job.plan)
+        except Interrupted:
+            with contextlib.suppress(OSError, ShardkitError):
+                divided.put_back()
+            raise
+        except IncompleteError:
             raise
         except BaseException:
             with contextlib.suppress(OSError, ShardkitError):
                 divided.abandon()
-            self._say(name_foreign(self.path))
+                self._say(name_foreign(self.path))
             raise
-        # What was there may have to be described elsewhere.
-        return None if self.was_there or self._parts is None else found
+        if self._parts is not None and not self.was_there:
+            return found
+        if self.writing.overwrite and not divided.is_committed:
+            self._take(divided)  # by a run of this very plan, whatever has replaced its output since
+            return found
+        return None  # what was there may have to be described elsewhere
 
     def _find_there(
         self, job: Job, describe: Describe, exists: UsageError, factors: FactoredJob | None
@@ -850,6 +859,7 @@ class Writer:
             "check_replaceable": self._check_replaceable,
             "look": self._look,
             "remember": lambda directory: self._remember(hash_plan(job), directory),
+            "is_ours": lambda: is_remembered(self.path, hash_plan(job), self.writing.recorded),
             "is_run": self.writing.share is None,
         }
         agreement, phase = self._agreement(job, self.writing.share, factors), self._phase(job, factors)

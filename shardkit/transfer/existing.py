@@ -77,9 +77,7 @@ class Existing:
         Args:
             plan_hash: of the job.
         """
-        kept = records()
-        found = None if kept is None else kept.find(_key(self.path))
-        return found is not None and found == _record(plan_hash, self.recorded, self.path)
+        return is_remembered(self.path, plan_hash, self.recorded)
 
     def is_of_commit(self) -> bool:
         """True if its manifest says that it was made of this commit of a repo on the Hub, with these options.
@@ -212,6 +210,13 @@ def remember(path: str, plan_hash: str, recorded: Sequence[str], directory: str)
     if kept is not None:
         with contextlib.suppress(OSError):
             kept.keep(_key(path), _record(plan_hash, recorded, directory))
+
+
+def is_remembered(path: str, plan_hash: str, recorded: Sequence[str]) -> bool:
+    """True if this user's cache says that a run of a plan has made the very files at a path; arguments as `remember`."""
+    kept = records()
+    found = None if kept is None else kept.find(_key(path))
+    return found is not None and found == _record(plan_hash, recorded, path)
 
 
 def records() -> Cache | None:

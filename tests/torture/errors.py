@@ -106,7 +106,7 @@ def attempt(failure: Failure, scenario: Scenario, server: Server, path: Path) ->
         may_be = [before]
         if failure.do == "signal":
             may_be.append(scenario.expected)  # between the rename and the end
-        elif failure.stays or answer.hit == "fsync":
+        elif failure.stays or "it is there, and whole" in answer.err:
             may_be.append(scenario.expected)  # the rename was done, and its sync failed
             if not failure.exchange and place.staging():
                 may_be.append(None)  # the old one could not go back: the next run puts it there

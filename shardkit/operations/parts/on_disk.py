@@ -17,22 +17,20 @@ from shardkit.core.threads import Progress
 from shardkit.errors import IncompleteError, ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, note_name, remove_marks, shared_of
-from shardkit.files.staging import identity_of
+from shardkit.files.staging import Owner, identity_of
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.owned import HUB_INDEX
 from shardkit.operations.parts.agreement import Agreement, read_all
 from shardkit.operations.parts.divided import Divided, PartResult
 from shardkit.operations.parts.foreign import foreign_in, kept, set_foreign_apart
 from shardkit.operations.parts.notes import Note, read_note, remove_notes
-from shardkit.operations.parts.part import Part
+from shardkit.operations.parts.part import ALL, Part
 from shardkit.transfer.digests import is_intact
 from shardkit.transfer.execute import Describer, ExecuteOptions
 from shardkit.transfer.factors.phase import PhaseAt
 from shardkit.transfer.plan import TransferPlan
 
 _T = TypeVar("_T")
-ALL = Part(number=1, count=1)
-"""What a run of one process carries out."""
 _MOST_TRIES = 20  # each only if another process was in the middle of a commit
 
 
@@ -48,6 +46,8 @@ class DividedOnDisk(Divided):
         check_replaceable: refuses if it may not.
         look: refuses likewise, given what was there once it has lost its name.
         remember: takes note of what is in a directory, before that becomes the output.
+        is_ours: tells whether what is at the destination is known to be of this plan, by such a note.
+        is_run: one process carries out all of it, or several that were started alike.
     """
 
     def __init__(
@@ -66,34 +66,29 @@ class DividedOnDisk(Divided):
         check_replaceable: Callable[[], object],
         look: Callable[[str], object],
         remember: Callable[[str], object],
+        is_ours: Callable[[], bool],
         is_run: bool = False,
     ) -> None:
         self.staging = SharedStaging.of_plan(destination, agreement.plan, foreign_in, is_run=is_run)
         super().__init__(destination, self.staging, agreement, plan, data_nbytes, options, progress, phase)
         self._is_run, self._is_kept = is_run, False
         self._own = dict[int, Note]()
+        self._owner: Owner | None = None
         self._describe, self._overwrite = describe, overwrite
-        self._check_replaceable = partial(self._ask, check_replaceable)
+        self._check_replaceable, self._is_ours = partial(self._ask, check_replaceable), is_ours
         self.staging.look = partial(self._ask, look)
         self._before, self._is_lost, self._work, self._remember = before, False, "", remember
 
     def run(self, part: Part) -> PartResult:
         """Write the files of a part that are not finished yet; errors as `Divided.run`."""
-        return self._unless_removed(lambda: super(DividedOnDisk, self).run(part), lambda: None)
-
-    def _unless_removed(self, work: Callable[[], _T], before: Callable[[], object]) -> _T:
-        """Do something, and once more, after what has to be done before, where another process has removed all that was
-        written, to begin anew: so does this one."""
         for _ in range(_MOST_TRIES):
             try:
-                return self._unless_taken(work)
+                return self._unless_taken(lambda: super(DividedOnDisk, self).run(part))
             except (IncompleteError, ResourceError):
                 if not (self._is_run and self._is_lost):
                     raise
-                self._is_lost = False
-                self._own.clear()
-                before()
-        return self._unless_taken(work)
+            self._begin_again()
+        return self._unless_taken(lambda: super(DividedOnDisk, self).run(part))
 
     def _label(self, part: Part) -> str:
         return self._agreement.command.verb if self._is_run else super()._label(part)
@@ -113,7 +108,24 @@ class DividedOnDisk(Divided):
 
     def commit(self) -> bool:
         """Make the output of what all parts wrote; False if another process has. Errors as `Divided.commit`."""
-        return self._unless_removed(lambda: super(DividedOnDisk, self).commit(), lambda: self.run(ALL))
+        for _ in range(_MOST_TRIES if self._is_run else 0):
+            try:
+                return self._unless_taken(lambda: super(DividedOnDisk, self).commit())
+            except (OSError, ShardkitError) as error:
+                is_here = self._is_open() or self.staging.has_made
+                if is_here and not isinstance(error, IncompleteError):
+                    raise
+            # A note could not be read, or a twin has removed it; or all of this was removed, by a twin or with its commit.
+            self._begin_again()
+            if self.run(ALL).is_committed:
+                return False
+        return self._unless_taken(lambda: super(DividedOnDisk, self).commit())
+
+    def _begin_again(self) -> None:
+        """Forget what was written here, if another process has removed it."""
+        if self._is_lost:
+            self._is_lost = False
+            self._own.clear()
 
     def _unless_taken(self, work: Callable[[], _T]) -> _T:
         """Do something, and once more where a commit had taken the data meanwhile; that one may have died."""
@@ -161,7 +173,11 @@ class DividedOnDisk(Divided):
     def _has_another_committed(self) -> bool:
         if self._is_open() or self.staging.has_made:
             return False
-        return self.staging.is_committed or identity_of(self._destination) not in (None, self._before)
+        if self.staging.is_committed:
+            return True
+        # A run that may replace whatever is there does so, unless what is there is known to be of its plan.
+        is_other = identity_of(self._destination) not in (None, self._before)
+        return is_other and (not (self._is_run and self._overwrite) or self._is_ours())
 
     @property
     def is_committed(self) -> bool:
@@ -193,6 +209,11 @@ class DividedOnDisk(Divided):
             )
         self.staging.give_up()
 
+    def put_back(self) -> None:
+        """After a signal, put back what was moved aside, unless somebody is at work there; errors as `abandon`."""
+        if self.staging.is_over:
+            self.staging.put_back()
+
     def abandon(self) -> None:
         """After an error, remove what was written, unless somebody is at work there or may go on with it.
 
@@ -205,20 +226,41 @@ class DividedOnDisk(Divided):
     def _begin(self) -> bool:
         return self._begin_run() if self._is_run else self._begin_part()
 
+    @contextlib.contextmanager
+    def present(self) -> Iterator[None]:
+        """Let others see, from the moment on at which a run begins, that it is at work, also while it writes nothing."""
+        self._owner = Owner.new_run()
+        try:
+            yield
+        finally:
+            self.staging.leave(self._owner)
+
     def _begin_run(self) -> bool:
         """Join what runs of this plan have written, or begin; whatever runs of other plans do."""
-        self.staging.reopen()
-        if self.staging.is_committed:
+        assert self._owner is not None
+        for _ in range(_MOST_TRIES):
+            self.staging.reopen()
+            if self.staging.is_committed:
+                return False
+            if not self.staging.is_open and self.staging.exists:  # its output is another one by now
+                self.staging.remove()
+            if self.staging.create(self._agreement.dump(), self._folders, self._owner):
+                return True
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+                if self._joins(self._owner):
+                    return True
+        raise self._given_up()
+
+    def _joins(self, owner: Owner) -> bool:
+        """Go on with what is there; False if it is gone by now, or was begun with another state of the source."""
+        if not self.staging.enter(owner) or not self.staging.is_open:
             return False
-        if not self.staging.is_open and self.staging.exists:  # its output is another one by now
-            self.staging.remove()
-        if not self._create() and self.staging.is_open:
-            if self._is_stale():
-                self.staging.give_up()
-                return self._begin_run()
-            set_foreign_apart(self.staging.path)
-            for folder in sorted(self._folders):
-                storage.make_folders(self.staging.data, folder)
+        if self._is_stale():
+            self.staging.give_up()
+            return False
+        set_foreign_apart(self.staging.path)
+        for folder in sorted(self._folders):
+            storage.make_folders(self.staging.data, folder)
         return True
 
     def _is_stale(self) -> bool:
@@ -232,9 +274,6 @@ class DividedOnDisk(Divided):
     def _folders(self) -> set[str]:
         """Directories in `data`."""
         return {os.path.dirname(image.name) for image in self._images} - {""}
-
-    def _create(self) -> bool:
-        return self.staging.create(self._agreement.dump(), self._folders)
 
     def _begin_part(self) -> bool:
         closed = list[str]()
@@ -252,7 +291,7 @@ class DividedOnDisk(Divided):
             f"parts have committed {escape(self._destination)}, and it is another one by now",
             hint=f"remove what they left: `shardkit status {in_shell(self._destination)} --abort`",
         )
-        is_ours = self._create()
+        is_ours = self.staging.create(self._agreement.dump(), self._folders)
         if is_ours and identity_of(self._destination) != self._before:
             # The last part has committed since this one began: what was made here would never be whole.
             self.staging.remove()

@@ -44,6 +44,10 @@ class Part:
         return f"{self.number}/{self.count}"
 
 
+ALL = Part(number=1, count=1)
+"""What a run of one process carries out."""
+
+
 def parse_part(text: str, environ: Mapping[str, str]) -> Part:
     """Return the part that `--part` asks for.
 
