@@ -749,7 +749,7 @@ def _is_record_of(path: str, directory: str) -> bool:
 
 def _remove(destination: str, path: str, kept: Kept) -> None:
     """Remove a directory but what is kept: under a name of a run of this process first, so that nobody goes on in it."""
-    if storage.isdir(path) and not storage.access(path, os.W_OK | os.X_OK):
+    if not storage.access(path, os.W_OK | os.X_OK) and storage.isdir(path):  # not: gone meanwhile
         raise ResourceError(f"cannot remove {escape(path)}: {os.strerror(errno.EACCES)}")
     owner = Owner.new_run()
     parent, name = os.path.split(destination)

@@ -513,10 +513,10 @@ class Writer:
             raise
         if self._parts is not None and not self.was_there:
             return found
-        if self.writing.overwrite and not divided.is_committed:
+        if self.writing.overwrite and not self.describes_elsewhere:
             self._take(divided)  # by a run of this very plan, whatever has replaced its output since
             return found
-        return None  # what was there may have to be described elsewhere
+        return None
 
     def _find_there(
         self, job: Job, describe: Describe, exists: UsageError, factors: FactoredJob | None
