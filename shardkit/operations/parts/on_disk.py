@@ -85,7 +85,8 @@ class DividedOnDisk(Divided):
             try:
                 return self._unless_taken(lambda: super(DividedOnDisk, self).run(part))
             except (IncompleteError, ResourceError):
-                if not (self._is_run and self._is_lost):
+                # Parts end where somebody has given them up; if others have begun anew since, they go on with these.
+                if not (self._is_lost and (self._is_run or self.staging.is_open)):
                     raise
             self._begin_again()
         return self._unless_taken(lambda: super(DividedOnDisk, self).run(part))
