@@ -327,7 +327,8 @@ class Divided(ABC):
         finished = {note.digest.name: note.digest for note in notes}
         names = {self._images[number].name: number for number in mine}
         self._progress.start(sum(self._data_nbytes[number] for number in mine), label)
-        self._progress.advance(sum(self._data_nbytes[names[name]] for name in finished))
+        if finished:
+            self._progress.advance(sum(self._data_nbytes[names[name]] for name in finished))
 
         def on_finished(digest: FileDigest, read: Evidence) -> None:
             number = names[digest.name]

@@ -72,7 +72,7 @@ class DividedOnDisk(Divided):
         self.staging = SharedStaging.of_plan(destination, agreement.plan, foreign_in, is_run=is_run)
         super().__init__(destination, self.staging, agreement, plan, data_nbytes, options, progress, phase)
         self._is_run, self._is_kept = is_run, False
-        self._own = dict[int, Note]()
+        self._own, self._loaded = dict[int, Note](), dict[str, Note]()
         self._owner: Owner | None = None
         self._describe, self._overwrite = describe, overwrite
         self._check_replaceable, self._is_ours = partial(self._ask, check_replaceable), is_ours
@@ -106,6 +106,10 @@ class DividedOnDisk(Divided):
             self._forget([number])
             return False
         return is_whole
+
+    def _load(self, note: Note) -> bool:
+        # What this process has read itself is in `check` already.
+        return self._loaded.get(note.digest.name) is note or super()._load(note)
 
     def commit(self) -> bool:
         """Make the output of what all parts wrote; False if another process has. Errors as `Divided.commit`."""
@@ -358,7 +362,7 @@ class DividedOnDisk(Divided):
             self._work, self.staging.done, note_name(number), note.dump(), is_synced=is_synced
         )
         if self._is_run:  # it need not read again what it has written
-            self._own[number] = note
+            self._own[number], self._loaded[name] = note, note
 
     def _make(self, directory: str) -> bool:
         """Write what lies beside the images, apart from `data`, and then by renames into it; then let `data` appear."""
