@@ -19,10 +19,12 @@ class Stopping(SharedStaging):
     num_notes = 0
     lock = threading.Lock()
 
-    def write_note(self, work: str, directory: str, name: str, content: bytes) -> None:
+    def write_note(
+        self, work: str, directory: str, name: str, content: bytes, *, is_synced: bool = True
+    ) -> None:
         """Write a note, then stop for good if it is the second of a file."""
         with self.lock:
-            super().write_note(work, directory, name, content)
+            super().write_note(work, directory, name, content, is_synced=is_synced)
             Stopping.num_notes += directory == self.done
             if Stopping.num_notes == 2:
                 (Path(self.destination).parent / "half-done").write_text(str(os.getpid()))

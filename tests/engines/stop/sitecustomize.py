@@ -26,8 +26,10 @@ if MARKER:
 
     write_note, finished = SharedStaging.write_note, list[str]()
 
-    def stopping(self: SharedStaging, work: str, directory: str, name: str, content: bytes) -> None:
-        write_note(self, work, directory, name, content)
+    def stopping(
+        self: SharedStaging, work: str, directory: str, name: str, content: bytes, **options: bool
+    ) -> None:
+        write_note(self, work, directory, name, content, **options)
         finished.extend([name] if directory == self.done else [])
         if len(finished) == NUM_FILES and not os.path.exists(MARKER):
             _stop()
