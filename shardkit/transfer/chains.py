@@ -160,13 +160,14 @@ class Entries:
         if file is None or not 0 <= entry.start < entry.stop <= self._catalog.files[file].size:
             return None
         if (number := self.table_of[file]) >= 0:
-            table, row = self.tables[number], bisect_left(self.tables[number].starts, entry.start)
-            if row < len(table) and table.starts[row] == entry.start:
-                known = Entry(table.starts[row], table.stops[row], table.crcs[row])
-                if known == entry:
-                    return self.firsts[number] + row
-                if known.stop == entry.stop or (known.crc and entry.crc):
-                    return None
+            table, starts = self.tables[number], self.tables[number].starts
+            # Several begin there if the file was opened twice, with and without what a manifest records.
+            rows = range(bisect_left(starts, entry.start), bisect_right(starts, entry.start))
+            known = [Entry(starts[row], table.stops[row], table.crcs[row]) for row in rows]
+            if entry in known:
+                return self.firsts[number] + rows[known.index(entry)]
+            if any(other.stop == entry.stop or (other.crc and entry.crc) for other in known):
+                return None
         found = self._other_numbers.setdefault((file, entry), len(self))
         if found == len(self):
             columns = self._others.starts, self._others.stops, self._others.crcs

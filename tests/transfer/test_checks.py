@@ -336,6 +336,22 @@ def test_an_interrupted_run_tells_the_next_one(tmp_path: Path, damaged: tuple[in
         assert finish(after, catalog) == (300, {NOT_RECORDED: (1, 300)})
 
 
+def test_a_run_tells_of_a_file_that_was_opened_twice(tmp_path: Path) -> None:
+    """Once with what a manifest records, once without: two stretches begin at one byte."""
+    catalog, content = source(tmp_path, [100, 200])
+    held = catalog.files[0].checksums
+    assert held is not None
+    (start, stop), _ = places(catalog)
+    twice = held | Checksums.of([(start, stop - start, None)])
+    catalog.files[0] = replace(catalog.files[0], checksums=twice)
+    before = SourceCheck(catalog)
+    told = before.runs()
+    told.add(0, start, content[start:stop], "t")
+    noted = json.loads(json.dumps(before.dump(told.take())))
+    assert noted["files"]
+    assert SourceCheck(catalog).load(noted)
+
+
 @pytest.mark.parametrize(
     "told",
     [

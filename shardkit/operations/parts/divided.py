@@ -310,8 +310,8 @@ class Divided(ABC):
         """Return what the progress of a part is called."""
         return f"part {part}"
 
-    def _is_whole(self, number: int, note: Note) -> bool:
-        """True if a file that was finished before may be taken as it is; else its note is removed."""
+    def _is_whole(self, note: Note) -> bool:
+        """True if a file that was finished before may be taken as it is."""
         return self._load(note)
 
     def _is_another_at_work(self, part: Part) -> bool:
@@ -321,7 +321,11 @@ class Divided(ABC):
 
     def _move(self, mine: Sequence[int], directory: str, label: str) -> int:
         """Write files; return how many were finished before."""
-        notes = [note for number, note in self._notes(mine) if self._is_whole(number, note)]
+        notes, useless = list[Note](), list[int]()
+        for number, note in self._notes(mine):
+            notes += [note] if (is_whole := self._is_whole(note)) else []
+            useless += [] if is_whole else [number]
+        self._forget(useless)  # else they would count for more than the files that are written now
         for note in notes:
             self.on_joined(note.versions or {})
         finished = {note.digest.name: note.digest for note in notes}

@@ -72,7 +72,7 @@ class DividedOnDisk(Divided):
         self.staging = SharedStaging.of_plan(destination, agreement.plan, foreign_in, is_run=is_run)
         super().__init__(destination, self.staging, agreement, plan, data_nbytes, options, progress, phase)
         self._is_run, self._is_kept = is_run, False
-        self._own, self._loaded = dict[int, Note](), dict[str, Note]()
+        self._own = dict[str, Note]()
         self._owner: Owner | None = None
         self._describe, self._overwrite = describe, overwrite
         self._check_replaceable, self._is_ours = partial(self._ask, check_replaceable), is_ours
@@ -100,25 +100,24 @@ class DividedOnDisk(Divided):
                 self.on_joined(versions)
         return super()._carry_out(part, directory)
 
-    def _is_whole(self, number: int, note: Note) -> bool:
-        is_whole = super()._is_whole(number, note)
-        if is_whole and self._is_run and not is_intact(note.digest, self.staging.data):
-            self._forget([number])
-            return False
-        return is_whole
+    def _is_whole(self, note: Note) -> bool:
+        is_read = self._is_run and note is not self._own.get(note.digest.name)
+        return (not is_read or is_intact(note.digest, self.staging.data)) and super()._is_whole(note)
 
     def _load(self, note: Note) -> bool:
         # What this process has read itself is in `check` already.
-        return self._loaded.get(note.digest.name) is note or super()._load(note)
+        return note is self._own.get(note.digest.name) or super()._load(note)
 
     def commit(self) -> bool:
         """Make the output of what all parts wrote; False if another process has. Errors as `Divided.commit`."""
+        lacks = 0
         for _ in range(_MOST_TRIES if self._is_run else 0):
             try:
                 return self._unless_taken(lambda: super(DividedOnDisk, self).commit())
             except (OSError, ShardkitError) as error:
                 is_here = self._is_open() or self.staging.has_made
-                if is_here and not isinstance(error, IncompleteError):
+                lacks += is_here and isinstance(error, IncompleteError)
+                if is_here and (lacks > 1 or not isinstance(error, IncompleteError)):
                     raise
             # A note could not be read, or a twin has removed it; or all of this was removed, by a twin or with its commit.
             self._begin_again()
@@ -335,7 +334,8 @@ class DividedOnDisk(Divided):
         self.staging.write_note(self._work, self.staging.parts, name, content, is_synced=not self._is_run)
 
     def _note(self, number: int) -> Note | None:
-        image, own = self._images[number], self._own.get(number)
+        image = self._images[number]
+        own = self._own.get(image.name)
         if own is not None and storage.lexists(os.path.join(self.staging.data, image.name)):
             return own
         note = read_note(self.staging, number, image.name, image.size)
@@ -346,7 +346,7 @@ class DividedOnDisk(Divided):
 
     def _forget(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._own.pop(number, None)
+            self._own.pop(self._images[number].name, None)
         remove_notes(self.staging, numbers)
 
     def _publish(self, directory: str, number: int, note: Note) -> None:
@@ -362,7 +362,7 @@ class DividedOnDisk(Divided):
             self._work, self.staging.done, note_name(number), note.dump(), is_synced=is_synced
         )
         if self._is_run:  # it need not read again what it has written
-            self._own[number], self._loaded[name] = note, note
+            self._own[name] = note
 
     def _make(self, directory: str) -> bool:
         """Write what lies beside the images, apart from `data`, and then by renames into it; then let `data` appear."""
