@@ -12,6 +12,7 @@ import pytest
 
 import shardkit
 from shardkit import UsageError
+from shardkit.cli import main
 from shardkit.core.text import parse_size
 from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.diff.options import DiffOptions
@@ -76,7 +77,9 @@ def test_click_has_the_defaults(verb, monkeypatch):
     for name in ("SHARDKIT_JOBS", "SHARDKIT_MAX_MEMORY"):
         monkeypatch.delenv(name, raising=False)
     function = FUNCTIONS[verb]
-    given = command(verb).make_context(verb, paths_of(function)).params
+    # A command keeps the help option that it has made for its first context: without a parent, one without `-h`.
+    root = click.Context(main, info_name="shardkit", **main.context_settings)
+    given = command(verb).make_context(verb, paths_of(function), parent=root).params
     for name, argument in arguments_of(function).items():
         if name in given and name not in (*paths_of(function), *OTHERWISE.get(verb, ())):
             default = argument.default
