@@ -68,9 +68,18 @@ def with_factors(
             staging.give_up()
         remove_runs(place, nothing, but=staging.path)
         try:
-            with _records(staging) as work:
-                run = phase(staging.factors)
-                run.compute_all(work, check, upload.progress, f"{upload.verb}, factors", upload.on_resumed)
+            with contextlib.ExitStack() as stack:
+                try:
+                    staging.create(b"", ())
+                    work = stack.enter_context(staging.workplace())  # who is in it needs all records
+                    run = phase(staging.factors)
+                    run.compute_all(
+                        work, check, upload.progress, f"{upload.verb}, factors", upload.on_resumed
+                    )
+                except OSError as error:
+                    raise ResourceError(
+                        f"cannot write to {escape(staging.path)}: {error.strerror}", hint=ELSEWHERE
+                    ) from error
                 yield replace(upload, computed=run.digest or "")
         except KeyboardInterrupt as interrupt:
             raise interrupted(interrupt, upload.target, "what was computed is kept") from interrupt
@@ -80,19 +89,6 @@ def with_factors(
             _remove(staging)
             raise
         _remove(staging)
-
-
-@contextlib.contextmanager
-def _records(staging: SharedStaging) -> Iterator[str]:
-    """Give a directory for records that are not whole yet, among the others; who is in it needs all of them."""
-    try:
-        staging.create(b"", ())
-        with staging.workplace() as work:
-            yield work
-    except OSError as error:
-        raise ResourceError(
-            f"cannot write to {escape(staging.path)}: {error.strerror}", hint=ELSEWHERE
-        ) from error
 
 
 def _remove(staging: SharedStaging) -> None:
