@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import posixpath
 import re
 import runpy
+import shlex
+import subprocess
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 
+import click
 import pytest
 import yaml
+
+from shardkit.cli import main
 
 ROOT = Path(__file__).parents[1]
 SITE = runpy.run_path(str(ROOT / "scripts" / "site.py"))
@@ -176,3 +182,46 @@ def test_the_table_of_trainers_names_tests_that_exist() -> None:
     for test in named:
         file, _, name = test.partition("::")
         assert f"def {name or 'test_'}" in (ROOT / file).read_text(), test
+
+
+SCRIPTS = [
+    *(
+        (page, block)
+        for page in PAGES
+        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S)
+    ),
+    *((path, path.read_text()) for path in sorted(ROOT.glob("examples/**/*.sbatch"))),
+]
+
+
+def commands(script: str) -> Iterator[list[str]]:
+    """Yield the words behind `shardkit` of each command in a script; a line of usage, with brackets, is none."""
+    for line in script.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        words = list(lexer)
+        yield from (found for word in words if "shardkit " in word for found in commands(word))  # in quotes
+        if "shardkit" in words and "[" not in line:
+            typed = words[words.index("shardkit") + 1 :]
+            yield list(takewhile(lambda word: not set(word) <= set("|&;<>()"), typed))
+
+
+def parse(words: list[str]) -> None:
+    """Parse a command; nothing is run."""
+    root = click.Context(main, info_name="shardkit")
+    command = main.get_command(root, words[0])
+    assert command is not None, words
+    with contextlib.suppress(click.exceptions.Exit):  # --help
+        command.make_context(words[0], words[1:], parent=root)
+
+
+def test_shells_and_the_command_line_take_what_pages_say_to_type() -> None:
+    for path, script in SCRIPTS:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        for words in commands(script):
+            try:
+                parse(words)
+            except click.ClickException as error:
+                pytest.fail(
+                    f"{path.relative_to(ROOT)}: shardkit {shlex.join(words)}: {error.format_message()}"
+                )
