@@ -20,6 +20,7 @@ import click
 
 import shardkit as library
 from shardkit.cli import main as shardkit
+from shardkit.cli.options import sections
 from shardkit.cli.shell import STATUS, VARIABLES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -27,7 +28,7 @@ _SCHEMAS = runpy.run_path(str(Path(__file__).with_name("schemas.py")))
 _HEAD = """\
 # Commands
 
-Every command and option, made from the program itself: `shardkit COMMAND --help` and `man shardkit` say the same.
+Every command and option, made from the program itself: `shardkit COMMAND --help` says the same, `-h` the first of it.
 [cli.md](cli.md) explains what they do and why; the [guides](guides/index.md) show them at work.
 """
 
@@ -92,13 +93,17 @@ def _command(context: click.Context) -> str:
     command = context.command
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     texts = [" ".join(text.split()) for text in (command.help or "").replace("\b", "").split("\n\n")]
-    options = (param for param in command.get_params(context) if isinstance(param, click.Option))
-    records = (option.get_help_record(context) for option in options if "--help" not in option.opts)
     examples = (command.epilog or "").replace("\b", "").strip("\n").splitlines()
     shown = [line[2:] for line in examples if line.startswith("  ")]
     lines = [f"## {context.command_path}", "", "```text", usage, "```", ""]
     lines += [line for text in texts for line in (*_folded(text), "")]
-    lines += [*_table(("option", "meaning"), (record for record in records if record)), ""]
+    rows = [
+        row
+        for section, records in sections(context)
+        if (kept := [record for record in records if not record[0].startswith(("-h", "--help"))])
+        for row in [f"| **{section}** | |", *_table(("", ""), kept)[2:]]
+    ]
+    lines += ["| option | meaning |", "|---|---|", *rows, ""]
     return "\n".join([*lines, "```bash", *shown, "```", ""])
 
 

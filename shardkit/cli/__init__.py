@@ -26,24 +26,33 @@ from shardkit.cli.errors import report, report_usage
 from shardkit.cli.output import REST, printing
 from shardkit.errors import ResourceError, Terminated, speaking_options
 
-_COMMANDS = {
-    "cache": "Show what is kept of transformers' answers, or remove it.",
-    "commit": "Make the output that parts of a job have written.",
-    "completion": "Print a script that has a shell complete commands, options and paths.",
-    "consolidate": "Write any trainer's sharded checkpoint as a Hub model.",
-    "diff": "Compare two checkpoints of any formats, tensor by tensor.",
-    "env": "Show versions and settings, to paste into a bug report.",
-    "gc": "Remove what replaced saves and dead runs have left in an output.",
-    "help": "Show what a command does and its options.",
-    "inspect": "Show what a model or a checkpoint holds.",
-    "keys": "Show what tensors are on the Hub or in a model, and check rules for it.",
-    "manifest": "Record the checksum of every file of a checkpoint, to verify it later.",
-    "preshard": "Write a Hub model as one file for each rank of a mesh.",
-    "reshard": "Write a sharded checkpoint, model and optimizer, for another mesh.",
-    "status": "Show how far the parts of a job are, or give it up.",
-    "verify": "Check that a checkpoint is whole and holds what was written.",
+_SECTIONS = {
+    "Main": {
+        "preshard": "Write a Hub model as one file for each rank of a mesh.",
+        "consolidate": "Write any trainer's sharded checkpoint as a Hub model.",
+        "reshard": "Write a sharded checkpoint for another mesh, its optimizer too.",
+    },
+    "Look": {
+        "inspect": "Show what a model or a checkpoint holds.",
+        "verify": "Check that a checkpoint is whole and holds what was written.",
+        "diff": "Compare two checkpoints of any formats, tensor by tensor.",
+    },
+    "Many machines": {
+        "commit": "Make the output that parts of a job have written.",
+        "status": "Show how far the parts of a job are, or give it up.",
+        "gc": "Remove what replaced saves and dead runs have left.",
+    },
+    "More": {
+        "manifest": "Record the checksum of every file, to verify it later.",
+        "keys": "Show what tensors are on the Hub or in a model; check rules.",
+        "cache": "Show what is kept of transformers' answers, or remove it.",
+        "env": "Show versions and settings, to paste into a bug report.",
+        "completion": "Print a script for the shell that completes what you type.",
+        "help": "Show what a command does and its options.",
+    },
 }
-"""Name -> the line in `shardkit --help`; the module `shardkit.cli.<name>` has it as `command`."""
+"""Heading of `shardkit --help` -> name -> its line; the module `shardkit.cli.<name>` has it as `command`."""
+_COMMANDS = {name: line for section in _SECTIONS.values() for name, line in section.items()}
 _SHARED = {
     "cache": "removing",
     "gc": "removing",
@@ -113,10 +122,17 @@ class Commands(click.Group):
         command: click.Command = getattr(module, f"{cmd_name}_command" if cmd_name in _SHARED else "command")
         return command
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, then the options."""
+        self.format_commands(ctx, formatter)
+        click.Command.format_options(self, ctx, formatter)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+        width = max(map(len, _COMMANDS))
+        for heading, commands in _SECTIONS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), line) for name, line in commands.items()])
 
     @speaking_options()
     def invoke(self, ctx: click.Context) -> Any:
@@ -207,7 +223,7 @@ Examples:
   shardkit consolidate last.ckpt/
   shardkit inspect Qwen3-8B-dp_shard32
 
-Every command has --help; those with a result have --json for it as one JSON document.""",
+COMMAND -h shows the options that a first user needs, COMMAND --help all.""",
 )
 @click.version_option(__version__, "-V", "--version", message="shardkit %(version)s")
 def main() -> None:

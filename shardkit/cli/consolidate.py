@@ -31,23 +31,28 @@ _ADAPTER_CONFIG = "adapter_config.json"
 
 
 @click.command(
+    cls=opt.Verb,
     name="consolidate",
     epilog="""\b
 Examples:
   shardkit consolidate last.ckpt/
-  shardkit consolidate outputs/run1 my-model --base Qwen/Qwen3-8B --dtype bf16 --dry-run""",
+  shardkit consolidate outputs/run1 my-model --base Qwen/Qwen3-8B --dtype bf16""",
 )
 @click.argument("checkpoint", type=opt.PATH)
 @click.argument("output", type=opt.PATH, required=False)
-@click.option(
+@opt.option(
+    "Input",
     "--base",
+    first=True,
     type=opt.PATH,
     metavar="MODEL",
     help="The model that it was trained from, a Hub directory or repo id: for config, tokenizer, names, shapes.",
 )
-@click.option("--base-revision", metavar="REV", help="Branch, tag or commit of a repo id.")
-@click.option(
+@opt.option("Input", "--base-revision", metavar="REV", help="Branch, tag or commit of a repo id.")
+@opt.option(
+    "Input",
     "--tokenizer",
+    first=True,
     type=opt.PATH,
     metavar="DIR",
     help="Put this tokenizer beside the weights, not the base's: training changed the vocabulary.",
@@ -55,21 +60,30 @@ Examples:
 @opt.dtype("--dtype", "base", help="Convert floating tensors; base: each as it is stored in the base.")
 @opt.dtype_rules
 @opt.dequantize
-@click.option(
+@opt.option(
+    "Output",
     "--max-shard-size",
     metavar="SIZE",
     help="Max. tensor bytes in a file. Default: files as the base has them, else 5GB.",
 )
-@click.option("--single-file", is_flag=True, help="One model.safetensors, whatever its size.")
+@opt.option("Output", "--single-file", is_flag=True, help="One model.safetensors, whatever its size.")
 @opt.naming
 @opt.keys("auto", "a set that knows all names")
 @opt.on_or_off(
+    "Checks",
     "--ask-class",
     help="Ask the config's class whether from_pretrained would find all weights; off saves seconds.",
 )
-@click.option("--keep-factors", is_flag=True, help="Write the factors of OSFT as they are, not folded.")
-@click.option("--merge-lora", is_flag=True, help="Add an adapter to the weights that it was trained on.")
-@click.option(
+@opt.option("OSFT", "--keep-factors", is_flag=True, help="Write the factors of OSFT as they are, not folded.")
+@opt.option(
+    "Output",
+    "--merge-lora",
+    first=True,
+    is_flag=True,
+    help="Add an adapter to the weights that it was trained on.",
+)
+@opt.option(
+    "Input",
     "--adapter-config",
     type=opt.PATH,
     metavar="FILE",

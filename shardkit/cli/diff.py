@@ -41,6 +41,7 @@ _ALONE = {"only_a": "only in A", "only_b": "only in B", "shape": "shapes differ"
 
 
 @click.command(
+    cls=opt.Verb,
     name="diff",
     epilog="""\b
 Examples:
@@ -49,18 +50,30 @@ Examples:
 )
 @click.argument("a", type=opt.PATH)
 @click.argument("b", type=opt.PATH)
-@click.option("--rtol", type=float, metavar="X", help="Equal where |a - b| <= atol + rtol * |b|.")
-@click.option("--atol", type=float, metavar="X", help="The same; each is 0 if only the other is given.")
-@click.option("--stats", is_flag=True, help="Show how much they differ: largest differences, ulps, cosine.")
+@opt.option(
+    "Checks", "--rtol", first=True, type=float, metavar="X", help="Equal where |a - b| <= atol + rtol * |b|."
+)
+@opt.option(
+    "Checks", "--atol", type=float, metavar="X", help="The same; each is 0 if only the other is given."
+)
+@opt.option(
+    "Output",
+    "--stats",
+    first=True,
+    is_flag=True,
+    help="Show how much they differ: largest differences, ulps, cosine.",
+)
 @opt.globs
-@click.option(
+@opt.option(
+    "Names",
     "--all",
     "all_tensors",
     is_flag=True,
     help="Compare all other tensors too, such as the optimizer's, under their stored names.",
 )
 @opt.strict
-@click.option(
+@opt.option(
+    "Output",
     "--sort",
     type=click.Choice(SORTS),
     default="name",

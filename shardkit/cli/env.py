@@ -11,6 +11,7 @@ from shardkit.operations.environment import Environment, environment
 
 
 @click.command(
+    cls=opt.Verb,
     name="env",
     epilog="""\b
 Examples:

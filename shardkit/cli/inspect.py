@@ -39,6 +39,7 @@ _MAX_FILES = 20
 
 
 @click.command(
+    cls=opt.Verb,
     name="inspect",
     epilog="""\b
 Examples:
@@ -46,7 +47,13 @@ Examples:
   shardkit inspect last.ckpt --tensors --json""",
 )
 @click.argument("path", type=opt.PATH)
-@click.option("--tensors", is_flag=True, help="List every tensor; otherwise layers and experts are folded.")
+@opt.option(
+    "Output",
+    "--tensors",
+    first=True,
+    is_flag=True,
+    help="List every tensor; otherwise layers and experts are folded.",
+)
 @opt.picture
 @opt.page
 @opt.follow_links

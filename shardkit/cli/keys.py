@@ -29,8 +29,10 @@ def command() -> None:
     """
 
 
-base = click.option(
+base = opt.option(
+    "Input",
     "--base",
+    first=True,
     type=opt.PATH,
     metavar="MODEL",
     help="The model whose config.json has the numbers that rules need.",
@@ -38,12 +40,13 @@ base = click.option(
 
 
 @command.command(
+    cls=opt.Verb,
     name="check",
     short_help="Hold key rules against the names and shapes of SOURCE.",
     epilog="""\b
 Examples:
   shardkit keys check rules.toml last.ckpt
-  shardkit keys check torchtitan-llama3 last.ckpt --base meta-llama/Llama-3.1-8B""",
+  shardkit keys check torchtitan-llama3 last.ckpt --base my-base""",
 )
 @click.argument("rules", type=opt.PATH, shell_complete=opt.rule_sets())
 @click.argument("source", type=opt.PATH)
@@ -65,6 +68,7 @@ def check(ctx: click.Context, /, *, out: Output, rules: str, source: str, **opti
 
 
 @command.command(
+    cls=opt.Verb,
     name="show",
     short_help="Show what the tensors of SOURCE are on the other side.",
     epilog="""\b

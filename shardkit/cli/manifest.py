@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    cls=opt.Verb,
     name="manifest",
     epilog="""\b
 Examples:
@@ -30,14 +31,16 @@ Examples:
   shardkit manifest my-model --sha256 --output my-model.json""",
 )
 @click.argument("path", type=opt.PATH)
-@click.option(
+@opt.option(
+    "Output",
     "--output",
     "-o",
+    first=True,
     type=opt.PATH,
     metavar="FILE",
     help="The manifest to make; default PATH.shardkit.json, beside PATH.",
 )
-@click.option("--inside", is_flag=True, help="Put it into PATH, as shardkit.json.")
+@opt.option("Output", "--inside", is_flag=True, help="Put it into PATH, as shardkit.json.")
 @opt.sha256
 @opt.overwrite("manifest")
 @opt.dry_run

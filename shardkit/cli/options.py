@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import wraps
@@ -28,16 +28,125 @@ PATH = click.Path(readable=False)
 """A path as it was typed, which shells complete. Whoever opens it says what is wrong with it."""
 
 _R = TypeVar("_R")
-Command = Callable[..., Any]
-Option = Callable[[Command], Command]
+Function = Callable[..., Any]
+Decorator = Callable[[Function], Function]
 Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
 """Returns what a value may be, of which a person has typed a part."""
 
 
-def group(*options: Option) -> Option:
+SECTIONS = (
+    "Layout",
+    "Input",
+    "Names",
+    "Dtypes",
+    "Output",
+    "Publishing",
+    "Checks",
+    "Many machines",
+    "OSFT",
+    "General",
+)
+"""The headings of options, in the order of the help, of the manual page, of docs/commands.md and of what shells complete."""
+
+_MAX_NAME = 24
+"""Most columns of an option's name; the text of a longer one begins on the next line."""
+_IS_SHORT = "shardkit.help.is_short"
+
+
+class SectionedOption(click.Option):
+    """An option that stands below a heading.
+
+    Args:
+        section: one of SECTIONS.
+        first: a first user needs it: the short help, `-h`, has it too.
+    """
+
+    def __init__(self, *args: Any, section: str, first: bool = False, **rest: Any) -> None:
+        super().__init__(*args, **rest)
+        self.section, self.first = section, first
+
+
+def option(section: str, *names: str, first: bool = False, **rest: Any) -> Decorator:
+    """Return an option below a heading, as a decorator."""
+    return click.option(*names, cls=SectionedOption, section=section, first=first, **rest)
+
+
+def _section(param: click.Parameter) -> str:
+    return getattr(param, "section", SECTIONS[-1])  # click makes --help
+
+
+def sections(context: click.Context) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield the headings of a command's options, each with its lines (name, text).
+
+    Args:
+        context: of the command; of the short help it has only what a first user needs.
+    """
+    options = [each for each in context.command.get_params(context) if isinstance(each, click.Option)]
+    if _IS_SHORT in context.meta:
+        options = [each for each in options if getattr(each, "first", False)]
+    for section in SECTIONS:
+        records = [each.get_help_record(context) for each in options if _section(each) == section]
+        if shown := [record for record in records if record is not None]:
+            yield section, shown
+
+
+def _place(param: click.Parameter) -> int:
+    return SECTIONS.index(_section(param)) if isinstance(param, click.Option) else -1
+
+
+def _show_short(context: click.Context, _option: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        context.meta[_IS_SHORT] = True
+        click.echo(context.get_help())
+        context.exit()
+
+
+class Verb(click.Command):
+    """A command whose options stand below headings: `-h` shows what a first user needs, `--help` shows all."""
+
+    def __init__(self, *args: Any, **rest: Any) -> None:
+        super().__init__(*args, **rest)
+        if all(getattr(each, "first", True) for each in self.params):
+            return  # -h and --help are one option of click's
+        text = "Show the options that a first user needs, and exit."
+        self.params.append(
+            SectionedOption(
+                ["-h"],
+                section=SECTIONS[-1],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_show_short,
+                help=text,
+            )
+        )
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return arguments, then options by their sections."""
+        return sorted(super().get_params(ctx), key=_place)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options below their headings, all texts in one column."""
+        found = list(sections(ctx))
+        names = [name for _, records in found for name, _ in records]
+        width = max(len(name) for name in names if len(name) <= _MAX_NAME)
+        for section, records in found:
+            with formatter.section(section):
+                formatter.write_dl([(name.ljust(width), text) for name, text in records], col_max=width)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples, and below the short help where the rest is."""
+        super().format_epilog(ctx, formatter)
+        if _IS_SHORT in ctx.meta:
+            formatter.write_paragraph()
+            with formatter.indentation():
+                formatter.write_text(f"All options: {ctx.command_path} --help")
+
+
+def group(*options: Decorator) -> Decorator:
     """Return several options as one decorator. Help lists them in this order."""
 
-    def add(command: Command) -> Command:
+    def add(command: Function) -> Function:
         for option in reversed(options):
             command = option(command)
         return command
@@ -45,9 +154,10 @@ def group(*options: Option) -> Option:
     return add
 
 
-def on_or_off(name: str, *, help: str) -> Option:
+def on_or_off(section: str, name: str, *, help: str) -> Decorator:
     """Return an option that is on by default; the command gets a bool."""
-    return click.option(
+    return option(
+        section,
         name,
         type=click.Choice(["on", "off"]),
         default="on",
@@ -92,46 +202,60 @@ class _DType(_Choice):
         return super().convert(short_dtype(value), param, ctx)
 
 
-def dtype(name: str, *choices: str, help: str, default: str | None = "keep") -> Option:
+def dtype(name: str, *choices: str, help: str, default: str | None = "keep") -> Decorator:
     """Return an option for the dtype that floating tensors are converted to; `choices` are allowed too."""
     values = _DType(["keep", *choices, "bf16", "fp16", "fp32"])
-    return click.option(name, type=values, default=default, show_default=True, help=help)
+    return option("Dtypes", name, first=True, type=values, default=default, show_default=True, help=help)
 
 
-dtype_rules = click.option(
+dtype_rules = option(
+    "Dtypes",
     "--dtype-rule",
     "dtype_rules",
     multiple=True,
     metavar="GLOB=DTYPE",
     help="Another dtype for tensors whose name in the output matches; the last that matches wins. Repeatable.",
 )
-dequantize = click.option(
+dequantize = option(
+    "Dtypes",
     "--dequantize",
     is_flag=True,
     help="Make plain bf16 weights of fp8, MXFP4 and NVFP4 ones; otherwise they are refused.",
 )
 
 
-def overwrite(what: str) -> Option:
+def overwrite(what: str, *, first: bool = True) -> Decorator:
     """Return `--overwrite`; `what` is what the command writes."""
-    return click.option("--overwrite", is_flag=True, help=f"Replace an existing {what}.")
+    return option("Output", "--overwrite", first=first, is_flag=True, help=f"Replace an existing {what}.")
 
 
-as_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print the result as one JSON document; sizes in bytes."
+as_json = option(
+    "General",
+    "--json",
+    "as_json",
+    first=True,
+    is_flag=True,
+    help="Print the result as one JSON document; sizes in bytes.",
 )
 
 
-def answering(function: Command) -> Command:
+def answering(function: Function) -> Function:
     """Add `--json`, `--quiet` and `--verbose`. The command gets an `Output` as `out` instead."""
 
     @as_json
-    @click.option(
-        "--quiet", "-q", is_flag=True, help="Print no result and no notes; warnings and errors remain."
+    @option(
+        "General",
+        "--quiet",
+        "-q",
+        first=True,
+        is_flag=True,
+        help="Print no result and no notes; warnings and errors remain.",
     )
-    @click.option(
+    @option(
+        "General",
         "--verbose",
         "-v",
+        first=True,
         is_flag=True,
         help="Print lists whole, and where in the code an error arose (as with SHARDKIT_DEBUG=1).",
     )
@@ -150,9 +274,10 @@ def answering(function: Command) -> Command:
     return command
 
 
-def reporting(function: Command) -> Command:
+def reporting(function: Function) -> Function:
     """Add `--no-progress` to what `answering` adds, for commands that take their time."""
-    return click.option(
+    return option(
+        "General",
         "--no-progress",
         is_flag=True,
         envvar="SHARDKIT_NO_PROGRESS",
@@ -168,30 +293,40 @@ def silence_hub() -> None:
     disable_progress_bars()
 
 
-html = click.option(
+html = option(
+    "Output",
     "--html",
     "html_file",
+    first=True,
     type=PATH,
     metavar="FILE",
     help="Write what there is to see as a page too: one file, for any browser.",
 )
 page = group(
-    html, overwrite("page at FILE of --html, as is done without this; nothing else is ever replaced")
+    html,
+    overwrite("page at FILE of --html, as is done without this; nothing else is ever replaced", first=False),
 )
-picture = click.option("--picture", is_flag=True, help="Draw it in the terminal too.")
-follow_links = click.option(
+picture = option("Output", "--picture", first=True, is_flag=True, help="Draw it in the terminal too.")
+follow_links = option(
+    "Input",
     "--follow-links",
     is_flag=True,
     help="Read links that lead out of the checkpoint's directory as the files that they lead to.",
 )
-strict = click.option(
-    "--strict", is_flag=True, help="Refuse a run directory whose newest checkpoint cannot be taken."
+strict = option(
+    "Input", "--strict", is_flag=True, help="Refuse a run directory whose newest checkpoint cannot be taken."
 )
-dry_run = click.option(
-    "--dry-run", "-n", is_flag=True, help="Check everything, say what would be done, write nothing."
+dry_run = option(
+    "Output",
+    "--dry-run",
+    "-n",
+    first=True,
+    is_flag=True,
+    help="Check everything, say what would be done, write nothing.",
 )
-sha256 = click.option("--sha256", is_flag=True, help="Compute every file's sha256 too, for the manifest.")
-jobs = click.option(
+sha256 = option("Checks", "--sha256", is_flag=True, help="Compute every file's sha256 too, for the manifest.")
+jobs = option(
+    "General",
     "--jobs",
     type=int,
     metavar="N",
@@ -199,7 +334,8 @@ jobs = click.option(
     show_envvar=True,
     help="Threads; by default the cores that this process may use, from 2 to 8.",
 )
-max_memory = click.option(
+max_memory = option(
+    "General",
     "--max-memory",
     default="256MiB",
     show_default=True,
@@ -208,29 +344,33 @@ max_memory = click.option(
     show_envvar=True,
     help="Memory for all buffers, e.g. 512MiB, 1GB.",
 )
-revision = click.option("--revision", metavar="REV", help="Branch, tag or commit of the repo.")
+revision = option("Input", "--revision", metavar="REV", help="Branch, tag or commit of the repo.")
 
 
 osft = group(
-    click.option(
+    option(
+        "OSFT",
         "--osft",
         type=float,
         metavar="RATIO",
         help="Store weights as factors of which this share of directions is trained, e.g. 0.3.",
     ),
-    click.option(
+    option(
+        "OSFT",
         "--osft-targets",
         metavar="GLOB,...",
         help="Which weights: auto (by the architecture), or globs; !GLOB leaves weights dense. Default auto.",
     ),
-    click.option(
+    option(
+        "OSFT",
         "--osft-rank",
         "osft_ranks",
         multiple=True,
         metavar="GLOB=K|RATIO",
         help="Another number of frozen directions, or share that is trained, for some; repeatable.",
     ),
-    click.option(
+    option(
+        "OSFT",
         "--osft-svd",
         type=click.Choice(["exact", "fp32"]),
         help="exact computes in float64 (default); fp32 is a hundredth as exact.",
@@ -239,17 +379,20 @@ osft = group(
 
 
 parts = group(
-    click.option(
+    option(
+        "Many machines",
         "--part",
         metavar="K/N|env|env/N",
         help="Write this part of the files; env asks the launcher (torchrun, MPI, SLURM, Kubernetes).",
     ),
-    click.option(
+    option(
+        "Many machines",
         "--executor",
         type=click.Choice(["ray"]),
         help="Have all parts written by the workers of a Ray cluster, the one that runs or one on this machine.",
     ),
-    click.option(
+    option(
+        "Many machines",
         "--num-parts",
         type=int,
         metavar="N",
@@ -308,11 +451,12 @@ def rule_sets(*words: str) -> Complete:
     return completing(shipped, and_files=".toml")
 
 
-def keys(default: str, meaning: str) -> Option:
+def keys(default: str, meaning: str) -> Decorator:
     """Return `--keys`; `meaning` says what the default stands for."""
     none = "" if default == "none" else "none, "
     words = [default] if default == "none" else [default, "none"]
-    return click.option(
+    return option(
+        "Names",
         "--keys",
         default=default,
         show_default=True,
@@ -323,53 +467,89 @@ def keys(default: str, meaning: str) -> Option:
 
 
 mesh = group(
-    click.option("--world-size", type=int, metavar="N", help="Number of ranks."),
-    click.option(
-        "--mesh", metavar="AXES", help="Device mesh, e.g. dp_replicate=2,dp_shard=16; default dp_shard=N."
+    option("Layout", "--world-size", first=True, type=int, metavar="N", help="Number of ranks."),
+    option(
+        "Layout",
+        "--mesh",
+        first=True,
+        metavar="AXES",
+        help="Device mesh, e.g. dp_replicate=2,dp_shard=16; default dp_shard=N.",
     ),
 )
 globs = group(
-    click.option("--include", multiple=True, metavar="GLOB", help="Only these tensors; repeatable."),
-    click.option("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; repeatable."),
+    option(
+        "Names",
+        "--include",
+        multiple=True,
+        metavar="GLOB",
+        help="Only these tensors; repeatable.",
+    ),
+    option("Names", "--exclude", multiple=True, metavar="GLOB", help="Not these tensors; repeatable."),
 )
 naming = group(
-    click.option(
+    option(
+        "Input",
         "--weights",
         default="model",
         show_default=True,
         metavar="PART",
         help="model, ema, or another part of the checkpoint by its name.",
     ),
-    click.option("--root", metavar="PATH", help="Where the model begins, dotted; nothing is guessed."),
-    click.option("--strip-prefix", multiple=True, metavar="PREFIX", help="Take this off names; repeatable."),
-    click.option("--add-prefix", default="", metavar="PREFIX", help="Put this before every name."),
-    click.option("--rename", multiple=True, metavar="REGEX=REPL", help="Rename, in order; repeatable."),
+    option("Names", "--root", metavar="PATH", help="Where the model begins, dotted; nothing is guessed."),
+    option(
+        "Names", "--strip-prefix", multiple=True, metavar="PREFIX", help="Take this off names; repeatable."
+    ),
+    option("Names", "--add-prefix", default="", metavar="PREFIX", help="Put this before every name."),
+    option("Names", "--rename", multiple=True, metavar="REGEX=REPL", help="Rename, in order; repeatable."),
     globs,
-    click.option(
+    option(
+        "Names",
         "--fill-from-base",
         multiple=True,
         metavar="GLOB",
         help="Take what the checkpoint lacks of these from the base: whole parts alone; repeatable.",
     ),
-    click.option("--allow-missing", is_flag=True, help="Allow tensors of the base to be missing."),
-    click.option("--allow-unexpected", is_flag=True, help="Allow tensors that the base does not have."),
+    option("Names", "--allow-missing", is_flag=True, help="Allow tensors of the base to be missing."),
+    option("Names", "--allow-unexpected", is_flag=True, help="Allow tensors that the base does not have."),
 )
 publishing = group(
-    click.option("--push-to-hub", metavar="REPO", help="Upload the finished directory to this repo."),
-    click.option("--private", is_flag=True, help="Make the repo private if it does not exist yet."),
-    click.option("--branch", metavar="NAME", help="Branch of that repo, created if it does not exist."),
+    option(
+        "Publishing",
+        "--push-to-hub",
+        first=True,
+        metavar="REPO",
+        help="Upload the finished directory to this repo.",
+    ),
+    option(
+        "Publishing",
+        "--private",
+        first=True,
+        is_flag=True,
+        help="Make the repo private if it does not exist yet.",
+    ),
+    option(
+        "Publishing", "--branch", metavar="NAME", help="Branch of that repo, created if it does not exist."
+    ),
 )
 recording = group(
-    click.option(
-        "--manifest", is_flag=True, help="Put shardkit.json, with sizes and digests, into the output."
+    option(
+        "Output",
+        "--manifest",
+        is_flag=True,
+        help="Put shardkit.json, with sizes and digests, into the output.",
     ),
-    click.option(
-        "--manifest-file", type=PATH, metavar="FILE", help="Write the manifest to FILE, outside the output."
+    option(
+        "Output",
+        "--manifest-file",
+        type=PATH,
+        metavar="FILE",
+        help="Write the manifest to FILE, outside the output.",
     ),
 )
 writing = group(
     dry_run,
-    click.option(
+    option(
+        "Output",
         "--resume/--no-resume",
         default=True,
         show_default=True,
@@ -377,7 +557,8 @@ writing = group(
     ),
 )
 moving = group(
-    click.option(
+    option(
+        "Checks",
         "--digest",
         type=click.Choice(["crc32", "none"]),
         default="crc32",
@@ -386,10 +567,12 @@ moving = group(
     ),
     sha256,
     on_or_off(
+        "Checks",
         "--check-source",
         help="Compare what is read with the checksums in the source; off lets damaged bytes through.",
     ),
-    click.option(
+    option(
+        "Checks",
         "--source-manifest",
         type=PATH,
         metavar="FILE",

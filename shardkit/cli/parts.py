@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    cls=opt.Verb,
     name="commit",
     epilog="""\b
 Examples:
@@ -25,8 +26,10 @@ Examples:
   shardkit commit Qwen3-8B-dp_shard1024 --wait 120""",
 )
 @click.argument("output", type=opt.PATH)
-@click.option(
+@opt.option(
+    "Many machines",
     "--wait",
+    first=True,
     type=click.FloatRange(min=0),
     default=0,
     metavar="SECONDS",
@@ -65,6 +68,7 @@ def _pushed(result: CommitResult) -> Iterator[tuple[str, str]]:
 
 
 @click.command(
+    cls=opt.Verb,
     name="status",
     epilog="""\b
 Examples:
@@ -72,7 +76,13 @@ Examples:
   shardkit status Qwen3-8B-dp_shard1024 --abort""",
 )
 @click.argument("output", type=opt.PATH)
-@click.option("--abort", is_flag=True, help="Remove what was written and nobody has committed.")
+@opt.option(
+    "Many machines",
+    "--abort",
+    first=True,
+    is_flag=True,
+    help="Remove what was written and nobody has committed.",
+)
 @opt.reporting
 def status_command(*, out: Output, output: str, abort: bool) -> None:
     """Show how far the runs and parts are that write OUTPUT, who is missing, and what goes on.

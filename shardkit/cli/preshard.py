@@ -41,37 +41,43 @@ def _profiles() -> Iterable[str]:
 
 
 @click.command(
+    cls=opt.Verb,
     name="preshard",
     epilog="""\b
 Examples:
   shardkit preshard Qwen/Qwen3-8B --world-size 32
-  shardkit preshard ./my-model out --mesh dp_replicate=2,dp_shard=16 --dtype bf16 --dry-run""",
+  shardkit preshard my-model out --mesh dp_replicate=2,dp_shard=16 --dry-run""",
 )
 @click.argument("source", type=opt.PATH)
 @click.argument("output", type=opt.PATH, required=False)
 @opt.mesh
-@click.option(
+@opt.option(
+    "Layout",
     "--wrap",
+    first=True,
     default="auto",
     show_default=True,
     metavar="POLICY",
     help="What fully_shard wraps: auto, none, class names, dotted paths, or module:function.",
 )
-@click.option(
+@opt.option(
+    "Layout",
     "--parallel-rule",
     "parallel_rules",
     multiple=True,
     metavar="GLOB=STYLE",
     help="How tensors or modules are cut over tp or ep, if not as the model plans it; repeatable.",
 )
-@click.option(
+@opt.option(
+    "Layout",
     "--stages",
     default="auto",
     show_default=True,
     metavar="POLICY",
     help="Which stage of pp holds what: auto (blocks split evenly), or module:function.",
 )
-@click.option(
+@opt.option(
+    "Layout",
     "--layout",
     type=click.Choice(["auto", "traced", "declared"]),
     default="auto",
@@ -79,27 +85,31 @@ Examples:
     help="Traced from the model, or declared from the names in the files; auto: traced if a model can be built.",
 )
 @opt.keys("none", "the model's class tells")
-@click.option(
+@opt.option(
+    "Names",
     "--names",
     type=click.Choice(["live", "hub"]),
     default="live",
     show_default=True,
     help="Names and shapes of the live model, or those of the files.",
 )
-@click.option(
+@opt.option(
+    "Layout",
     "--profile",
+    first=True,
     default="plain",
     show_default=True,
     metavar="TRAINER",
     shell_complete=opt.completing(_profiles),
     help="The trainer that is to start from it: plain, torchtitan, accelerate, lightning, lightning-mp, transformers, verl.",
 )
-@click.option(
+@opt.option(
+    "Layout",
     "--attribute",
     metavar="NAME",
     help="For Lightning: the attribute of the LightningModule that holds the model; default model.",
 )
-@click.option("--device", metavar="TYPE", help="For verl: the device type of its mesh; default cuda.")
+@opt.option("Layout", "--device", metavar="TYPE", help="For verl: the device type of its mesh; default cuda.")
 @opt.osft
 @opt.dtype(
     "--dtype",
@@ -109,14 +119,17 @@ Examples:
 @opt.dtype_rules
 @opt.dequantize
 @opt.revision
-@click.option("--variant", metavar="NAME", help="Use model.NAME.safetensors and the like.")
+@opt.option("Input", "--variant", metavar="NAME", help="Use model.NAME.safetensors and the like.")
 @opt.overwrite("checkpoint, whole and in one step")
 @opt.writing
 @opt.html
 @opt.parts
 @opt.moving
-@click.option(
-    "--trust-remote-code", is_flag=True, help="Let the model's own code run while its layout is traced."
+@opt.option(
+    "Layout",
+    "--trust-remote-code",
+    is_flag=True,
+    help="Let the model's own code run while its layout is traced.",
 )
 @opt.follow_links
 @opt.reporting

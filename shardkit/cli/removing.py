@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    cls=opt.Verb,
     name="cache",
     epilog="""\b
 Examples:
   shardkit cache
   shardkit cache --clear""",
 )
-@click.option("--clear", is_flag=True, help="Remove what is kept.")
+@opt.option("Output", "--clear", first=True, is_flag=True, help="Remove what is kept.")
 @opt.answering
 def cache_command(*, out: Output, clear: bool) -> None:
     """Show what is kept of transformers' answers about models, or remove it.
@@ -44,6 +45,7 @@ def cache_lines(found: CacheResult) -> list[str]:
 
 
 @click.command(
+    cls=opt.Verb,
     name="gc",
     epilog="""\b
 Examples:
@@ -51,14 +53,16 @@ Examples:
   shardkit gc Qwen3-8B-dp_shard32""",
 )
 @click.argument("path", type=opt.PATH)
-@click.option(
+@opt.option(
+    "Output",
     "--older-than",
+    first=True,
     metavar="AGE",
     default="1d",
     show_default=True,
     help="Remove what is at least so old: 30m, 12h, 1d.",
 )
-@click.option("--uncommitted", is_flag=True, help="Remove it where nothing was committed, too.")
+@opt.option("Output", "--uncommitted", is_flag=True, help="Remove it where nothing was committed, too.")
 @opt.dry_run
 @opt.answering
 def gc_command(*, out: Output, path: str, older_than: str, uncommitted: bool, dry_run: bool) -> None:

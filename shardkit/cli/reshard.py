@@ -27,18 +27,25 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    cls=opt.Verb,
     name="reshard",
     epilog="""\b
 Examples:
   shardkit reshard runs/last.ckpt --world-size 64
-  shardkit reshard checkpoints out --mesh dp_replicate=2,dp_shard=16 --optimizer-dtype bf16 --dry-run""",
+  shardkit reshard checkpoints out --mesh dp_replicate=2,dp_shard=16 --dry-run""",
 )
 @click.argument("checkpoint", type=opt.PATH)
 @click.argument("output", type=opt.PATH, required=False)
 @opt.mesh
 @opt.dtype("--dtype", help="Convert floating tensors outside the optimizer; scalars stay.")
 @opt.dtype("--optimizer-dtype", help="Convert the optimizer's floating tensors; scalars such as step stay.")
-@click.option("--no-optimizer", is_flag=True, help="Leave the optimizer's state out, whatever it holds.")
+@opt.option(
+    "Output",
+    "--no-optimizer",
+    first=True,
+    is_flag=True,
+    help="Leave the optimizer's state out, whatever it holds.",
+)
 @opt.overwrite("checkpoint, whole and in one step")
 @opt.strict
 @opt.writing

@@ -9,6 +9,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from shardkit._version import __version__
+from shardkit.cli import options as opt
 from shardkit.cli.errors import typed_context
 from shardkit.cli.output import printing
 
@@ -39,6 +40,7 @@ VARIABLES = (
 
 
 @click.command(
+    cls=opt.Verb,
     name="completion",
     epilog="""\b
 Examples:
@@ -82,6 +84,7 @@ def _typed(root: click.Context, names: Sequence[str]) -> click.Context:
 
 
 @click.command(
+    cls=opt.Verb,
     name="help",
     epilog="""\b
 Examples:
@@ -90,10 +93,10 @@ Examples:
   shardkit help --man > shardkit.1""",
 )
 @click.argument("names", nargs=-1, metavar="[COMMAND]...", shell_complete=_commands)
-@click.option("--man", is_flag=True, help="Print it as a manual page, for man.")
+@opt.option("General", "--man", first=True, is_flag=True, help="Print it as a manual page, for man.")
 @click.pass_context
 def help_command(ctx: click.Context, names: tuple[str, ...], man: bool) -> None:
-    """Show what a command does and its options: as COMMAND --help."""
+    """Show what a command does and all of its options: as COMMAND --help."""
     root = ctx.find_root()
     if man:
         root = click.Context(root.command, info_name=_PROGRAM, **root.command.context_settings)
@@ -148,9 +151,8 @@ def _command(context: click.Context) -> Iterator[str]:
     for paragraph in (command.help or "").split("\n\n"):
         yield ".PP"
         yield _text(" ".join(paragraph.split()))
-    options = (param for param in command.get_params(context) if isinstance(param, click.Option))
-    records = (option.get_help_record(context) for option in options)
-    yield from _terms(record for record in records if record is not None)
+    for section, records in opt.sections(context):
+        yield from (".PP", f".B {_text(section)}", *_terms(records))
     if command.epilog:
         yield ".PP"
         yield from (".nf", *map(_text, command.epilog.strip("\b\n").splitlines()), ".fi")

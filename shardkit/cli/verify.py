@@ -31,6 +31,7 @@ _PROBLEMS = 1
 
 
 @click.command(
+    cls=opt.Verb,
     name="verify",
     epilog="""\b
 Examples:
@@ -38,34 +39,56 @@ Examples:
   shardkit verify Qwen3-8B-dp_shard32 --full""",
 )
 @click.argument("path", type=opt.PATH)
-@click.option("--full", is_flag=True, help="Read every byte that has a recorded checksum.")
-@click.option(
-    "--read", metavar="AMOUNT", help="Read this much, in chunks chosen at random: 5% of the bytes, or 50GiB."
+@opt.option(
+    "Checks", "--full", first=True, is_flag=True, help="Read every byte that has a recorded checksum."
 )
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed for --read.")
-@click.option(
-    "--manifest", type=opt.PATH, metavar="FILE", help="Compare with this manifest, which lies elsewhere."
+@opt.option(
+    "Checks",
+    "--read",
+    first=True,
+    metavar="AMOUNT",
+    help="Read this much, in chunks chosen at random: 5% of the bytes, or 50GiB.",
 )
-@click.option(
+@opt.option("Checks", "--seed", type=int, default=0, show_default=True, metavar="N", help="Seed for --read.")
+@opt.option(
+    "Checks",
+    "--manifest",
+    type=opt.PATH,
+    metavar="FILE",
+    help="Compare with this manifest, which lies elsewhere.",
+)
+@opt.option(
+    "Checks",
     "--against",
+    first=True,
     type=opt.PATH,
     metavar="OTHER",
     help="Compare its weights bit by bit with another checkpoint's.",
 )
-@click.option(
+@opt.option(
+    "Checks",
     "--rounded",
+    first=True,
     is_flag=True,
     help="Weights may be rounded to bf16 or fp16 even where the dtypes are the same.",
 )
 @opt.strict
-@click.option("--hub", metavar="REPO", help="Compare its files with a Hub repo's, without downloading.")
+@opt.option(
+    "Checks",
+    "--hub",
+    first=True,
+    metavar="REPO",
+    help="Compare its files with a Hub repo's, without downloading.",
+)
 @opt.revision
-@click.option(
+@opt.option(
+    "Checks",
     "--store",
     is_flag=True,
     help="Compare the manifest with what the object store says of each file, reading none of them.",
 )
-@click.option(
+@opt.option(
+    "Checks",
     "--ask-class",
     is_flag=True,
     help="Ask the model's class, with transformers, which weights it would not find.",

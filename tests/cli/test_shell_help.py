@@ -1,14 +1,18 @@
-"""`shardkit help` says what --help says."""
+"""Help: options below headings, the first of them with -h; `shardkit help` says what --help says."""
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 
 import click
 import pytest
 
 from shardkit.cli import main
+from shardkit.cli.options import SECTIONS, sections
 
 
 @pytest.mark.parametrize("names", [[], ["preshard"], ["keys"], ["keys", "check"], ["help"]])
@@ -67,3 +71,82 @@ def test_variables_stand_beside_their_options(run, monkeypatch) -> None:
         assert f"[env var: {variable}" in " ".join(run("preshard", "--help").stdout.split())
     monkeypatch.setenv("SHARDKIT_JOBS", "0")
     assert "--jobs must be at least 1" in run("verify", ".").stderr
+
+
+def commands(group: click.Group = main, root: click.Context | None = None) -> Iterator[click.Context]:
+    """Yield a context for each command, groups aside."""
+    root = root or click.Context(main, info_name="shardkit", **main.context_settings)
+    for name in group.list_commands(root):
+        found = group.get_command(root, name)
+        context = click.Context(found, info_name=name, parent=root)
+        if isinstance(found, click.Group):
+            yield from commands(found, context)
+        else:
+            yield context
+
+
+ALL = [pytest.param(context, id=context.command_path) for context in commands()]
+
+
+@pytest.mark.parametrize("context", ALL)
+def test_every_option_stands_below_a_heading(context) -> None:
+    options = [each for each in context.command.params if isinstance(each, click.Option)]
+    assert not [each.opts for each in options if getattr(each, "section", None) not in SECTIONS]
+    listed = [record for _, records in sections(context) for record in records]
+    assert len(listed) == len(options) + 1  # and --help
+
+
+@pytest.mark.parametrize("context", ALL)
+def test_the_first_help_fits_on_a_screen(run, context) -> None:
+    """45 lines of 80 columns; a line that is longer is wrapped by the terminal."""
+    names = context.command_path.split()[1:]
+    first, whole = run(*names, "-h").stdout, run(*names, "--help").stdout
+    assert sum(max(1, math.ceil(len(line) / 80)) for line in first.splitlines()) <= 45
+    if first != whole:
+        assert first.splitlines()[-1] == f"  All options: {context.command_path} --help"
+        assert len(first) < len(whole)
+        assert first.splitlines()[:3] == whole.splitlines()[:3]
+
+
+def test_the_first_help_has_what_a_first_user_needs(run) -> None:
+    said = run("preshard", "-h").stdout
+    assert re.findall(r"^(\w[\w ]*):$", said, re.MULTILINE) == ["Layout", "Dtypes", "Output", "General"]
+    for name in ("--world-size", "--mesh", "--profile", "--dtype", "--dry-run", "--overwrite", "--json"):
+        assert f" {name} " in said
+    for name in ("--osft-svd", "--digest", "--part", "--stages", "--follow-links", "-h,"):
+        assert name not in said
+
+
+def test_all_sections_in_their_order(run) -> None:
+    said = run("preshard", "--help").stdout
+    headings = re.findall(r"^(\w[\w ]*):$", said, re.MULTILINE)
+    assert headings == [each for each in SECTIONS if each in headings]
+    assert {"Layout", "OSFT", "Many machines", "General"} <= {*headings}
+    rows = [line for line in said.splitlines() if re.match(r"  -\S* \S*  +\S", line)]
+    assert len({re.match(r"  .*?  +(?=\S)", line).end() for line in rows}) == 1  # one column in all sections
+
+
+def test_the_commands_are_in_sections(run) -> None:
+    said = run("--help").stdout
+    parts = re.findall(r"^(\w[\w ]*):\n((?:  .*\n)+)", said, re.MULTILINE)
+    found = {heading: re.findall(r"^  (\w+)", rows, re.MULTILINE) for heading, rows in parts}
+    assert found["Main"] == ["preshard", "consolidate", "reshard"]
+    assert found["Look"] == ["inspect", "verify", "diff"]
+    assert found["Many machines"] == ["commit", "status", "gc"]
+    assert {"manifest", "keys", "help"} <= {*found["More"]}
+
+
+def test_manual_and_completion_have_the_same_order(run) -> None:
+    page = run("help", "preshard", "--man").stdout.replace("\\-", "-")
+    assert re.findall(r"^\.B (.*)$", page, re.MULTILINE) == [name for name, _ in sections(typed("preshard"))]
+    shown = [
+        record[0].split(",")[0].split()[0] for _, records in sections(typed("preshard")) for record in records
+    ]
+    assert [name for name in re.findall(r"\\fB(-[-\w]*)", page) if name in shown] == shown
+    completed = [item.value for item in typed("preshard").command.shell_complete(typed("preshard"), "--")]
+    assert completed[:3] == ["--world-size", "--mesh", "--wrap"]
+    assert completed.index("--osft") > completed.index("--part")
+
+
+def typed(name: str) -> click.Context:
+    return next(each for each in commands() if each.info_name == name)
