@@ -1,7 +1,7 @@
-"""What a job of a terabyte and more takes on many workers, reckoned from measured constants: the tables of docs/scale.md.
+"""What a job of a terabyte and more takes on many workers, reckoned from measured constants: the tables of benchmarks/SCALE.md.
 
     python benchmarks/reckon.py [CONSTANTS.json]     prints the tables; default: benchmarks/constants.json
-    python benchmarks/reckon.py --write              puts them into docs/scale.md; --check says whether they are there
+    python benchmarks/reckon.py --write              puts them into benchmarks/SCALE.md; --check says whether they are there
 
 For figures of your own copy benchmarks/constants.json, put in what you have measured, and name the copy.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-CONSTANTS, PAGE = HERE / "constants.json", HERE.parent / "docs" / "scale.md"
+CONSTANTS, PAGE = HERE / "constants.json", HERE / "SCALE.md"
 _BLOCK = re.compile(r"(<!-- reckoned: ([a-z]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 MB, MIB, GIB = 10**6, 1 << 20, 1 << 30
 
@@ -244,7 +244,7 @@ TABLES = {
 
 
 def page(text: str, of: Constants) -> str:
-    """Return docs/scale.md with the tables of some constants."""
+    """Return benchmarks/SCALE.md with the tables of some constants."""
     return _BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]](of)}{match[4]}", text)
 
 

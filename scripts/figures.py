@@ -1,4 +1,4 @@
-"""Make the tables of docs/performance.md, README and docs/scale.md from what `benchmarks/all` has measured; `--check` only says where they differ.
+"""Make the tables of docs/performance.md and benchmarks/RESULTS.md from what `benchmarks/all` has measured; `--check` only says where they differ.
 
     python scripts/figures.py [--check] [--results benchmarks/results.json]
 
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results.json"
-PAGES = ("docs/performance.md", "README.md")
+PAGES = ("docs/performance.md", "benchmarks/RESULTS.md")
 _BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 Row = Mapping[str, Any]

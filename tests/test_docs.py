@@ -21,7 +21,7 @@ from shardkit.cli import main
 
 ROOT = Path(__file__).parents[1]
 SITE = runpy.run_path(str(ROOT / "scripts" / "site.py"))
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 _LINK = re.compile(r"\]\(<?([^)\s>]+)>?\)|(?:src|href|srcset)=\"([^\"\s]+)")
 _CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)")
 

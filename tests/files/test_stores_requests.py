@@ -243,7 +243,7 @@ def test_memory_stays_below_the_limit(
 def test_opening_takes_one_request_for_each_large_record_and_one_for_each_file(
     served: Served, tmp_path: Path
 ) -> None:
-    """docs/scale.md reckons with it."""
+    """benchmarks/SCALE.md reckons with it."""
     import obstore
 
     (tmp_path / "hub").mkdir()
