@@ -1,7 +1,8 @@
-"""What a job of a terabyte and more takes on many workers, reckoned from measured constants: the tables of benchmarks/SCALE.md.
+"""What a job of a terabyte and more takes on many workers, reckoned from measured constants: the tables of benchmarks/SCALE.md,
+and that of docs/clusters.md.
 
     python benchmarks/reckon.py [CONSTANTS.json]     prints the tables; default: benchmarks/constants.json
-    python benchmarks/reckon.py --write              puts them into benchmarks/SCALE.md; --check says whether they are there
+    python benchmarks/reckon.py --write              puts them into these pages; --check says whether they are there
 
 For figures of your own copy benchmarks/constants.json, put in what you have measured, and name the copy.
 """
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-CONSTANTS, PAGE = HERE / "constants.json", HERE / "SCALE.md"
+CONSTANTS = HERE / "constants.json"
+PAGES = (HERE / "SCALE.md", HERE.parent / "docs" / "clusters.md")
 _BLOCK = re.compile(r"(<!-- reckoned: ([a-z]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 MB, MIB, GIB = 10**6, 1 << 20, 1 << 30
 
@@ -244,7 +246,7 @@ TABLES = {
 
 
 def page(text: str, of: Constants) -> str:
-    """Return benchmarks/SCALE.md with the tables of some constants."""
+    """Return a page with the tables of some constants."""
     return _BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]](of)}{match[4]}", text)
 
 
@@ -252,11 +254,11 @@ def main() -> None:
     files = [word for word in sys.argv[1:] if not word.startswith("--")]
     of = Constants(json.loads(Path(files[0] if files else CONSTANTS).read_text()))
     if "--check" in sys.argv or "--write" in sys.argv:
-        before = PAGE.read_text()
-        after = page(before, of)
+        old = [path for path in PAGES if page(path.read_text(), of) != path.read_text()]
         if "--check" in sys.argv:
-            sys.exit(0 if before == after else "run benchmarks/reckon.py --write")
-        PAGE.write_text(after)
+            sys.exit("run benchmarks/reckon.py --write" if old else 0)
+        for path in old:
+            path.write_text(page(path.read_text(), of))
         return
     for name, make in TABLES.items():
         print(f"{name}\n\n{make(of)}")

@@ -1,4 +1,4 @@
-"""What parts read of a tensor that is cut along a later dim: what they have holes for, once; the rule is in docs/parts.md."""
+"""What parts read of a tensor that is cut along a later dim: what they have holes for, once; the rule is in docs/clusters.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of docs/parts.md and examples/parts: shells and Kubernetes could read them, and the options exist."""
+"""The examples of docs/clusters.md and examples/parts: shells and Kubernetes could read them, and the options exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from shardkit.cli import main
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs/parts.md").read_text()
+PAGE = (ROOT / "docs/clusters.md").read_text()
 FILES = sorted((ROOT / "examples/parts").iterdir())
 SCRIPTS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)
 JOBS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
