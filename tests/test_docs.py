@@ -225,3 +225,12 @@ def test_shells_and_the_command_line_take_what_pages_say_to_type() -> None:
                 pytest.fail(
                     f"{path.relative_to(ROOT)}: shardkit {shlex.join(words)}: {error.format_message()}"
                 )
+
+
+def test_help_quotes_messages_that_exist() -> None:
+    """A message in an f-string may go over several lines: what is quoted stands on one."""
+    said = (ROOT / "docs" / "help.md").read_text().partition("## From torch")[0]
+    code = "".join(path.read_text() for path in ROOT.glob("shardkit/**/*.py"))
+    rows = re.findall(r"^\| (`[^|]*) \|", said, re.M)
+    assert len(rows) > 15
+    assert [words for row in rows for words in re.findall(r"`([^`]+)`", row) if words not in code] == []

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -26,7 +27,9 @@ import pytest
 from click.testing import CliRunner
 
 from shardkit.cli import main
+from shardkit.files import storage
 from shardkit.layout import traced
+from tests.guides import moe
 from tests.test_examples import make_model
 from tests.worlds import stores
 from tests.worlds.processes import fork_server, run_script
@@ -154,6 +157,11 @@ def rewrite(page: Path, home: Path) -> None:
     page.write_text(BLOCK.sub(fresh, page.read_text()))
 
 
+def _roomy(path: str) -> SimpleNamespace:
+    """A disk with room for any model."""
+    return SimpleNamespace(free=1 << 40)
+
+
 @contextlib.contextmanager
 def prepared(page: Path, home: Path) -> Iterator[None]:
     """Put what a page begins with into a directory: a model, what a trainer wrote, a server of a store."""
@@ -166,6 +174,10 @@ def prepared(page: Path, home: Path) -> Iterator[None]:
                 )
             shutil.copytree(FIXTURES / written.fixture / "ckpt", home / written.place)
             shutil.copytree(FIXTURES / written.fixture / "truth" / "hf", home / "my-model")
+        elif page.stem == "moe":
+            moe.make_large(home / "Qwen3-30B-A3B")
+            moe.make_small(home / "my-moe")
+            stack.enter_context(mock.patch.object(storage, "disk_usage", _roomy))
         else:
             make_model(home / "my-model", dtype="bfloat16" if page.stem in IN_BF16 else "float32")
         if page.stem == "object-stores":

@@ -57,9 +57,11 @@ def test_each_script_belongs_to_a_guide_and_each_guide_is_listed() -> None:
     assert not [
         path.name
         for path in console.SCRIPTS.iterdir()
-        if path.suffix == ".py" and path.name not in "".join(pages.values())
+        if path.suffix in (".py", ".sbatch") and path.name not in "".join(pages.values())
     ]
     assert not [name for name, text in pages.items() if "## What can go wrong" not in text]
+    batch = {path.name: path.read_text() for path in console.SCRIPTS.glob("*.sbatch")}
+    assert not [name for name, text in batch.items() if f"```bash\n{text}```" not in pages["moe.md"]]
 
 
 def test_a_page_that_says_something_else_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
