@@ -1,10 +1,10 @@
-"""Make what README.md shows of a run: the output of its commands, and docs/recording.svg, a recording of a terminal.
+"""Make the output of the three commands in docs/start.md, and docs/recording.svg, which README shows of them.
 
     python scripts/readme.py
 
-A small Qwen3 (218 million parameters) is made, trained for a step by 2 processes, and moved by the commands that stand in
-README. It takes a minute or two, 8 GB of disk and 6 GB of memory. The recording is what a terminal got, in the time that it
-took; pauses are cut to `PAUSE_S`. tests/guides/test_readme.py has the same commands run on a smaller model.
+A small Qwen3 (218 million parameters) is made, trained for a step by 2 processes, and moved by the commands of the page.
+It takes a minute or two, 8 GB of disk and 6 GB of memory. The recording is what a terminal got, in the time that it took;
+pauses are cut to `PAUSE_S`. tests/guides/test_readme.py has the same commands run on a smaller model.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-README, RECORDING = ROOT / "README.md", ROOT / "docs" / "recording.svg"
+README, PAGE, RECORDING = ROOT / "README.md", ROOT / "docs" / "start.md", ROOT / "docs" / "recording.svg"
 COLUMNS, ROWS = 98, 22
 FRAME_S, PAUSE_S, HOLD_S, KEY_S = 0.1, 1.2, 7.0, 0.04
 RECORDED = ("shardkit preshard", "shardkit consolidate")
-"""Commands of README that are in the recording."""
+"""Commands of the page that are in the recording."""
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.M | re.S)
 _ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|(\r|\n|\x08)|([^\x1b\r\n\x08]+)")
 _COLOURS = {"1": "b", "2": "d", "31": "r", "32": "g", "33": "y", "34": "c", "36": "c", "90": "d"}
@@ -242,8 +242,8 @@ def commands(text: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Make model and checkpoint, run the commands, and write README and recording anew."""
-    text, recorded = README.read_text(), list[tuple[str, list[Written]]]()
+    """Make model and checkpoint, run the commands, and write page and recording anew."""
+    text, recorded = PAGE.read_text(), list[tuple[str, list[Written]]]()
     with tempfile.TemporaryDirectory() as place:
         home = Path(place).resolve()
         make_model(home / "my-model")
@@ -274,7 +274,7 @@ def main() -> None:
             )
             if command.startswith(RECORDED):
                 recorded.append((command, written))
-    README.write_text(text)
+    PAGE.write_text(text)
     RECORDING.write_text(picture(recorded))
 
 

@@ -1,4 +1,4 @@
-"""README's commands print what it says, on a smaller model of the same kind; and the recording shows the same."""
+"""The three commands print what docs/start.md says, on a smaller model of the same kind; README's recording shows the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sized(text: str) -> str:
 
 
 @pytest.mark.dist
-def test_readme_prints_what_it_says(
+def test_the_commands_print_what_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast_trace: object
 ) -> None:
     MADE["make_model"](tmp_path / "my-model", width=96)
@@ -36,14 +36,24 @@ def test_readme_prints_what_it_says(
     }
     environment = {"CUDA_VISIBLE_DEVICES": "", "PWD": str(tmp_path)}
     run_script("distributed/launch_world.py", json.dumps(trained), env=environment)
-    compared = list(console.differences(MADE["README"], tmp_path))
+    compared = list(console.differences(MADE["PAGE"], tmp_path))
     assert len(compared) == 3
     for command, said, printed in compared:
         assert sized(printed) == sized(said), f"{command}\npython scripts/readme.py"
 
 
-def test_the_recording_ends_with_what_readme_says() -> None:
-    blocks = console.BLOCK.findall(MADE["README"].read_text())
+def test_readme_has_the_commands_of_the_page() -> None:
+    (block,) = (
+        block
+        for block in re.findall(r"^```bash\n(.*?)^```", MADE["README"].read_text(), re.M | re.S)
+        if "preshard" in block
+    )
+    typed = [line.partition("  #")[0].strip() for line in block.splitlines()]
+    assert typed == list(MADE["commands"](MADE["PAGE"].read_text()))
+
+
+def test_the_recording_ends_with_what_the_page_says() -> None:
+    blocks = console.BLOCK.findall(MADE["PAGE"].read_text())
     typed = [typed for block in blocks for typed in console.commands(block)]
     said = [
         line
