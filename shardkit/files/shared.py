@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -93,7 +94,8 @@ class SharedStaging:
         self.has_made = False
         """True once this process has made the destination, after it has looked through what was there."""
         self.look: Callable[[str], object] = lambda path: None
-        """As `Staging.look`."""
+        """Given the path of the old content once it has lost its name, so that nobody adds anything to it. Whatever it
+        raises is raised, and the old content is at the destination again."""
 
     @classmethod
     def of_plan(cls, destination: str, plan_hash: str, kept: Kept, *, is_run: bool = False) -> SharedStaging:
@@ -564,6 +566,26 @@ class SharedStaging:
             said = "exists: something else was put there"
             hint = "remove it, or replace it: shardkit commit takes --overwrite"
         return UsageError(f"{escape(self.destination)} {said}", problems=problems, hint=hint)
+
+    def keep(self) -> str:
+        """Give `data` a free name beside the destination, `last-new`, and remove the rest; return its path.
+
+        Raises:
+            UsageError, OSError: what was moved aside cannot go back, or the system refuses; all of it stays.
+        """
+        self.put_back()
+        storage.sync_directories(self.data)
+        for number in itertools.count(1):
+            path = f"{self.destination}-new{number if number > 1 else ''}"
+            try:
+                rename_noreplace(self.data, path)
+            except FileExistsError:
+                continue
+            with contextlib.suppress(OSError, ResourceError):  # it has its name in any case
+                storage.sync_directory(os.path.dirname(path))
+                self.remove()
+            return path
+        raise AssertionError("there is always another number")
 
     def remove(self) -> None:
         """Remove all of it.

@@ -1,16 +1,14 @@
-"""Nothing is visible before it is whole: write beside the destination, then rename once.
+"""Directories beside a destination that are named after the process that made them, and whose processes are over.
 
-    .<name>.shardkit-<owner>/    the staging directory, a sibling of the destination
+    .<name>.shardkit-<owner>/    a sibling of the destination
         owner.json               whose it is, for people
-        data/                    becomes the destination
-        data.old/                the old destination, moved aside where directories cannot be exchanged
+        data/                    what lies in it
+        data.old/                of earlier versions: the old destination, moved aside while `data` got its name
 
-A staging directory belongs to one run of one process: host, boot, pid namespace, pid, that process's start
-time and the run's number are in its name, so that taking over a dead owner's directory is a single rename
+A run makes its shared directory (`files/shared`) in one, and removes it under the name of one. Earlier versions wrote
+whole outputs there: nobody goes on with these, but what they moved aside goes back. Host, boot, pid namespace, pid, that
+process's start time and the run's number are in the name, so that taking over a dead owner's directory is a single rename
 and two runs cannot both win. No locks: on some network file systems every caller gets them.
-
-Where directories cannot be exchanged, a kill between the two renames leaves no destination: `data` and
-`data.old` both lie in the staging directory, and the next run puts the old one back before anything else.
 
 An `Owner` is a run of a process, told apart from all others on this and other machines.
 """
@@ -30,7 +28,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardkit.core.text import escape
-from shardkit.errors import ResourceError, ShardkitError, UsageError
+from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 
@@ -38,7 +36,7 @@ IS_THERE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 """What a rename onto something says."""
 OWNER = "owner.json"
 _ENDING = ".shardkit-"
-_REPLACED = ("data", "data.old", "replaced")
+_ASIDE = "data.old"
 _MAX_NAME_BYTES = 120  # of the destination's name in the staging directory's; a name has at most 255
 
 
@@ -52,29 +50,15 @@ def nothing(path: str) -> Collection[str]:
 
 
 class Staging:
-    """The staging directory of one destination, owned by this process."""
+    """A directory of this process beside a destination."""
 
     def __init__(self, destination: str, path: str, owner: Owner) -> None:
         self.destination, self.path, self._owner = destination, path, owner
         self.data = os.path.join(path, "data")
-        self._aside = self.data + ".old"
-        self._identity: tuple[int, int] | None = None
-        self.look: Callable[[str], object] = lambda path: None
-        """Given the path of the old content once it has lost its name, so that nobody adds anything to it. Whatever it
-        raises is raised, and the old content is at the destination again."""
-        self.kept: Kept = nothing
-        """What stays of it when it is removed."""
-        self.is_kept = False
-        """It was not committed, and somebody may go on with it: an error does not remove it."""
-
-    @property
-    def is_committed(self) -> bool:
-        """True once the destination is what was written here; known also when the rename was interrupted."""
-        return self._identity is not None and identity_of(self.destination) == self._identity
 
     @classmethod
     def create(cls, destination: str) -> Staging:
-        """Make a fresh staging directory beside `destination`.
+        """Make a fresh one beside `destination`.
 
         Raises:
             ResourceError: the parent does not exist or cannot be written.
@@ -96,7 +80,7 @@ class Staging:
         return staging
 
     @classmethod
-    def _take(cls, destination: str, path: str) -> Staging | None:
+    def take(cls, destination: str, path: str) -> Staging | None:
         """Make a dead owner's directory ours, by renaming it."""
         try:
             owner = Owner.new_run()
@@ -118,147 +102,40 @@ class Staging:
         storage.write_file(os.path.join(self.path, OWNER), json.dumps(owner).encode())
 
     def release(self) -> None:
-        """Leave the directory to whoever resumes."""
+        """Leave the directory to whoever comes next, or under another name."""
         self._owner.end()
 
-    def commit(self, *, overwrite: bool) -> None:
-        """Make `data` the destination, in one rename, and remove the rest.
-
-        With `overwrite` an existing destination is exchanged and then removed: at every moment the name
-        has the complete old content or the complete new one. Where the system cannot exchange, the old
-        one is moved aside first, and is put back by this run or by the next.
-
-        Raises:
-            UsageError: the destination exists, or `look` refuses.
-            ResourceError: the system cannot rename, or bring it to the disk; the destination is again what it was.
-        """
-        try:
-            storage.sync_directories(self.data)
-            self._identity = identity_of(self.data)
-            if overwrite and storage.lexists(self.destination):
-                self._exchange()
-            else:
-                place_directory(self.data, self.destination)
-        except OSError as error:
-            if error.errno in IS_THERE:
-                raise self._appeared() from error
-            raise ResourceError(f"cannot rename to {escape(self.destination)}: {error.strerror}") from error
-        self.complete()
-
-    def complete(self) -> None:
-        """Bring the rename to the disk, and remove the rest.
-
-        Raises:
-            ResourceError: it cannot be brought there; the destination is again what it was, as far as the system
-                lets us.
-        """
-        try:
-            storage.sync_directory(os.path.dirname(self.destination))
-        except OSError as error:
-            self._undo()
-            still = " (it is there, and whole)" if self.is_committed else ""
-            raise ResourceError(
-                f"cannot bring {escape(self.destination)} to the disk{still}: {error.strerror}"
-            ) from error
-        self.discard()
-
-    def keep(self) -> str:
-        """Give `data` a free name beside the destination, `last-new`, and remove the rest; return its path.
-
-        Raises:
-            OSError: the system refuses; `data` stays where it is.
-        """
-        storage.sync_directories(self.data)
-        for number in itertools.count(1):
-            path = f"{self.destination}-new{number if number > 1 else ''}"
-            try:
-                rename_noreplace(self.data, path)
-            except FileExistsError:
-                continue
-            storage.sync_directory(os.path.dirname(path))
-            self.discard()
-            return path
-        raise AssertionError("there is always another number")
-
-    def _others(self) -> list[str]:
-        """Return what is kept. What was exchanged has been looked through (`look`)."""
-        return [
-            name
-            for name in self.kept(self.path)
-            if not (self.is_committed and name.partition(os.sep)[0] in _REPLACED)
-        ]
-
-    def _appeared(self) -> UsageError:
-        aside = [f"what was there before: {escape(self._aside)}"] if storage.lexists(self._aside) else []
-        return UsageError(f"{escape(self.destination)} appeared while it was being written", problems=aside)
-
-    def _exchange(self) -> None:
-        """Swap `data` and the destination; where that is not possible, move the old one aside first."""
-        if storage.renameat2(self.data, self.destination, storage.RENAME_EXCHANGE):
-            try:
-                self.look(self.data)
-            except ShardkitError:
-                storage.renameat2(self.data, self.destination, storage.RENAME_EXCHANGE)
-                raise
-            return
-        # What is moved aside must not be in a directory whose own name a power loss takes away.
-        storage.sync_directory(os.path.dirname(self.destination))
-        storage.rename(self.destination, self._aside)
-        try:
-            self.look(self._aside)
-            storage.rename(self.data, self.destination)
-        except BaseException:  # Ctrl-C too
-            if not self.is_committed:
-                storage.rename(self._aside, self.destination)
-            raise
-
-    def _undo(self) -> None:
-        """Let the destination be again what it was before `commit`, as far as the system lets us."""
-        with contextlib.suppress(OSError):
-            if storage.lexists(self.data):  # the old one
-                storage.renameat2(self.data, self.destination, storage.RENAME_EXCHANGE)
-                return
-            storage.rename(self.destination, self.data)
-            if storage.lexists(self._aside):
-                storage.rename(self._aside, self.destination)
-
-    def _put_back(self) -> None:
-        """Make good a replacement that stopped half-way: afterwards `data.old` is not there any more.
+    def put_back(self) -> None:
+        """Make good a replacement by an earlier version that stopped half-way: afterwards `data.old` is not there any more.
 
         Raises:
             UsageError: the old one could not go back, because something else is there by now.
             OSError: the system refuses.
         """
-        if not storage.lexists(self._aside):
+        aside = os.path.join(self.path, _ASIDE)
+        if not storage.lexists(aside):
             return
         if not storage.lexists(self.data):  # the new one is in place; what is left of the old one may go
             replaced = os.path.join(self.path, "replaced")
             storage.remove_tree(replaced)  # of a run that was resumed here after it had replaced something
-            storage.rename(self._aside, replaced)
+            storage.rename(aside, replaced)
             return
         try:
-            place_directory(self._aside, self.destination)
+            place_directory(aside, self.destination)
         except OSError as error:
             if error.errno not in IS_THERE:
                 raise
             raise UsageError(
                 f"{escape(self.destination)} was moved aside by a run that did not end, and something else is there",
-                problems=[f"what was there before: {escape(self._aside)}"],
+                problems=[f"what was there before: {escape(aside)}"],
                 hint="keep what you want of the two, and remove that directory",
             ) from error
         storage.sync_directory(os.path.dirname(self.destination))
 
     def discard(self) -> None:
-        """Remove the staging directory and all in it but what is kept, once nothing in it has to go back."""
-        try:
-            self._put_back()
-        except (OSError, UsageError):  # the only copy of what was at the destination
-            pass
-        else:
-            with contextlib.suppress(OSError):
-                remove_but(self.path, self._others())
-        finally:
-            self.release()
+        """Remove all of it, as far as the system lets us."""
+        remove_but(self.path, ())
+        self.release()
 
 
 def remove_but(path: str, kept: Collection[str]) -> None:
@@ -327,7 +204,7 @@ def destination_of(path: str) -> str | None:
 
 def has_aside(path: str) -> bool:
     """True if a staging directory has what was at its destination."""
-    return storage.lexists(os.path.join(path, "data.old"))
+    return storage.lexists(os.path.join(path, _ASIDE))
 
 
 def give_up(destination: str, path: str, kept: Kept) -> bool:
@@ -341,11 +218,11 @@ def give_up(destination: str, path: str, kept: Kept) -> bool:
     Returns:
         False if more stays: another process has taken it, what was moved aside cannot go back, or the system refuses.
     """
-    staging = Staging._take(destination, path)
+    staging = Staging.take(destination, path)
     if staging is None:
         return False
     try:
-        staging._put_back()
+        staging.put_back()
         others = kept(staging.path)
         if others:
             storage.remove_all_but(staging.path, others)
@@ -382,13 +259,13 @@ def recover(destination: str) -> None:
     for path in abandoned(destination):
         if not has_aside(path):
             continue
-        staging = Staging._take(destination, path)
+        staging = Staging.take(destination, path)
         if staging is None:
             continue
         try:
-            staging._put_back()
+            staging.put_back()
         except OSError as error:
-            place = escape(os.path.join(staging.path, "data.old"))
+            place = escape(os.path.join(staging.path, _ASIDE))
             raise ResourceError(f"cannot move {place} back to its place: {error.strerror}") from error
         finally:
             staging.release()

@@ -26,7 +26,7 @@ from shardkit.files.staging import (
     owner_of,
 )
 from shardkit.files.strict_json import parse_object, read_small
-from shardkit.operations.parts.agreement import Agreement, read_all, read_parts
+from shardkit.operations.parts.agreement import SAVE, Agreement, read_all, read_parts
 from shardkit.operations.parts.foreign import files_in, foreign_in, stays
 
 _MAX_OWNER = 1 << 16
@@ -196,7 +196,7 @@ def name_unknown(destination: str, own: str) -> Iterator[str]:
 def _look_run(run: SharedStaging) -> Leftover:
     """Describe the directory of a run as its record, its notes and those who worked in it say."""
     disk_bytes, newest = _sizes(run.path)
-    told = next((content for _, content in read_parts(run)), {})
+    told = next((content for _, content in read_parts(run)), _read_owner(run.path))
     owners, pid = run.owners(), told.get("pid")
     alive = [owner.pid for owner in owners if owner.is_provably_alive()]
     if alive and pid not in alive:  # who said it last may be over
@@ -207,7 +207,7 @@ def _look_run(run: SharedStaging) -> Leftover:
         agreement: Agreement | None = Agreement.of(run)
     except ShardkitError:
         agreement = None
-    files = [] if agreement is None else agreement.files
+    files, verb = ([], "") if agreement is None else (agreement.files, agreement.command.verb)
     finished = [size for number, (_, size) in enumerate(files) if run.has_note(number)]
     weights = 0 if agreement is None else len(agreement.weights)
     return Leftover(
@@ -216,8 +216,8 @@ def _look_run(run: SharedStaging) -> Leftover:
         host=str(told.get("host", "")),
         pid=pid if isinstance(pid, int) else next((owner.pid for owner in owners), 0),
         last_written=newest,
-        kind="ended" if run.is_committed else "run",
-        verb="" if agreement is None else agreement.command.verb,
+        kind="ended" if run.is_committed else "save" if verb == SAVE else "run",
+        verb=verb,
         num_files=len(files),
         file_bytes=sum(size for _, size in files),
         finished_files=len(finished),
@@ -231,7 +231,7 @@ def _look_run(run: SharedStaging) -> Leftover:
 
 
 def _look(path: str, owner: Owner) -> Leftover:
-    """Describe a directory that is named after its process: of `shardkit.save`, or of an earlier version."""
+    """Describe a directory that is named after its process: of an earlier version, or of a run that begins or ends."""
     told, (disk_bytes, newest) = _read_owner(path), _sizes(path)
     pid = told.get("pid")
     state: Literal["dead", "alive", "unknown"] = "unknown"

@@ -15,17 +15,20 @@ from typing import Any, Protocol
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan
 
+from shardkit._version import __version__
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage, stores, uploads
 from shardkit.files.digest import crc32
 from shardkit.files.location import location_of
 from shardkit.files.remote.writers import writer_of
-from shardkit.files.staging import Staging, remove_abandoned
+from shardkit.files.shared import SharedStaging, remove_runs
+from shardkit.files.staging import Owner
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.owned import OutputKind, refusal
 from shardkit.operations.destination import check_destination
+from shardkit.operations.parts.agreement import SAVE, Agreement, Command
 from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.uploading.place import UploadTarget, check_target
 from shardkit.operations.uploading.run import check_conditions
@@ -72,20 +75,42 @@ def begin(path: str, *, overwrite: bool) -> Lead:
 
 
 class _DiskLead:
+    """A run of its own at the place: all ranks write into its `data`, and nobody else joins it or goes on with it."""
+
     def __init__(self, path: str, overwrite: bool) -> None:
         _make_parents(path)
         self.path = self.home = check_destination(path, None, overwrite=overwrite)
-        remove_abandoned(self.path, foreign_in)
-        self._staging = Staging.create(self.path)
+        remove_runs(self.path, foreign_in, but="")
+        plan = secrets.token_hex(8)
+        self._staging = SharedStaging.of_plan(self.path, plan, foreign_in, is_run=True)
         self._staging.look = self._look
-        self.place = self._staging.data
+        self.place, self._is_kept = self._staging.data, False
+        try:
+            self._owner = Owner.new_run()
+        except OSError as error:
+            raise ResourceError(f"cannot write beside {escape(self.path)}: {error.strerror}") from error
+        command = Command(verb=SAVE, options={})
+        agreement = Agreement(
+            plan=plan, version=__version__, ingredients={}, command=command, typed="", num_parts=1, files=()
+        )
+        is_made = self._staging.create(agreement.dump(), (), self._owner)
+        assert is_made  # nobody else makes one of this name
 
     def commit(self, metadata: bytes, *, overwrite: bool, beside: bytes = b"") -> None:
         try:
             check_destination(self.path, None, overwrite=overwrite)  # it may be somebody else's by now
-            self._staging.commit(overwrite=overwrite)
+            with self._staging.workplace() as work:
+                is_made = self._staging.commit(work, storage.listdir(self.place), overwrite=overwrite)
         except UsageError as error:
             raise self._kept(error) from error
+        except OSError as error:
+            raise ResourceError(f"cannot write to {escape(self._staging.path)}: {error.strerror}") from error
+        if not is_made:
+            raise ResourceError(f"{escape(self._staging.path)} was removed while the save wrote there")
+        # The save is there, whatever stays beside it; the next one removes that.
+        with contextlib.suppress(ResourceError), self._staging.attended():
+            self._staging.remove()
+        self._staging.leave(self._owner)
 
     def _look(self, path: str) -> None:
         refused = refusal(path, escape(self.path), OutputKind.SHARDED, {})
@@ -94,12 +119,11 @@ class _DiskLead:
 
     def _kept(self, error: UsageError) -> UsageError:
         """Keep the new save whole, beside what appeared at the destination meanwhile, and return what says where."""
+        self._is_kept = True
         try:
             place = self._staging.keep()
-        except OSError:
-            place = self._staging.data
-            self._staging.release()
-            self._staging.is_kept = True
+        except (OSError, ShardkitError):
+            place = self.place
         return UsageError(
             f"{escape(self.path)} was not replaced: the new save is whole, and lies in {escape(place)}",
             problems=[error.message, *error.problems],
@@ -107,8 +131,10 @@ class _DiskLead:
         )
 
     def discard(self) -> None:
-        if not (self._staging.is_committed or self._staging.is_kept):
-            self._staging.discard()
+        self._staging.leave(self._owner)
+        with contextlib.suppress(OSError, ShardkitError):
+            if not (self._is_kept or self._staging.is_committed):
+                self._staging.give_up()
 
 
 class _StoreLead:

@@ -1,8 +1,7 @@
-"""Staging directories: whose they are, and that a name is never half there."""
+"""Directories that are named after processes: whose they are, and what earlier versions left in some."""
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.errors import ResourceError, UsageError
+from shardkit.errors import UsageError
 from shardkit.files import staging as module
 from shardkit.files import storage
 from shardkit.files.shared import reclaimable_bytes
@@ -105,98 +104,6 @@ def test_a_run_of_this_process_is_over_when_it_is_released(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == [os.path.basename(second.path)]
 
 
-def test_names_of_any_length_and_kind(tmp_path: Path) -> None:
-    for name in ("a" * 255, "\u00fc" * 127, "b c\n"):
-        staging = Staging.create(str(tmp_path / name))
-        staging.commit(overwrite=False)
-        assert (tmp_path / name).is_dir()
-
-
-def test_commit_makes_the_directory_and_leaves_nothing_else(tmp_path: Path) -> None:
-    staging = Staging.create(str(tmp_path / "out"))
-    (Path(staging.data) / "file").write_text("new")
-    staging.commit(overwrite=False)
-    assert staging.is_committed
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert (tmp_path / "out" / "file").read_text() == "new"
-
-
-@pytest.mark.parametrize("has_renameat2", [True, False])
-@pytest.mark.parametrize("what", ["a file", "a link to an empty directory", "a full directory"])
-def test_a_destination_that_appeared_is_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_renameat2: bool, what: str
-) -> None:
-    if not has_renameat2:
-        monkeypatch.setattr(storage, "renameat2", lambda *arguments: False)
-    staging, out = Staging.create(str(tmp_path / "out")), tmp_path / "out"
-    if what == "a file":
-        out.touch()
-    elif what == "a full directory":
-        (out / "empty").mkdir(parents=True)
-    else:
-        (tmp_path / "empty").mkdir()
-        out.symlink_to("empty")
-    before = out.lstat()
-    with pytest.raises(UsageError, match="appeared"):
-        staging.commit(overwrite=False)
-    assert out.lstat().st_ino == before.st_ino
-
-
-@pytest.mark.parametrize("has_renameat2", [True, False])
-def test_an_empty_directory_that_appeared_is_as_good_as_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_renameat2: bool
-) -> None:
-    if not has_renameat2:
-        monkeypatch.setattr(storage, "renameat2", lambda *arguments: False)
-    staging = Staging.create(str(tmp_path / "out"))
-    Path(staging.data, "file").touch()
-    (tmp_path / "out").mkdir()
-    staging.commit(overwrite=False)
-    assert names(tmp_path) == ["out"]
-    assert names(tmp_path / "out") == ["file"]
-
-
-@pytest.mark.parametrize("has_renameat2", [True, False])
-def test_overwriting_exchanges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_renameat2: bool) -> None:
-    if not has_renameat2:
-        monkeypatch.setattr(storage, "renameat2", lambda *arguments: False)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").touch()
-    staging = Staging.create(str(tmp_path / "out"))
-    (Path(staging.data) / "new").touch()
-    staging.commit(overwrite=True)
-    assert names(tmp_path / "out") == ["new"]
-    assert names(tmp_path) == ["out"]
-
-
-@pytest.mark.parametrize("has_renameat2", [True, False])
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_a_rename_that_did_not_reach_the_disk_is_undone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_renameat2: bool, overwrite: bool
-) -> None:
-    if not has_renameat2:
-        monkeypatch.setattr(storage, "renameat2", lambda *arguments: False)
-    if overwrite:
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "old").touch()
-    staging = Staging.create(str(tmp_path / "out"))
-    (Path(staging.data) / "new").touch()
-    sync = storage.sync_directory
-
-    def failing(path: str) -> None:
-        if path == str(tmp_path) and staging.is_committed:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        sync(path)
-
-    monkeypatch.setattr(storage, "sync_directory", failing)
-    with pytest.raises(ResourceError, match="to the disk"):
-        staging.commit(overwrite=overwrite)
-    assert not staging.is_committed
-    assert names(Path(staging.data)) == ["new"]
-    assert names(tmp_path) == sorted([os.path.basename(staging.path), *(["out"] if overwrite else [])])
-    assert not overwrite or names(tmp_path / "out") == ["old"]
-
-
 class TestMovedAside:
     """Where directories cannot be exchanged, the old one is away for a moment, and never lost."""
 
@@ -237,24 +144,3 @@ class TestMovedAside:
         assert names(tmp_path / "out") == ["new"]
         remove_abandoned(str(tmp_path / "out"), lambda path: ())
         assert names(tmp_path) == ["out"]
-
-    def test_a_run_that_can_rename_no_more_keeps_it(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(storage, "renameat2", lambda *arguments: False)
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "old").touch()
-        staging, rename = Staging.create(str(tmp_path / "out")), storage.rename
-
-        def failing(source: str, target: str) -> None:
-            if source != str(tmp_path / "out"):
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            rename(source, target)
-
-        monkeypatch.setattr(storage, "rename", failing)
-        with pytest.raises(ResourceError, match="cannot rename"):
-            staging.commit(overwrite=True)
-        staging.discard()
-        monkeypatch.setattr(storage, "rename", rename)
-        recover(str(tmp_path / "out"))
-        assert names(tmp_path / "out") == ["old"]

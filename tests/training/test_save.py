@@ -7,7 +7,7 @@ import resource
 import shutil
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,10 +28,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shardkit
-from shardkit.files import staging, storage
+from shardkit.files import storage
+from shardkit.files.shared import SharedStaging
+from shardkit.operations.leftovers import leftovers
 from shardkit.training.wrap import layer_policy, wrap
 from tests.training.models import reference
 from tests.training.wrapping import full, tensor_parallel, wrapped, wrapped_with_replicas
+from tests.worlds.processes import run_script
 from tests.worlds.ranks import Ranks, same_error
 
 pytestmark = pytest.mark.dist
@@ -430,13 +433,14 @@ class Kills:
         raise AssertionError
 
 
-def kill_after_rename() -> None:
+def kill_after_rename(place: Path) -> None:
     rename = storage.renameat2
 
     def last(source: str, target: str, flags: int) -> bool:
-        if rename(source, target, flags):
+        is_done = rename(source, target, flags)
+        if is_done and target == str(place):
             os.kill(os.getpid(), signal.SIGKILL)
-        return False
+        return is_done
 
     storage.renameat2 = last
 
@@ -482,11 +486,11 @@ def test_killed_ranks_never_cost_the_last_checkpoint(kill: Kill, out: Path) -> N
     model, _ = start(kill.value)
     is_victim = dist.get_rank() == kill.victim
     if kill.moment == "before" and is_victim:
-        staging.Staging.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    if kill.moment == "after" and is_victim:
-        kill_after_rename()
-    extra = {f"bad{kill.victim}": Kills()} if kill.moment == "writing" and is_victim else {}
+        SharedStaging.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     last = out / "kills" / "last"
+    if kill.moment == "after" and is_victim:
+        kill_after_rename(last)
+    extra = {f"bad{kill.victim}": Kills()} if kill.moment == "writing" and is_victim else {}
     if kill.victim is None:
         shardkit.save(model, last, extra=extra, overwrite=True)
         dist.barrier()
@@ -577,3 +581,55 @@ def test_what_a_person_puts_into_the_old_save_meanwhile_stays(tmp_path: Any) -> 
     with pytest.raises(shardkit.UsageError, match="holds what shardkit did not write"):
         shardkit.save(model, place, overwrite=True)  # now it is known at once
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "last-new"]
+
+
+class Looking:
+    """A state that calls something while it is saved."""
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self._look = look
+
+    def state_dict(self) -> dict[str, int]:
+        self._look()
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_save_is_seen_at_work_and_no_other_one_touches_it(tmp_path: Any) -> None:
+    place, seen = tmp_path / "last", list[Any]()
+
+    def look() -> None:
+        seen.extend(leftovers(str(place)))
+        shardkit.save(nn.Linear(3, 3), place)
+
+    with pytest.raises(shardkit.UsageError, match="last-new"):
+        shardkit.save(nn.Linear(2, 2), place, extra={"it": Looking(look)})
+    assert [(run.kind, run.verb, run.owner, run.pid, run.foreign) for run in seen] == [
+        ("save", "save", "alive", os.getpid(), ())
+    ]
+    for name in ("last", "last-new"):
+        assert shardkit.verify(tmp_path / name, full=True).problems == ()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "last-new"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_was_removed_during_a_save_is_not_called_saved(tmp_path: Any, monkeypatch: Any) -> None:
+    commit = SharedStaging.commit
+
+    def late(run: SharedStaging, work: str, names: Iterable[str], *, overwrite: bool) -> bool:
+        shutil.rmtree(run.path)
+        return commit(run, work, names, overwrite=overwrite)
+
+    monkeypatch.setattr(SharedStaging, "commit", late)
+    with pytest.raises(shardkit.ResourceError, match="was removed while the save wrote there"):
+        shardkit.save(nn.Linear(2, 2), tmp_path / "last")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_save_that_is_killed_at_any_call_costs_nothing(exchange: bool, tmp_path: Path) -> None:
+    argument = json.dumps({"home": str(tmp_path), "exchange": exchange})
+    run_script("training/save_kills_world.py", argument)

@@ -18,6 +18,8 @@ from shardkit.operations.parts.part import Part, divide, parse_part
 from shardkit.transfer.digests import parse_versions
 from shardkit.transfer.factors.phase import Records
 
+SAVE = "save"
+"""The verb of a run in which the ranks of a training job write: what its files are called is torch's to say."""
 _FORMAT = 1
 _MAX_BYTES = 1 << 28
 _PATHS = ("source", "checkpoint", "base", "tokenizer", "keys", "source_manifest", "adapter_config")

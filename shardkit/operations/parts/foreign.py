@@ -16,7 +16,7 @@ from shardkit.files.staging import IS_THERE, OWNER, Owner, abandoned, nothing, r
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.hub.assets import is_asset
 from shardkit.formats.owned import is_nobodys
-from shardkit.operations.parts.agreement import Agreement
+from shardkit.operations.parts.agreement import SAVE, Agreement
 
 _OF_PARTS = ("plan.json", "committed.json")
 _OF_FACTORS = re.compile(r"\d+(-[0-9a-f]{8}|\.json)?", re.ASCII)
@@ -79,14 +79,14 @@ def _is_empty(path: str) -> bool:
 
 
 def _of_parts(path: str) -> set[str]:
-    """Return the names of the files that parts share there, with what describes them; empty if none do."""
+    """Return the names of the files that parts share there, with what describes them; empty if none do, or none is known."""
     place = os.path.join(path, "plan.json")
     try:
         agreement = Agreement.read(place)
     except ShardkitError:
         return set()
     names = {name for name, _ in agreement.files}
-    return names | _described(names) | set(agreement.beside)
+    return set() if agreement.command.verb == SAVE else names | _described(names) | set(agreement.beside)
 
 
 def files_in(path: str) -> Iterator[str]:
