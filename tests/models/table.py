@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from tests.models.outcomes import REASONS, expected
@@ -23,33 +23,30 @@ _HEAD = """\
 # Models
 
 {count} tiny models of {types} architectures of transformers {version} go through everything that shardkit does, in bf16.
-Their weights are random, and no two tensors are alike. An architecture that the installed transformers lacks is left
-out: `lara_mini` and `inkling2_loop` came with 5.24. So is `inkling_mm_model`, which takes scipy to be built (by hand,
-with it, all passed).
+Their weights are random, and no two tensors are alike. {passed} models [pass everything](#what-passes); the others are
+[in a table](#what-does-not-pass) with the reason. Architectures that the installed transformers lacks are left out
+(`lara_mini` and `inkling2_loop` came with 5.24), and so is `inkling_mm_model`, which needs scipy (it passed by hand).
 
-- **preshard**: `shardkit preshard` for 4 ranks. All that follows runs on 2 ranks.
-- **three phases**: `prepare`, `wrap`, `finalize`, from the Hub directory (each rank reads, or for a third of the models
-  one rank sends) and from the pre-sharded one. Every parameter and every buffer has the name, the dtype and the bits
-  that `from_pretrained` gives it.
+- **preshard**: `shardkit preshard` for 4 ranks. The other steps run on 2 ranks.
+- **three phases**: `prepare`, `wrap`, `finalize` from the Hub directory (each rank reads; for a third of the models one
+  rank sends, too) and from the pre-sharded one. Every parameter and buffer has the name, dtype and bits of
+  `from_pretrained`.
 - **stock `dcp.load`**: torch alone loads the pre-sharded directory, with the same bits.
 - **save, consolidate**: `shardkit.save`, and stock `dcp.save` of the same model. `shardkit consolidate --base` of both
-  gives the original's safetensors, each tensor with its name, dtype and bytes. So does consolidate without a base,
-  beside `config.json` alone.
-- **logits**: what the wrapped model answers equals, bit for bit, what the model of `from_pretrained` answers in one
-  process.
+  gives the original safetensors, each tensor with its name, dtype and bytes; so does consolidate with a `config.json`
+  alone.
+- **logits**: the wrapped model's logits equal those of `from_pretrained` in one process, bit for bit.
 
-`make models` holds all of it against this table, and `make test` holds {tested} of the models: one that begins to pass
-fails there as one that ceases to. A number stands for a reason, which is [written below](#what-does-not-pass); a dash
-for what was not reached. What is refused is refused before anything is written.
+`make models` compares all of this with the table, and `make test` {tested} of the models. A model that begins to pass
+fails the test like one that stops passing.
 
-What stands after a `+` tells a model from others of its type:
+A suffix distinguishes models of one type. `+fused` and `+live` are stored under the names of the model in memory, as
+`save_pretrained(..., save_original_format=False)` writes them. `+repo` have the names, shapes, dtypes and order of a
+real repo, often older than today's `save_pretrained`: buffers of masks, heads of another class, old prefixes. Their
+weight files come out with the original's bytes; those of three quantised ones become plain, as transformers dequantises
+them.
 
-- `+fused` and `+live` are the same models in files that have the names of the model in memory, as
-  `save_pretrained(..., save_original_format=False)` writes them.
-- `+repo` are tiny models in directories that have the names, shapes, dtypes and order of a real repo, written down by
-  hand: older than what `save_pretrained` writes today, with buffers of masks, heads of another class, and prefixes that
-  are gone since. There every file of weights has the original's bytes. Of the three whose weights are quantised, plain
-  ones are made, and the result is held against what transformers dequantises.
+## What passes
 """
 
 THEIRS = Path(__file__).with_name("theirs.json")
@@ -57,10 +54,10 @@ _THEIRS = """
 ## transformers' own FSDP loading
 
 `from_pretrained(distributed_config=DistributedConfig(fsdp_size=2))` of transformers {transformers} with torch {torch}, on
-two gloo ranks, every tensor held against plain `from_pretrained`: of {count} models {right} are right, {wrong} are wrong
-without a word, {error} end with an error. The class of zaya and youtu+padding changes these values at each load;
-falcon_h1's are buffers. The three phases of shardkit are right wherever the tables above say yes.
-`python -m tests.models.theirs` makes this list.
+two gloo ranks, each tensor compared with plain `from_pretrained`: of {count} models {right} are right, {wrong} are wrong
+without an error, {error} fail. The classes of zaya and youtu+padding change values at each load; falcon_h1's are buffers.
+shardkit's three phases are right wherever this page says so. `python -m tests.models.theirs` makes this list, and
+`tests/models/theirs.json` names the tensors.
 """
 
 
@@ -71,25 +68,33 @@ def render(version: str) -> str:
         version: of transformers.
     """
     numbers = {reason: at for at, reason in enumerate(REASONS, 1)}
+    cells = {name: _cells(name, numbers) for name in ZOO}
+    passed = [name for name, found in cells.items() if {*found} == {"yes"}]
     parts = [
         _HEAD.format(
             count=len(ZOO),
+            passed=len(passed),
             tested=len(IN_MAKE_TEST),
             types=len({each.model_type for each in ZOO.values()}),
             version=version,
         )
     ]
     for kind in dict.fromkeys(each.kind for each in ZOO.values()):
-        parts += [f"\n## {kind[0].upper()}{kind[1:]}\n", f"| model | class | {' | '.join(COLUMNS)} |"]
-        parts.append("|" + "---|" * (2 + len(COLUMNS)))
-        for name, each in ZOO.items():
-            if each.kind == kind:
-                parts.append(f"| {name} | {each.model_class} | {' | '.join(_cells(name, numbers))} |")
+        names = [name for name in passed if ZOO[name].kind == kind]
+        parts += _wrapped(f"- **{kind[0].upper()}{kind[1:]}**: {', '.join(names)}")
     parts += _theirs()
-    parts.append("\n## What does not pass\n")
+    parts += ["\n## What does not pass\n", f"| model | class | {' | '.join(COLUMNS)} |"]
+    parts.append("|" + "---|" * (2 + len(COLUMNS)))
+    for name in (name for name in ZOO if name not in passed):
+        parts.append(f"| {name} | {ZOO[name].model_class} | {' | '.join(cells[name])} |")
+    parts.append("\nA number is a reason, a dash a step that was not reached:\n")
     for reason, each in REASONS.items():
-        parts += textwrap.wrap(f"{numbers[reason]}. {each.text}", 118, subsequent_indent="   ")
+        parts += _wrapped(f"{numbers[reason]}. {each.text}", "   ")
     return "\n".join(parts) + "\n"
+
+
+def _wrapped(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(text, 118, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
 def _theirs() -> list[str]:
@@ -100,8 +105,18 @@ def _theirs() -> list[str]:
     text = _THEIRS.format(
         count=len(models), **{key: said[key] for key in ("right", "wrong", "error")}, **noted
     )
-    rows = [f"| {name} | {answer} |" for name, answer in models.items() if answer != "right"]
-    return [text, "| model | transformers' own FSDP loading |", "|---|---|", *rows]
+    wrong = [f"{name} ({_tensors(answer)})" for name, answer in models.items() if answer.startswith("wrong")]
+    errors = defaultdict[str, list[str]](list)
+    for name, answer in models.items():
+        if answer.startswith("error"):
+            errors[answer.removeprefix("error: ")].append(name)
+    lines = [line for error, names in errors.items() for line in _wrapped(f"- {', '.join(names)}: {error}")]
+    return [text, *_wrapped(f"- Wrong (tensors): {', '.join(wrong)}"), *lines]
+
+
+def _tensors(answer: str) -> str:
+    """Return how many tensors are wrong, of "wrong: 2 of 39 tensors: ..."."""
+    return answer.split(": ")[1].removesuffix(" tensors")
 
 
 def _cells(name: str, numbers: dict[str, int]) -> list[str]:
