@@ -94,8 +94,9 @@ corruption: $(INSTALLED)
 slurm: $(INSTALLED)
 	$(BIN)/python -m tests.slurm
 
-# An environment of its own, without torch: the pages that are made from code are in docs/ already.
-docs: $(DOCS_INSTALLED)
+# An environment of its own, without torch. One page is made by the other environment, from the docstrings.
+docs: $(DOCS_INSTALLED) $(INSTALLED)
+	$(BIN)/python scripts/reference.py --site build/python-api.md
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 

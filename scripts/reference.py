@@ -1,7 +1,10 @@
-"""docs/commands.md, every command with its options, from click; docs/python.md, the Python API, from its docstrings.
+"""docs/commands.md, every command with its options, from click; the Python API from its docstrings.
 
-python scripts/reference.py            writes the pages anew
-python scripts/reference.py --check    fails where one is out of date
+docs/python.md has a line for each name. The site has a page with all of it, which is not in the repository.
+
+python scripts/reference.py               writes the pages anew
+python scripts/reference.py --check       fails where one is out of date
+python scripts/reference.py --site FILE   writes the site's page
 """
 
 from __future__ import annotations
@@ -34,18 +37,62 @@ Every command and option, made from the program itself: `shardkit COMMAND --help
 
 
 _PYTHON_HEAD = """\
-# Python API
+# Python
 
-Everything that `import shardkit` offers, made from the docstrings. Importing it imports no torch. Every function raises
-[`ShardkitError`](#errors) for what a caller can cause, and prints nothing. [start.md](start.md) shows the functions at
-work, [training.md](training.md) those of a training job.
+`import shardkit` offers these names, in order of use; importing it imports no torch. Each links to its source.
+`help(shardkit.preshard)` prints arguments and errors, and the page "Python, in full" of the site has all of them.
+Functions print nothing, and raise [`ShardkitError`](#errors) for what a caller can cause. [Start](start.md)
+shows the functions at work, [training](training.md) those of a training job.
+"""
+_SITE_HEAD = """\
+# Python, in full
+
+Arguments, results and errors of everything that `import shardkit` offers. [Python](python.md) is the overview.
 """
 _GROUPS = {
-    "Moving and checking weights": ("shardkit.operations",),
-    "In a training job": ("shardkit.training", "shardkit.osft"),
-    "Errors": ("shardkit.errors",),
+    "Move weights": ("preshard", "consolidate", "reshard", "resolve_checkpoint"),
+    "Look and check": ("inspect", "verify", "diff", "write_manifest", "show_keys", "check_keys"),
+    "Start a training job": (
+        "prepare",
+        "wrap",
+        "finalize",
+        "load_into",
+        "from_rank",
+        "ModelInitializationContext",
+    ),
+    "Train and save": ("save", "clip_grad_norm_", "grad_norm", "rebind_optimizer", "parameter_names"),
+    "See what a job does": ("diagnose", "Diagnosis", "PhaseMemory", "FSDPDiagnosticsCallback"),
+    "Load and save with stock torch": (
+        "SafeReader",
+        "checkpointable",
+        "bf16_mixed_precision",
+        "layer_policy",
+    ),
+    "FSDP1": ("param_init_fn", "hf_ram_efficient_loading"),
+    "OSFT": (
+        *("OsftPlan", "osft_optimizer", "osft_leak"),
+        *("project_gradients_", "project_parameters_"),
+    ),
+    "Many machines, and what they leave": ("commit", "status", "gc", "environment"),
+    "Results": (
+        *("PreshardResult", "ConsolidateResult", "ReshardResult", "ResolvedCheckpoint", "SaveResult"),
+        *("InspectResult", "VerifyResult", "VerifyProblem", "DiffResult", "ManifestResult", "KeysResult"),
+        *(
+            "PartResult",
+            "CommitResult",
+            "StatusResult",
+            "PlanStatus",
+            "PartStatus",
+            "GcResult",
+            "Environment",
+        ),
+    ),
+    "Errors": (
+        *("ShardkitError", "UsageError", "MeshError", "PolicyError", "SourceError", "IntegrityError"),
+        *("LayoutError", "ResourceError", "IncompleteError", "Interrupted"),
+    ),
 }
-"""Heading -> where the modules are whose names it has."""
+"""Heading -> names, in order of use."""
 _SECTIONS = ("Args", "Returns", "Raises", "Yields", "Source")
 
 
@@ -124,27 +171,32 @@ def _anchor(path: str) -> str:
 
 
 def _python() -> str:
-    groups = {heading: list(_public(homes)) for heading, homes in _GROUPS.items()}
-    lists = [
-        line
-        for heading, names in groups.items()
-        for line in (
-            f"**{heading}:**",
-            *_folded(", ".join(f"[`{name}`](#{name.lower()})" for name in names)),
-            "",
-        )
-    ]
-    parts = [_PYTHON_HEAD, "\n".join(lists)]
-    for heading, names in groups.items():
-        parts += [f"## {heading}\n", *map(_entry, names)]
+    parts = [_PYTHON_HEAD]
+    for heading, names in _GROUPS.items():
+        rows = "\n".join(f"| [`{name}`](../{_source(name)}) | {_summary(name)} |" for name in names)
+        parts.append(f"## {heading}\n\n| name | what it is |\n|---|---|\n{rows}\n")
     return "\n".join(parts)
 
 
-def _public(homes: tuple[str, ...]) -> Iterator[str]:
-    """Yield the public names from these modules: functions first, then classes."""
-    found = [name for name in library.__all__ if not name.startswith("_")]
-    found = [name for name in found if getattr(library, name).__module__.startswith(homes)]
-    yield from sorted(found, key=lambda name: (inspect.isclass(getattr(library, name)), name.lower()))
+def _source(name: str) -> str:
+    """Return the file that defines a name, from the root of the repository."""
+    path = sys.modules[getattr(library, name).__module__].__file__
+    assert path is not None
+    return Path(path).relative_to(DOCS.parent).as_posix()
+
+
+def _summary(name: str) -> str:
+    """Return the first sentence of a docstring."""
+    first = " ".join((inspect.getdoc(getattr(library, name)) or "").partition("\n\n")[0].split())
+    return re.split(r"(?<=\.) (?=[A-Z])", first)[0].replace("|", "\\|").replace("<", "&lt;")
+
+
+def site_page() -> str:
+    """Return the page with everything that docstrings say."""
+    parts = [_SITE_HEAD]
+    for heading, names in _GROUPS.items():
+        parts += [f"## {heading}\n", *map(_entry, names)]
+    return "\n".join(parts)
 
 
 def _entry(name: str) -> str:
@@ -259,6 +311,11 @@ def _members(name: str, kind: type) -> list[str]:
 
 
 if __name__ == "__main__":
+    if "--site" in sys.argv:
+        page = Path(sys.argv[sys.argv.index("--site") + 1])
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(site_page())
+        sys.exit(0)
     stale = [
         name
         for name, text in texts().items()

@@ -161,7 +161,7 @@ _PAGE = """\
 
 What each command prints with `--json`, as a [JSON schema](https://json-schema.org), made from the types of the results.
 Keys may be added in any release, and none is renamed. Sizes end with `_bytes`, times in seconds with `_s`, and counts
-begin with `num_`. The same results come from the [Python API](../python.md).
+begin with `num_`. The same results come from [Python](../python.md).
 
 | schema | of what |
 |---|---|

@@ -22,8 +22,9 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "build/python-api.md": "python-api.md",
 }
-"""File of the repository that is a page too -> page."""
+"""File that is a page too, outside of docs -> page; `make docs` writes the last one before it builds the site."""
 _LINK = re.compile(r"(\]\(<?)([^)#\s>]+)((?:#[^)\s>]*)?>?\))")
 _FENCE = re.compile(r"^( *)(```+|~~~+)")
 

@@ -151,7 +151,7 @@ def load_into(
     follow_links: bool = False,
     check_source: bool = True,
 ) -> nn.Module:
-    """Fill a model that anybody has wrapped, or nobody, from any source; every rank calls it.
+    """Fill a model, wrapped in any way or not at all, from any source; every rank calls it.
 
     Args:
         model: on meta, or with values, which are overwritten in place. Its OSFT factors, whoever made its layers, are

@@ -45,10 +45,12 @@ def test_what_lies_in_docs_is_made_from_the_types():
 
 
 def test_the_reference_is_made_from_the_commands_and_the_docstrings():
-    made = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["texts"]()
+    reference = runpy.run_path(str(ROOT / "scripts" / "reference.py"))
+    made, whole = reference["texts"](), reference["site_page"]()
     assert {name: (ROOT / "docs" / name).read_text() for name in made} == made, "python scripts/reference.py"
     names = [name for name in shardkit.__all__ if not name.startswith("_")]
-    assert not [name for name in names if f"### {name}\n" not in made["python.md"]]
+    assert sorted(names) == sorted(name for group in reference["_GROUPS"].values() for name in group)
+    assert not [name for name in names if f"### {name}\n" not in whole]
 
 
 def test_every_command_prints_what_its_schema_says(run, tiny, subtests):

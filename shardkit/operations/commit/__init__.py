@@ -74,7 +74,7 @@ class CommitResult(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartStatus:
-    """A part of which something is known."""
+    """One part of a plan, as its notes describe it."""
 
     part: str
     """Such as "3/16"."""
@@ -333,7 +333,7 @@ def _was_there(place: Place, begun: float, ended: WriteResult | None = None) -> 
 def status(
     output: str | os.PathLike[str], *, abort: bool = False, on_warning: OnWarning | None = None
 ) -> StatusResult:
-    """Tell what parts and runs have written so far of an output, who is missing, and what goes on; or give it up.
+    """Return what parts and runs have written of an output, which parts are missing, and how to continue; or remove it.
 
     Args:
         output: the destination that they were given.

@@ -133,7 +133,7 @@ def check_keys(
     base: str | os.PathLike[str] | None = None,
     follow_links: bool = False,
 ) -> KeysResult:
-    """Hold key rules against the names and shapes of a source, there and back; no tensor is read.
+    """Compare key rules with the names and shapes of a source, there and back; no tensor is read.
 
     Args:
         rules: path of a TOML file, or the name of a shipped set.
@@ -169,7 +169,7 @@ def show_keys(
     base: str | os.PathLike[str] | None = None,
     follow_links: bool = False,
 ) -> KeysResult:
-    """Return what the tensors of a source are on the other side, as preshard and consolidate would have it.
+    """Return what each tensor of a source becomes on the other side, as preshard and consolidate make it.
 
     Args:
         source: a Hub model, or a sharded checkpoint.

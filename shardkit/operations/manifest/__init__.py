@@ -73,7 +73,7 @@ def write_manifest(
     follow_links: bool = False,
     progress: Progress | None = None,
 ) -> ManifestResult:
-    """Write down every file and every tensor of a checkpoint, with digests; everything is read once.
+    """Record every file and every tensor of a checkpoint, with digests; everything is read once.
 
     Checksums that the checkpoint records are compared: one that is damaged already gets no manifest.
 

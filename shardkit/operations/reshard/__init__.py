@@ -78,7 +78,7 @@ class ReshardResult(WriteResult):
 @may_follow_links
 @keywords_of(ReshardOptions)
 def reshard(options: ReshardOptions) -> ReshardResult:
-    """Write a sharded checkpoint anew, for another mesh: model, optimizer and everything else.
+    """Write a sharded checkpoint for another mesh: model, optimizer and everything else.
 
     Args:
         checkpoint: a checkpoint, or a run directory, whose newest complete checkpoint is taken.

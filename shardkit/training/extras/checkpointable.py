@@ -21,7 +21,7 @@ from shardkit.training.ranks.local import local_tensor, parts_of, window
 
 
 def checkpointable(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict for `dcp.save` and `dcp.load` in which each tensor says what its memory holds.
+    """Return a state dict for `dcp.save` and `dcp.load` in which each tensor describes what its memory contains.
 
         state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
         dcp.load(shardkit.checkpointable(state), checkpoint_id=path)  # fills the tensors of `state`

@@ -65,7 +65,7 @@ class _Pair:
 
 
 def project_gradients_(model: nn.Module) -> None:
-    """Take their part in the frozen subspace out of the gradients of all factors; every rank calls it.
+    """Remove from the gradients of all factors their part in the frozen subspace; every rank calls it.
 
     Call it after clipping and before the optimizer's step, or let `osft_optimizer` do it. Gradients that are None
     stay so.
@@ -81,7 +81,7 @@ def project_gradients_(model: nn.Module) -> None:
 
 
 def project_parameters_(model: nn.Module) -> None:
-    """Take their part in the frozen subspace out of all trained factors; every rank calls it.
+    """Remove from all trained factors their part in the frozen subspace; every rank calls it.
 
     Call it after the optimizer's step, or let `osft_optimizer` do it.
 
@@ -125,7 +125,7 @@ def osft_leak(model: nn.Module) -> float:
 
 
 def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Let each step of an optimizer leave the frozen subspace alone; every rank calls it.
+    """Make each step of an optimizer leave the frozen subspace unchanged; every rank calls it.
 
     Gradients are projected before the step and parameters after it, by hooks of the optimizer, so schedulers, gradient
     scalers and checkpoints of its state work as ever. A step with a learning rate of 0 moves nothing. Clip gradients
