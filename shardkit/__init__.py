@@ -147,7 +147,12 @@ if not TYPE_CHECKING:  # else every name would exist, and be Any
         """Import a public name when it is first used."""
         if name not in _HOME_OF:
             raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
-        value = getattr(import_module(_HOME_OF[name]), name)
+        try:
+            value = getattr(import_module(_HOME_OF[name]), name)
+        except ImportError as error:
+            if lacking := import_module("shardkit.errors").without_torch(error):
+                raise lacking from error
+            raise
         import_module("shardkit.core.result").lines_of = _lines_of
         return value
 

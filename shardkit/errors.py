@@ -222,3 +222,13 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, raised in the main thread like Ctrl-C so that both take the same way out."""
 
     signum = 15
+
+
+def without_torch(error: ImportError) -> ResourceError | None:
+    """Return what to raise in the place of an error that says that torch cannot be imported; None for any other."""
+    if (error.name or "").partition(".")[0] != "torch":
+        return None
+    return ResourceError(
+        f"this needs torch: {' '.join(str(error).split())}",
+        hint="`pip install 'shardkit[torch]'` in this Python",
+    )

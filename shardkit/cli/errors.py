@@ -21,7 +21,7 @@ import click
 
 from shardkit.cli.output import Output, remark, shown, silence
 from shardkit.core.text import escape, in_shell, suggestion
-from shardkit.errors import Interrupted, ResourceError, ShardkitError, UsageError
+from shardkit.errors import Interrupted, ResourceError, ShardkitError, UsageError, without_torch
 
 _ENVIRONMENT, _BUG, _BROKEN_PIPE = 5, 70, 141
 _SIGINT = 2
@@ -131,9 +131,8 @@ def describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, MemoryError):
         hint = "lower --max-memory or --jobs, or use a machine with more memory"
         return _plain("ResourceError", "out of memory", hint, _ENVIRONMENT)
-    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "torch":
-        hint = "`pip install torch` in this Python; what converts no dtype, or bf16 to fp32, needs none"
-        return _plain("ResourceError", f"this needs torch: {escape(str(error))}", hint, _ENVIRONMENT)
+    if isinstance(error, ImportError) and (lacking := without_torch(error)):
+        return lacking.to_json()
     if isinstance(error, FileNotFoundError) and error.filename is None and _has_no_cwd():
         return _plain("ResourceError", "the current directory is gone", "cd to one that exists", _ENVIRONMENT)
     if isinstance(error, OSError):

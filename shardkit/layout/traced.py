@@ -630,6 +630,7 @@ def why_no_class(config: Mapping[str, Any] | None) -> str | None:
         return "there is no config.json"
     if not config.get("architectures") or not config.get("model_type"):
         return "config.json names no architecture"
-    if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed"
-    return None
+    missing = next(
+        (name for name in ("transformers", "torch") if importlib.util.find_spec(name) is None), None
+    )
+    return missing and f"{missing} is not installed"

@@ -1,63 +1,134 @@
-"""Converting dtypes piece by piece, as torch does; bf16 becomes fp32, which rounds nothing, without torch."""
+"""Converting dtypes piece by piece, to the bits that torch gives, without torch.
+
+Numbers pass through float32, as in torch, and are rounded to the nearest, ties to even. A NaN stays NaN. Which bits torch
+gives it depends on the processor and on the number of elements; here they are those of its AVX code, everywhere.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.dtypes import DType
+
+if TYPE_CHECKING:
+    import numpy
 
 Converter = Callable[[memoryview, memoryview], bool]
 """Fills the second buffer with the converted elements of the first. Both are writable and hold equally many. True if a
 finite element became infinite."""
 
-_SLICE = 1 << 16  # elements that are looked at together
-_WIDENED = (BY_NAME["bfloat16"], BY_NAME["float32"])
-
-
-def needs_torch(source: DType, target: DType) -> bool:
-    """True if torch converts elements of one dtype to the other."""
-    return source is not target and (source, target) != _WIDENED
+_BLOCK = 1 << 16  # elements that are converted at a time: all intermediate results fit the processor's cache
+_STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}  # numpy has no bf16
+_LARGEST = {"bfloat16": 3.3961775292304957e38, "float16": 65520.0}  # from there on, rounding gives infinity
 
 
 def make_converter(source: DType, target: DType) -> Converter:
-    """Return a converter of elements of one floating dtype to another; it imports torch where `needs_torch`."""
-    if not needs_torch(source, target):
-        return _widen
-    import torch
-
-    stored, wanted = getattr(torch, source.name), getattr(torch, target.name)
-    # Rounding may make fp32 infinite in bf16 too, but only beyond 3.39e38: no weight is that large.
-    has_less_range = source.name == "float64" or (target.name == "float16" and source.itemsize <= 4)
+    """Return a converter of elements of one floating dtype to another."""
 
     def convert(values: memoryview, converted: memoryview) -> bool:
-        before, after = torch.frombuffer(values, dtype=stored), torch.frombuffer(converted, dtype=wanted)
-        after.copy_(before)
-        if not has_less_range or all(each.isfinite() for each in torch.aminmax(after)):
-            return False
-        return any(
-            bool((after[at : at + _SLICE].isinf() & before[at : at + _SLICE].isfinite()).any())
-            for at in range(0, len(after), _SLICE)
-        )
+        import numpy  # a tenth of a second that most runs do not need
+
+        before = numpy.frombuffer(values, _STORED[source.name])
+        after = numpy.frombuffer(converted, "<u2" if target.itemsize == 2 else _STORED[target.name])
+        spare = numpy.empty(min(len(before), _BLOCK), "<f4")
+        is_infinite = False
+        with numpy.errstate(over="ignore", invalid="ignore"):
+            for first in range(0, len(before), _BLOCK):
+                part = slice(first, first + _BLOCK)
+                is_infinite |= _convert(before[part], after[part], spare, target)
+        return is_infinite
 
     return convert
 
 
-def _widen(values: memoryview, converted: memoryview) -> bool:
-    """Turn bf16 into fp32: its bits are the upper half. torch gives the same, and takes a second to import."""
+def _convert(before: numpy.ndarray, after: numpy.ndarray, spare: numpy.ndarray, target: DType) -> bool:
+    """Convert a block; `spare` has room for it in float32. True if a finite element became infinite."""
     import numpy
 
-    bits = numpy.frombuffer(converted, "<u4")
-    bits[:] = numpy.frombuffer(values, "<u2")
+    wide = before
+    if before.dtype != spare.dtype:
+        wide = after if after.dtype == spare.dtype else spare[: len(before)]
+        _widen(before, wide)
+    if target.name == "bfloat16":
+        _round_to_bf16(wide, after)
+    elif target.name == "float16":
+        _round_to_fp16(wide, after)
+    elif after is not wide:
+        after[:] = wide
+    if target.itemsize >= max(before.dtype.itemsize, 4):
+        return False
+    largest = _LARGEST.get(target.name, numpy.inf)
+    if -largest < wide.min() and wide.max() < largest:  # also False if one is NaN
+        return False
+    is_nan = numpy.isnan(wide)
+    if target.name == "bfloat16":
+        after[is_nan] = 0xFFFF
+    elif target.name == "float16":  # its sign, and the first bits of its mantissa
+        bits = wide.view("<u4")[is_nan]
+        after[is_nan] = (bits >> 16) & 0x8000 | (bits >> 13) & 0x3FF | 0x7E00
+    is_large = ~(numpy.abs(wide) < largest) & ~is_nan
+    if before.dtype.kind == "f":
+        is_large &= numpy.isfinite(before)
+    else:
+        is_large &= numpy.isfinite(wide)
+    return bool(is_large.any())
+
+
+def _widen(stored: numpy.ndarray, wide: numpy.ndarray) -> None:
+    """Fill an array of float32; the bits of bf16 are the upper half of it."""
+    if stored.dtype.kind == "f":
+        wide[:] = stored
+        return
+    bits = wide.view("<u4")
+    bits[:] = stored
     bits <<= 16
-    return False
+
+
+def _round_to_bf16(wide: numpy.ndarray, narrow: numpy.ndarray) -> None:
+    """Fill an array with the bits of bf16. What is NaN becomes anything."""
+    bits = wide.view("<u4")
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    narrow[:] = rounded
+
+
+def _round_to_fp16(wide: numpy.ndarray, narrow: numpy.ndarray) -> None:
+    """Fill an array with the bits of fp16. What is NaN becomes anything.
+
+    Adding a power of two that is 2^13 times as large rounds a float32 to ten bits behind its first one, and numbers
+    below 2^-14 to multiples of 2^-24. The bits of the sum then count them.
+    """
+    import numpy
+
+    bits = wide.view("<u4")
+    size = bits & 0x7FFFFFFF
+    numpy.minimum(size, 143 << 23, out=size)  # 65536, which becomes infinite
+    power = size & 0x7F800000
+    numpy.maximum(power, 113 << 23, out=power)  # 2^-14
+    addend = power + (13 << 23)
+    total = size.view("<f4")
+    total += addend.view("<f4")
+    counted = total.view("<u4")
+    counted -= addend
+    power -= 113 << 23
+    power >>= 13
+    counted += power
+    numpy.right_shift(bits, 16, out=power)
+    power &= 0x8000
+    counted |= power
+    narrow[:] = counted
 
 
 @contextlib.contextmanager
 def one_thread_each(is_needed: bool) -> Iterator[None]:
-    """Let torch convert in the calling thread alone, because shardkit runs enough threads itself.
+    """Let torch compute in the calling thread alone, because shardkit runs enough threads itself.
 
-    It does nothing, and imports nothing, where no dtype is converted.
+    It does nothing, and imports nothing, where torch computes nothing.
     """
     if not is_needed:
         yield

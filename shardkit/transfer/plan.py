@@ -27,7 +27,6 @@ from typing import NamedTuple
 from shardkit.core.catalog import MIN_COLUMNS, MIN_TOTAL, Catalog, Computed, Decoded, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_offset, intersect, is_contiguous
-from shardkit.transfer.convert import needs_torch
 from shardkit.transfer.images import Hole, Image, ImageSet, TensorHoles
 
 _SMALL_TASK_NBYTES = 1 << 20  # the same where tasks follow the source
@@ -105,7 +104,7 @@ class TransferPlan:
     made_of: Mapping[str, str]
     """Tensors that somebody computes before anything moves -> what they are computed from; both in the catalog."""
     needs_torch: bool
-    """torch converts or computes something."""
+    """torch computes something."""
     read_bytes: int
     """Source bytes. Those of a scattered tensor are read once."""
     written_bytes: int
@@ -178,8 +177,9 @@ def build_plan(
         gathered=frozenset(gathered),
         scattered=scattered,
         made_of=made_of,
-        needs_torch=any(needs_torch(catalog.tensors[holes.source].dtype, holes.dtype) for holes in every)
-        or any(isinstance(file.made, Computed) and file.made.codec.needs_torch for file in catalog.files),
+        needs_torch=any(
+            isinstance(file.made, Computed) and file.made.codec.needs_torch for file in catalog.files
+        ),
         read_bytes=sum(catalog.tensors[name].nbytes for name in _read(every, made_of)),
         written_bytes=sum(image.size for image in images),
         hole_bytes=sum(holes.nbytes for holes in every),

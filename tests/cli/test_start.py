@@ -46,7 +46,7 @@ def test_inspect_of_checkpoints(start, run, tiny):
 
 
 _WITHOUT_TORCH = """
-import sys
+import json, sys
 sys.modules["torch"] = None  # importing it raises ModuleNotFoundError
 from pathlib import Path
 from click.testing import CliRunner
@@ -65,19 +65,35 @@ run(0, "inspect", "@hub")
 run(0, "preshard", "@hub", "@two", "--world-size", "2", "--layout", "declared")
 run(0, "inspect", "@two")
 run(0, "reshard", "@two", "@three", "--world-size", "3")
-run(0, "consolidate", "@three", "@back", "--ask-class", "off")
-run(0, "consolidate", "@three", "@wide", "--ask-class", "off", "--dtype", "fp32")
+run(0, "consolidate", "@three", "@back", "--base", "@hub")
+run(0, "consolidate", "@three", "@half", "--dtype", "fp16")
+run(0, "consolidate", "@half", "@short", "--dtype", "bf16")
+run(0, "preshard", "@short", "@wide", "--world-size", "2", "--dtype", "fp32")
 run(0, "verify", "@back", "--full", "--against", "@hub")
 run(0, "verify", "@three", "--full")
 run(0, "diff", "@hub", "@three")
 run(0, "keys", "show", "@hub")
-said = run(5, "consolidate", "@three", "@half", "--ask-class", "off", "--dtype", "fp16")
-assert "this needs torch" in said and "pip install torch" in said, said
-assert not (place / "half").exists()
+
+import shardkit
+hub(place / "fp8", {}, CONFIG | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
+weight, scale = (f"model.layers.0.self_attn.q_proj.weight{end}" for end in ("", "_scale_inv"))
+header = json.dumps({weight: {"dtype": "F8_E4M3", "shape": [4, 4], "data_offsets": [0, 16]},
+                     scale: {"dtype": "F32", "shape": [1, 1], "data_offsets": [16, 20]}}).encode()
+(place / "fp8/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(20))
+run(0, "diff", "@fp8", "@fp8", "--stats")
+said = run(5, "preshard", "@fp8", "@plain", "--world-size", "2", "--dequantize")
+assert "this needs torch" in said and "`pip install 'shardkit[torch]'`" in said, said
+assert not (place / "plain").exists()
+try:
+    shardkit.prepare
+except shardkit.ResourceError as error:
+    assert error.hint == "`pip install 'shardkit[torch]'` in this Python", error.hint
+else:
+    raise AssertionError("prepare without torch")
 """
 
 
-def test_what_converts_nothing_runs_where_torch_cannot_be_imported(tmp_path: Path) -> None:
+def test_commands_run_where_torch_cannot_be_imported(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
     )

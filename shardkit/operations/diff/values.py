@@ -21,6 +21,17 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _NUMPY_FLOATS = {"float64": "<f8", "float32": "<f4", "float16": "<f2"}
 _PACKED = BY_NAME["float4_e2m1fn_x2"]
 _UNSIGNED_FLOAT = BY_NAME["float8_e8m0fnu"]
+_EIGHT_BIT = {
+    "float8_e4m3fn": (4, 7, "fn"),
+    "float8_e4m3fnuz": (4, 8, "fnuz"),
+    "float8_e5m2": (5, 15, "ieee"),
+    "float8_e5m2fnuz": (5, 16, "fnuz"),
+}
+"""Bits of the exponent, its bias, and which patterns are no numbers: "fn" the last one, "fnuz" that of -0, "ieee" those
+of the largest exponent, the first of which is infinity.
+
+Source: torch 2.13, torch/headeronly/util/Float8_*.h.
+"""
 _MAX_FLOAT = float(np.finfo(np.float64).max)
 _MANTISSA_BITS = 52  # of float64, as stored
 _ROUNDED_AT_ONCE = 16384  # values: a dozen float64s of each stay in the processor's cache
@@ -299,12 +310,25 @@ def _widened(view: memoryview, dtype: DType) -> Array:
 
 @cache
 def _table(name: str) -> Array:
-    """Return the values of all 256 patterns of an 8-bit float, from torch."""
-    import torch
-
-    patterns = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name))
-    table: Array = patterns.to(torch.float64).numpy()
-    return table
+    """Return the values of all 256 patterns of an 8-bit float."""
+    if name == _UNSIGNED_FLOAT.name:
+        return np.append(np.ldexp(1.0, np.arange(-127, 128)), np.nan)
+    exponent_bits, bias, special = _EIGHT_BIT[name]
+    mantissa_bits = 7 - exponent_bits
+    patterns = np.arange(128)
+    exponents, mantissas = patterns >> mantissa_bits, patterns & (1 << mantissa_bits) - 1
+    is_normal = exponents > 0
+    scaled = mantissas + (is_normal << mantissa_bits)
+    values: Array = np.ldexp(scaled.astype(np.float64), np.maximum(exponents, 1) - bias - mantissa_bits)
+    if special == "ieee":
+        values[exponents == exponents.max()] = np.nan
+        values[exponents.argmax()] = np.inf
+    elif special == "fn":
+        values[-1] = np.nan
+    negative = -values
+    if special == "fnuz":  # in place of -0
+        negative[0] = np.nan
+    return np.concatenate([values, negative])
 
 
 def _are_same(a: Array, b: Array) -> Array:

@@ -414,7 +414,7 @@ def _from_config(
     except ImportError as error:
         raise UsageError(
             "building a model from its config needs transformers",
-            hint="pip install transformers, or give a function that builds the model",
+            hint="`pip install 'shardkit[trace]'`, or give a function that builds the model",
         ) from error
     try:
         model_class, config = find_class(directory, trust_remote_code=trust_remote_code)

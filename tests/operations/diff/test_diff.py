@@ -25,7 +25,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.diff import DiffResult, TensorDiff, diff
-from shardkit.operations.diff.values import Measure, Tolerance
+from shardkit.operations.diff.values import Measure, Tolerance, _table
 from shardkit.operations.preshard import preshard
 from shardkit.operations.verify import verify
 from tests.models.zoo import ZOO, from_pretrained, make_hub
@@ -339,6 +339,7 @@ FLOATS = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
 ]
+EIGHT_BIT = [*FLOATS[4:], torch.float8_e8m0fnu]
 INTS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 
@@ -361,6 +362,14 @@ class TestFigures:
         assert stats.cosine == pytest.approx(torch.cosine_similarity(one, two, dim=0).item())
         error = ((one - two).norm() / torch.maximum(one.norm(), two.norm())).item()
         assert stats.relative_error == pytest.approx(error)
+
+    @pytest.mark.parametrize("dtype", EIGHT_BIT)
+    def test_each_8_bit_float_has_the_value_that_torch_gives(self, dtype: torch.dtype) -> None:
+        wanted = torch.arange(256, dtype=torch.uint8).view(dtype).double().numpy()
+        np.testing.assert_array_equal(_table(str(dtype).removeprefix("torch.")), wanted)
+        assert (np.signbit(wanted) == np.signbit(_table(str(dtype).removeprefix("torch."))))[
+            wanted == 0
+        ].all()
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
     def test_ulp(self, dtype: torch.dtype) -> None:

@@ -155,6 +155,8 @@ def test_casts_round_as_torch_and_leave_the_rest(
     result = shardkit.preshard(str(make_hub(tensors)), str(out), world_size=3, wrap="none", dtype=name)
     floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     expected = {k: t.to(dtype) if t.dtype in floats else t for k, t in tensors.items()}
+    if dtype is torch.bfloat16:  # torch's own NaN has other bits on other processors
+        expected["nan"].view(torch.int16)[expected["nan"].isnan()] = -1
     assert_bit_equal(loaded(out, expected), expected)
     changed = Counter(t.dtype for key, t in tensors.items() if expected[key].dtype != t.dtype)
     assert {each.stored: each.num_tensors for each in result.converted} == {
