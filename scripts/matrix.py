@@ -141,7 +141,7 @@ def install(row: str, environment: Path) -> str:
                     "--disable-pip-version-check",
                 ),
                 *("--no-compile", "--no-cache-dir", "--constraint", constraints.name),
-                *(*project["dependencies"], *TOOLS),
+                *(*project["dependencies"], *project["optional-dependencies"]["torch"], *TOOLS),
             ],
         )
         for step in steps:
