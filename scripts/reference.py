@@ -41,8 +41,10 @@ _PYTHON_HEAD = """\
 
 `import shardkit` offers these names, in order of use; importing it imports no torch. Each links to its source.
 `help(shardkit.preshard)` prints arguments and errors, and the page "Python, in full" of the site has all of them.
-Functions print nothing, and raise [`ShardkitError`](#errors) for what a caller can cause. [Start](start.md)
-shows the functions at work, [training](training.md) those of a training job.
+Functions raise [`ShardkitError`](#errors) for what a caller can cause. They print nothing but a bar of bytes, on a
+terminal and in a notebook, which `progress=False` or `SHARDKIT_NO_PROGRESS=1` switches off. A result is one line;
+`print(result)` and a notebook show what the command prints. [Start](start.md) shows the functions at work,
+[training](training.md) those of a training job.
 """
 _SITE_HEAD = """\
 # Python, in full

@@ -153,15 +153,24 @@ if not TYPE_CHECKING:  # else every name would exist, and be Any
             if lacking := import_module("shardkit.errors").without_torch(error):
                 raise lacking from error
             raise
+        # What shows something to people stands above what calls it.
         import_module("shardkit.core.result").lines_of = _lines_of
+        import_module("shardkit.core.threads").bar = _bar
         return value
 
 
 def _lines_of(result: object) -> list[str] | None:
     """Return the lines that the command line prints of a result."""
-    from shardkit.cli import lines_of  # here: few results are looked at in a notebook
+    from shardkit.cli import lines_of  # here: few results are looked at
 
     return lines_of(result)
+
+
+def _bar() -> Any:
+    """Return what shows the progress of a call, where a person watches."""
+    from shardkit.cli.output import bar_of_a_call  # here: the command line has its own
+
+    return bar_of_a_call()
 
 
 def __dir__() -> list[str]:

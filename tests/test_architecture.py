@@ -97,6 +97,7 @@ def test_a_module_that_asks_what_kind_of_path_it_has_is_found(tmp_path: Path) ->
 
 TOPICS = {
     "cli/hints": "what errors tell people to type",
+    "cli/results": "what a person sees who calls the library",
     "cli/schemas": "what --json prints",
     "cli/start": "what any command imports",
     "cli/surface": "the flags of all commands",

@@ -115,9 +115,7 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
 
 def render(result: ConsolidateResult) -> list[str]:
     """Return a result as lines for people."""
-    why = result.unloadable[:1]
-    flaw = "".join(f", which from_pretrained would not load whole: {line}" for line in why)
-    return written(result, _facts(result), partial(_how_to_load, result), flaw=flaw)
+    return written(result, _facts(result), partial(_how_to_load, result))
 
 
 def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:

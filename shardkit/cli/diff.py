@@ -133,7 +133,7 @@ def render(result: DiffResult) -> list[str]:
     lines = table(rows[: max_lines()], indent="")
     if len(rows) > max_lines():
         lines.append(more(len(rows) - max_lines()))
-    return [*facts(_facts(result)), "", *_alike(result), *lines, "", _verdict(result)]
+    return [*facts(_facts(result)), "", *_alike(result), *lines, "", result.headline()]
 
 
 def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
@@ -160,15 +160,9 @@ def _alike(result: DiffResult) -> Iterator[str]:
         yield f"=  {count(number, 'tensor')}" + (f" ({', '.join(parts)})" if parts else "")
     if number := result.count("rounded"):
         zeros = f"; {count(result.num_flushed, 'value')} became 0" if result.num_flushed else ""
-        yield f"~  {count(number, 'tensor')} ({_direction(result)}{zeros})"
+        yield f"~  {count(number, 'tensor')} ({result.direction()}{zeros})"
     if number := result.count("folded"):
         yield f"~  {count(number, 'weight')} folded: equal but for what factors miss"
-
-
-def _direction(result: DiffResult) -> str:
-    rounded, source = ("B", "A") if result.rounded_side == "b" else ("A", "B")
-    dtypes = sorted({short_dtype(tensor.rounded_to) for tensor in result.tensors if tensor.rounded_to})
-    return f"{rounded} is {source} rounded to {' or '.join(dtypes)}"
 
 
 class _Row(NamedTuple):
@@ -261,13 +255,3 @@ def _stats(stats: TensorStats) -> Iterator[str]:
         yield f"cosine {stats.cosine:.6f}"
     if stats.num_nonfinite:
         yield f"{stats.num_nonfinite:,} with NaN or infinity"
-
-
-def _verdict(result: DiffResult) -> str:
-    if result.is_equal_after_rounding and not result.is_equal:
-        ways = ["folding"] if result.count("folded") else []
-        ways += ["rounding: " + _direction(result)] if result.rounded_side is not None else []
-        return f"equal after {' and '.join(ways)}"
-    if result.is_equal:
-        return "equal" if result.rtol is None else "equal within the tolerance"
-    return f"{len(result.differences)} of {count(len(result.tensors), 'tensor')} differ"

@@ -17,7 +17,6 @@ from shardkit.cli.output import (
     count,
     drawn,
     facts,
-    format_name,
     limited,
     max_lines,
     more,
@@ -27,7 +26,6 @@ from shardkit.cli.output import (
 )
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import escape, format_size, in_shell
-from shardkit.formats.hub.adapter import ADAPTER, is_adapter_file
 from shardkit.operations.inspect import InspectedFile, InspectedTargets, InspectResult, inspect
 
 if TYPE_CHECKING:
@@ -90,7 +88,7 @@ def _page(result: InspectResult) -> Page:
     assert result.holdings is not None
     return held_page(
         result.holdings,
-        kicker=_title(result),
+        kicker=result.title(),
         title=escape(result.path),
         facts=[*_facts(result), *(("note", note) for note in result.notes)],
         warnings=result.warnings,
@@ -100,9 +98,9 @@ def _page(result: InspectResult) -> Page:
 def render(result: InspectResult) -> list[str]:
     """Return a result as lines for people."""
     if result.run is not None:
-        return [f"{escape(result.path)}: {_title(result)}", *facts(_run_facts(result.run))]
+        return [result.headline(), *facts(_run_facts(result.run))]
     return [
-        f"{escape(result.path)}: {_title(result)}",
+        result.headline(),
         *facts(_facts(result)),
         "",
         "tensors",
@@ -119,23 +117,6 @@ def _run_facts(run: Leftover) -> Iterator[tuple[str, str]]:
     yield from describe(run)
     output = in_shell(output_of(run.staging) or run.staging)
     yield "see", f"shardkit status {output}, which removes it with --abort"
-
-
-def _title(result: InspectResult) -> str:
-    if result.run is not None:
-        return f"no checkpoint: {'a run works there' if result.run.owner == 'alive' else 'a run left it that did not end'}"
-    if result.kind == "presharded":
-        return f"DCP checkpoint, pre-sharded by {escape(result.made_by or '')}"
-    if result.kind == "dcp":
-        is_plain = result.made_by in (None, "torch.distributed.checkpoint")
-        return format_name(result.kind) if is_plain else f"DCP checkpoint of {escape(result.made_by or '')}"
-    if result.kind == "sharded":
-        by = result.made_by or result.format
-        return format_name(by) if result.format == "full-file" else f"checkpoint of {escape(by)}"
-    if is_adapter_file(result.resolved):
-        return f"{ADAPTER}, {result.format}"
-    model_class = f" of {escape(result.model_class)}" if result.model_class else ""
-    return f"Hub model{model_class}, {result.format}"
 
 
 def _facts(result: InspectResult) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,6 @@ from shardkit.cli.output import (
     count,
     facts,
     format_name,
-    headline,
     max_lines,
 )
 from shardkit.core.text import format_size
@@ -61,7 +60,7 @@ def command(*, out: Output, path: str, output: str | None, **options: Any) -> No
 
 def render(result: ManifestResult) -> list[str]:
     """Return a result as lines for people."""
-    return [headline(result.manifest, dry_run=result.dry_run), *facts(_facts(result))]
+    return [result.headline(), *facts(_facts(result))]
 
 
 def _facts(result: ManifestResult) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,7 @@ from shardkit._folding import FoldedNames, fold_lines
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import LISTS_WHOLE, MIB, escape, format_size, listed
 from shardkit.core.text import count as count
+from shardkit.core.text import format_name as format_name
 from shardkit.errors import ResourceError
 
 if TYPE_CHECKING:
@@ -70,20 +71,6 @@ def check_facts(result: WriteResult | CommitResult) -> Iterator[tuple[str, str]]
         )
 
 
-_FORMAT_NAMES = {
-    "dcp": "DCP checkpoint",
-    "torch.distributed.checkpoint": "DCP checkpoint",
-    "hub": "Hub model",
-    "full-file": "torch.save file",
-    "torch.save": "torch.save file",
-}
-
-
-def format_name(said: str) -> str:
-    """Return the name that people read for a format, or for whoever wrote it; documents keep what `said` is."""
-    return _FORMAT_NAMES.get(said, escape(said))
-
-
 def copied(names: Sequence[str]) -> str:
     """Return how many files are copied beside the weights, and which: `9 files: rng_state_{0..7}.pth, scheduler.pt`."""
     lines = [line.pattern for line in folded([escape(name) for name in names])]
@@ -102,20 +89,12 @@ def uneven(imbalance: float) -> str:
     return f"the largest file is {imbalance:.2f} times the mean"
 
 
-def headline(path: str, *, dry_run: bool, was_there: bool = False) -> str:
-    """Return the first line of a verb's result: what was written, would be, or is there already."""
-    if was_there:
-        return f"{escape(path)} is already there, as this command writes it"
-    return f"{'dry run: nothing was written to' if dry_run else 'wrote'} {escape(path)}"
-
-
 def written(
     result: WriteResult,
     pairs: Iterable[tuple[str, str]],
     way_on: Callable[[], Iterable[str]],
     *,
     of_part: Iterable[tuple[str, str]] = (),
-    flaw: str = "",
     shows_rate: bool = True,
 ) -> list[str]:
     """Return the result of a verb that writes as lines for people.
@@ -125,13 +104,11 @@ def written(
         pairs: what it says of the output.
         way_on: returns the lines about what to do with the output.
         of_part: what the dry run of a part says beside.
-        flaw: what to add to the first line.
         shows_rate: as for `ending`.
     """
-    if result.part is not None and (result.dry_run or not result.part.is_committed):
-        return _part_lines(result, result.part, of_part, shows_rate=shows_rate)
-    head = headline(result.output, dry_run=result.dry_run, was_there=result.was_there)
-    lines = [head + flaw, *facts(pairs)]
+    if result.unfinished is not None:
+        return _part_lines(result, result.unfinished, of_part, shows_rate=shows_rate)
+    lines = [result.headline(), *facts(pairs)]
     return lines if result.dry_run else [*lines, "", *way_on()]
 
 
@@ -143,7 +120,6 @@ def _part_lines(
     result: WriteResult, part: PartResult, more: Iterable[tuple[str, str]], *, shows_rate: bool
 ) -> list[str]:
     """Return the outcome of a part of an output that is not there yet, or of its dry run."""
-    head = f"{'dry run: ' if result.dry_run else ''}part {part.part} of {escape(result.output)}"
     would = "to write" if result.dry_run else "wrote"
     pairs: list[tuple[str, str]] = []
     if part.all_weights:
@@ -166,7 +142,7 @@ def _part_lines(
     elif part.missing:
         pairs.append(("missing", f"{_parts(part.missing)}; the last to finish makes the output"))
         pairs.append(("time", _time(result, shows_rate=shows_rate)))
-    return [head, *facts(pairs)]
+    return [result.headline(), *facts(pairs)]
 
 
 def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True) -> Iterator[tuple[str, str]]:
@@ -501,6 +477,21 @@ class ByteBar:
         if self._bar is not None:
             self._bar.update(self._pending_bytes)
             self._pending_bytes = 0
+
+
+def bar_of_a_call() -> Progress:
+    """Return a bar for who calls the library on a terminal or in a notebook, unless SHARDKIT_NO_PROGRESS forbids it."""
+    from shardkit.core.threads import NoProgress
+
+    forbids = os.environ.get("SHARDKIT_NO_PROGRESS", "0").lower() not in ("", "0", "false", "no", "off")
+    return NoProgress() if forbids or not (sys.stderr.isatty() or _is_notebook()) else ByteBar()
+
+
+def _is_notebook() -> bool:
+    """True in a kernel of IPython, whose stderr is no terminal."""
+    ipython = sys.modules.get("IPython")  # a kernel has imported it
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
 
 
 class PageFile:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, check_facts, count, facts, headline, limited
+from shardkit.cli.output import Output, check_facts, count, facts, limited
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
@@ -50,9 +50,7 @@ def commit_command(*, out: Output, output: str, wait: float, overwrite: bool) ->
 
 def commit_lines(result: CommitResult) -> list[str]:
     """Return a result as lines for people."""
-    if result.by_another:
-        return [f"{escape(result.output)} is there", *facts(_pushed(result))]
-    return [headline(result.output, dry_run=False), *facts(_commit_facts(result))]
+    return [result.headline(), *facts(_pushed(result) if result.by_another else _commit_facts(result))]
 
 
 def _commit_facts(result: CommitResult) -> Iterator[tuple[str, str]]:
@@ -97,7 +95,7 @@ def status_command(*, out: Output, output: str, abort: bool) -> None:
 
 def status_lines(result: StatusResult) -> list[str]:
     """Return a result as lines for people."""
-    is_there = f"{escape(result.output)} {'is' if result.is_there else 'is not'} there"
+    is_there = result.headline()
     plans = [] if result.aborted else [line for plan in result.plans for line in facts(_plan_facts(plan))]
     runs = [line for run in result.runs for line in facts(_run_facts(run))]
     if result.stored is not None:

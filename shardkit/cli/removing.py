@@ -39,9 +39,9 @@ def cache_command(*, out: Output, clear: bool) -> None:
 def cache_lines(found: CacheResult) -> list[str]:
     """Return a result as lines for people."""
     if found.directory is None:
-        return ["nothing is cached: SHARDKIT_CACHE is off"]
+        return [found.headline()]
     what = f"{count(found.num_entries, 'answer')}, {format_size(found.cache_bytes)}"
-    return [escape(found.directory), *facts([("removed" if found.cleared else "kept", what)])]
+    return [found.headline(), *facts([("removed" if found.cleared else "kept", what)])]
 
 
 @click.command(
@@ -83,8 +83,7 @@ def gc_command(*, out: Output, path: str, older_than: str, uncommitted: bool, dr
 
 def gc_lines(result: GcResult) -> list[str]:
     """Return a result as lines for people."""
-    said = "dry run: nothing was removed from " if result.dry_run else ""
-    return [f"{said}{escape(result.path)}", *facts(_gc_facts(result))]
+    return [result.headline(), *facts(_gc_facts(result))]
 
 
 def _gc_facts(result: GcResult) -> Iterator[tuple[str, str]]:

@@ -124,23 +124,11 @@ def render(result: VerifyResult) -> list[str]:
     """Return a result as lines for people."""
     problems = result.problems
     return [
-        f"{escape(result.path)}: {_verdict(result)}",
+        result.headline(),
         *facts(_facts(result)),
         *([""] if problems else []),
         *_problem_lines(problems),
     ]
-
-
-def _verdict(result: VerifyResult) -> str:
-    if not result.ok:
-        return f"{count(len(result.problems), 'problem')} found"
-    if result.doubts:
-        return "no byte is damaged, but it does not look whole"
-    compares = result.level in ("full", "sample") and result.num_tensors
-    others = result.num_checked_chunks or result.num_checked_files or result.against or result.repo
-    if compares and not others:
-        return "its structure is whole; no byte could be compared, because no checksum is recorded"
-    return "no problem found"
 
 
 def _problem_lines(problems: Sequence[VerifyProblem]) -> Iterator[str]:

@@ -72,6 +72,9 @@ CASTS: dict[str, DType] = {
     "fp32": BY_NAME["float32"],
 }
 """What `--dtype` may ask for, apart from `keep`."""
+DTypeName = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
+"""The same for callers of the library, with torch's names too."""
+Cast = Literal["keep"] | DTypeName
 _SHORT = {dtype.name: short for short, dtype in CASTS.items()} | {"float64": "fp64"}
 
 

@@ -1,4 +1,4 @@
-"""What every verb's result can do: give plain data to a program, and show itself in a notebook."""
+"""What every verb's result can do: give plain data to a program, and show itself to a person who calls the library."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from shardkit.core.text import count, escape, format_size
 from shardkit.errors import as_arguments
 
 _MAX_SHOWN = 5
+_TOLD = ("notes", "warnings")
 
 Lines = Callable[[object], Sequence[str] | None]
 """Returns a result as lines for people; None if there are none for its kind."""
@@ -20,9 +21,17 @@ lines_of: Lines | None = None
 
 
 class Result:
-    """The base of results, which are frozen dataclasses."""
+    """The base of results, which are frozen dataclasses: `repr` is one line, `str` what the command prints."""
 
     __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        # A dataclass would show every field: megabytes for a large model, and each debugger and REPL prints them.
+        cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
+
+    def headline(self) -> str:
+        """Return what came out, in one line."""
+        raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data, without `holdings`; docs/schemas describes it."""
@@ -32,48 +41,59 @@ class Result:
         content.pop("holdings", None)
         return content
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {_line(self.headline())}>"
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
     def _repr_html_(self) -> str:
-        """Return for a notebook what the command prints, or else a small table. Nothing in it can act on the page."""
+        """Return the same for a notebook. Nothing in it can act on the page, and a long line does not run off it."""
+        text = html_escape("\n".join(self._lines()))
+        return f'<pre style="white-space: pre-wrap; overflow-wrap: anywhere">{text}</pre>'
+
+    def _lines(self) -> list[str]:
+        """Return what the command prints, or else everything that is not empty; then notes and warnings."""
         lines = None if lines_of is None else lines_of(self)
-        if lines is not None:
-            told = [
-                f"{kind[:-1]}: {text}" for kind in ("notes", "warnings") for text in getattr(self, kind, ())
-            ]
-            return "<pre>{}</pre>".format("\n".join(map(_line, [*lines, *map(as_arguments, told)])))
-        rows = (
-            f"<tr><th style='text-align:left'>{_text(name.replace('_', ' '))}</th>"
-            f"<td style='text-align:left'>{_cell(name, value)}</td></tr>"
-            for name, value in self.to_json().items()
-            if value
-        )
-        return f"<table><caption>{type(self).__name__}</caption>{''.join(rows)}</table>"
+        told = [f"{kind[:-1]}: {text}" for kind in _TOLD for text in getattr(self, kind, ())]
+        return [
+            _line(line) for line in (*(_listed(self) if lines is None else lines), *map(as_arguments, told))
+        ]
+
+
+def wrote(path: str, *, dry_run: bool = False) -> str:
+    """Return the headline of what writes."""
+    return f"{'dry run: nothing was written to' if dry_run else 'wrote'} {escape(path)}"
 
 
 def _line(text: str) -> str:
     """Return a line whose names are escaped already."""
-    return html_escape(
-        "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-    )
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _listed(result: Result) -> list[str]:
+    content = {name: value for name, value in result.to_json().items() if value and name not in _TOLD}
+    width = max(map(len, content), default=0)
+    return [
+        result.headline(),
+        *(f"  {name.replace('_', ' '):<{width}}  {_cell(name, value)}" for name, value in content.items()),
+    ]
 
 
 def _cell(name: str, value: object) -> str:
-    if name in ("notes", "warnings") and isinstance(value, Sequence):
-        value = [as_arguments(each) for each in value]  # in a notebook nobody types options
     if isinstance(value, Sequence) and not isinstance(value, str):
-        shown = "".join(f"<br>{_item(name, each)}" for each in value[:_MAX_SHOWN])
-        return count(len(value), "entry", "entries") + shown + ("<br>..." if len(value) > _MAX_SHOWN else "")
+        shown = "; ".join(_item(name, each) for each in value[:_MAX_SHOWN])
+        return f"{count(len(value), 'entry', 'entries')}: {shown}" + (
+            "; ..." if len(value) > _MAX_SHOWN else ""
+        )
     return _item(name, value)
 
 
 def _item(name: str, value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and name.endswith("_bytes"):
-        return _text(format_size(value))
+        return format_size(value)
     if isinstance(value, Mapping):
-        return "; ".join(f"{_text(key)}: {_item(key, each)}" for key, each in value.items() if each)
+        return "; ".join(f"{escape(str(key))}: {_item(key, each)}" for key, each in value.items() if each)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ": ".join(_text(each) for each in value)
-    return _text(value)
-
-
-def _text(value: object) -> str:
-    return html_escape(escape(str(value)))
+        return ": ".join(escape(str(each)) for each in value)
+    return escape(str(value))

@@ -56,6 +56,20 @@ def in_shell(word: str) -> str:
     return f"$'{''.join(plain)}'"
 
 
+_FORMAT_NAMES = {
+    "dcp": "DCP checkpoint",
+    "torch.distributed.checkpoint": "DCP checkpoint",
+    "hub": "Hub model",
+    "full-file": "torch.save file",
+    "torch.save": "torch.save file",
+}
+
+
+def format_name(said: str) -> str:
+    """Return the name that people read for a format, or for whoever wrote it; documents keep what `said` is."""
+    return _FORMAT_NAMES.get(said, escape(said))
+
+
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that `name` may have been meant to be, escaped, or None.
 

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPo
 from contextvars import Context, copy_context
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from shardkit.errors import UsageError
 
@@ -243,3 +243,17 @@ class NoProgress:
 
     def finish(self) -> None:
         """Ignore it."""
+
+
+ProgressOption = Progress | Literal[False] | None
+"""What a caller wants: something that is told of bytes, nothing with False, or with None a bar where a person watches."""
+
+bar: Callable[[], Progress] = NoProgress
+"""Makes that bar. What draws it stands above this module, so `shardkit` itself puts it here."""
+
+
+def progress_for(wanted: ProgressOption) -> Progress:
+    """Return what is told of the bytes of a call."""
+    if wanted is None:
+        return bar()
+    return NoProgress() if wanted is False else wanted

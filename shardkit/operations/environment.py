@@ -47,6 +47,11 @@ class Environment(Result):
     notes: tuple[str, ...]
     """Lines for a person, such as that shardkit was not tried with this version of torch."""
 
+    def headline(self) -> str:
+        """Return the versions that matter most."""
+        torch = self.packages.get("torch")
+        return f"shardkit {self.shardkit}, {self.python}, {f'torch {torch}' if torch else 'no torch'}"
+
 
 def environment() -> Environment:
     """Return versions of shardkit, Python and the packages it uses, and what a run depends on."""

@@ -6,17 +6,18 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import KIB, MIB, escape, parse_size
-from shardkit.core.threads import Progress, choose_jobs
+from shardkit.core.threads import ProgressOption, choose_jobs
 from shardkit.errors import UsageError
 from shardkit.operations.parts.agreement import Command, Committing, Share, as_share
 from shardkit.operations.parts.pool import Executor
 from shardkit.transfer.execute import ExecuteOptions
 
-DIGESTS = ("crc32", "none")
+Digest = Literal["crc32", "none"]
+DIGESTS: tuple[str, ...] = get_args(Digest)
 
 OnWarning = Callable[[str], object]
 """Is told a warning."""
@@ -39,14 +40,14 @@ class WriteOptions:
     part: str | Share | None = None
     executor: Executor | Literal["ray"] | None = None
     num_parts: int | None = None
-    digest: str = "crc32"
+    digest: Digest = "crc32"
     sha256: bool = False
     check_source: bool = True
     source_manifest: str | os.PathLike[str] | None = None
     jobs: int | None = None
     max_memory: str | int | None = None
     follow_links: bool = False
-    progress: Progress | None = None
+    progress: ProgressOption = None
     on_warning: OnWarning | None = None
 
     def __post_init__(self) -> None:

@@ -87,6 +87,10 @@ class ResolvedCheckpoint(Result):
     notes: tuple[str, ...] = ()
     """A line for each skipped checkpoint of a lower step, and for whatever else the search left out."""
 
+    def headline(self) -> str:
+        """Return its path."""
+        return escape(self.path)
+
     def __fspath__(self) -> str:
         return self.path
 

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple, Protocol
 from shardkit._version import __version__
 from shardkit.core.catalog import Catalog, FileStamp
 from shardkit.core.dtypes import DType, short_dtype
-from shardkit.core.result import Result
+from shardkit.core.result import Result, wrote
 from shardkit.core.text import count, escape, listed
-from shardkit.core.threads import NoProgress, TimedProgress
+from shardkit.core.threads import TimedProgress, progress_for
 from shardkit.errors import IncompleteError, Interrupted, ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.shared import has_commits, remove_runs
@@ -119,6 +119,21 @@ class WriteResult(Result):
     """Of `elapsed_s`, how long bytes moved; 0 if this process moved none."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def unfinished(self) -> PartResult | None:
+        """The part, if the output is not there yet or this is a dry run of it."""
+        return self.part if self.part and (self.dry_run or not self.part.is_committed) else None
+
+    def headline(self) -> str:
+        """Return what was written, would be, or is there already."""
+        if self.unfinished is not None:
+            return (
+                f"{'dry run: ' if self.dry_run else ''}part {self.unfinished.part} of {escape(self.output)}"
+            )
+        if self.was_there:
+            return f"{escape(self.output)} is already there, as this command writes it"
+        return wrote(self.output, dry_run=self.dry_run)
 
 
 def _converted(plan: TransferPlan) -> Iterator[Converted]:
@@ -279,7 +294,7 @@ class Writer:
         self._begun = time.monotonic()
         self._verb, self._kind = options.verb, kind
         self._made: Made | None = None if looks_late else {}
-        self._progress, self._told = TimedProgress(options.progress or NoProgress()), set[str]()
+        self._progress, self._told = TimedProgress(progress_for(options.progress)), set[str]()
         self._infinite: dict[tuple[str, DType], None] = {}
         self.options = replace(options.execute_options(), infinite=self._is_infinite)
         """How the engine moves bytes."""

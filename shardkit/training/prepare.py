@@ -10,12 +10,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from shardkit._torch import times_written
+from shardkit.core.dtypes import DTypeName
 from shardkit.core.keywords import keywords_of
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
@@ -75,7 +76,7 @@ class PrepareOptions:
 
     build_model: BuildModel = field(kw_only=False)
     source: str | os.PathLike[str] | RankSource | None = field(kw_only=False)
-    dtype: torch.dtype | str | None = None
+    dtype: torch.dtype | DTypeName | Literal["fp64", "float64"] | None = None
     tokenizer: Sized | int | None = None
     align_vocab: bool | int | None = None
     missing: Missing = "error"
@@ -234,7 +235,7 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
         revision=options.revision,
         variant=options.variant,
     )
-    dtype = options.dtype
+    dtype: torch.dtype | str | None = options.dtype
     if dtype is None and options.model_place is not None:
         dtype = _stored_dtype(options.model_place, options)
     with agreed("building the model"):

@@ -39,7 +39,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit._torch import describe_as_before, fsdp1_unit, is_fsdp1_part
-from shardkit.core.text import count, escape, listed
+from shardkit.core.result import Result
+from shardkit.core.text import count, escape, format_size, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError
 from shardkit.files import manifest, storage
 from shardkit.files.location import location_of
@@ -65,7 +66,7 @@ State = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveResult:
+class SaveResult(Result):
     """What was saved; the same on every rank."""
 
     path: str
@@ -74,6 +75,10 @@ class SaveResult:
     """Shard files."""
     file_bytes: int
     """Sum of their sizes."""
+
+    def headline(self) -> str:
+        """Return what was saved where."""
+        return f"saved {escape(self.path)}: {count(self.num_files, 'file')}, {format_size(self.file_bytes)}"
 
 
 def save(

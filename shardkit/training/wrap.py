@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -130,7 +130,7 @@ def wrap(
     *,
     policy: Policy = "auto",
     activation_checkpointing: bool | Policy = False,
-    mixed_precision: str | MixedPrecisionPolicy | None = "bf16",
+    mixed_precision: Literal["bf16"] | MixedPrecisionPolicy | None = "bf16",
     reshard_after_forward: bool | int | None = None,
     cpu_offload: bool = False,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import fields
-from typing import get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import click
 import pytest
@@ -105,6 +105,22 @@ def test_click_has_the_choices(verb, tiny):
             FUNCTIONS[verb](*paths, **needed, **{name: "bogus"})
         said = caught.value.message.partition(" is not ")[2].removeprefix("one of ")
         assert said == ", ".join(choices[name])
+
+
+@commands
+def test_type_hints_have_the_choices(verb):
+    hints = get_type_hints(FUNCTIONS[verb])
+    for param in command(verb).params:
+        if isinstance(param.type, click.Choice) and param.callback is None and param.name in hints:
+            assert set(param.type.choices) <= set(literals(hints[param.name])), param.name
+
+
+def literals(hint):
+    """Yield the values of all literals in a type."""
+    if get_origin(hint) is Literal:
+        yield from get_args(hint)
+    else:
+        yield from (value for part in get_args(hint) for value in literals(part))
 
 
 @with_options

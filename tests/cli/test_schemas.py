@@ -1,21 +1,15 @@
-"""docs/schemas describes what `--json` prints, and results show themselves in a notebook."""
+"""docs/schemas describes what `--json` prints."""
 
 from __future__ import annotations
 
 import json
-import re
 import runpy
-from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from xml.etree import ElementTree
 
 import jsonschema
 import pytest
 
 import shardkit
-from shardkit.cli import _LINES
-from shardkit.core.result import Result
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = runpy.run_path(str(ROOT / "scripts" / "schemas.py"))
@@ -73,65 +67,3 @@ def test_a_schema_refuses_what_is_not_so(run, tiny):
     for wrong in ({"num_tensors": "4"}, {"kind": "other"}, {"files": [{"name": "x"}]}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(printed | wrong, schema)
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        "inspect {}",
-        "preshard {} out --world-size 2 --wrap none -n",
-        "verify {}",
-        "diff {} {}",
-        "manifest {} -n",
-    ],
-)
-def test_a_result_in_a_notebook_is_what_the_command_prints_and_inert(run, tiny, typed, monkeypatch):
-    name = "<script>&"
-    tiny.rename(tiny.parent / name)
-    printed = run(*typed.format(name, name).split()).stdout.splitlines()
-    verb, *words = typed.split()
-    paths = [name if word == "{}" else word for word in words if not word.startswith("-")]
-    if verb == "preshard":
-        result = shardkit.preshard(name, "out", world_size=2, wrap="none", dry_run=True)
-    elif verb == "manifest":
-        result = shardkit.write_manifest(name, dry_run=True)
-    else:
-        result = getattr(shardkit, verb)(*paths)
-    html = result._repr_html_()
-    page = ElementTree.fromstring(html)
-    assert (page.tag, list(page)) == ("pre", [])
-    lines = page.text.splitlines()
-    assert [_steady(line) for line in lines[: len(printed)]] == list(map(_steady, printed))
-    assert all(line.startswith(("note: ", "warning: ")) for line in lines[len(printed) :])
-
-
-def _steady(line):
-    return re.sub(r"(time|read|free disk) .*", r"\1", line)
-
-
-def test_every_result_of_a_command_has_lines():
-    for name in shardkit.__all__:
-        getattr(shardkit, name)
-
-    def kinds(of):
-        return {each for direct in of.__subclasses__() for each in (direct.__name__, *kinds(direct))}
-
-    for kind in kinds(Result) - {"WriteResult", "ResolvedCheckpoint"}:
-        module, function = _LINES[kind].split(".")
-        assert callable(getattr(import_module(f"shardkit.cli.{module}"), function))
-
-
-def test_a_result_without_a_command_is_a_small_table_that_is_inert(tiny):
-    tiny.rename(tiny.parent / "<script>&")
-    html = shardkit.resolve_checkpoint("<script>&")._repr_html_()
-    table = ElementTree.fromstring(html.replace("<br>", "<br/>"))
-    cells = {row[0].text: "".join(row[1].itertext()) for row in table.findall("tr")}
-    assert cells["path"].endswith("<script>&")
-    assert "" not in cells.values()
-    assert "step" not in cells
-
-
-def test_a_notebook_is_told_of_arguments(tiny):
-    result = replace(shardkit.inspect("tiny"), warnings=("name it with --base",))
-    assert "\nwarning: name it with base</pre>" in result._repr_html_()
-    assert result.to_json()["warnings"] == ("name it with --base",)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from inspect import signature
 
 from shardkit._version import __version__
-from shardkit.core.result import Result
+from shardkit.core.result import Result, wrote
 from shardkit.core.text import escape, in_shell, listed
-from shardkit.core.threads import Progress
+from shardkit.core.threads import ProgressOption
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files.stores import is_remote
 from shardkit.operations.commit.places import Place, place_of
@@ -70,6 +70,10 @@ class CommitResult(Result):
     warnings: tuple[str, ...]
     pushed_to: str | None = None
     """Address of the repo on the Hub, where the parts were told to upload."""
+
+    def headline(self) -> str:
+        """Return what was made, or that it is there."""
+        return f"{escape(self.output)} is there" if self.by_another else wrote(self.output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +136,17 @@ class StatusResult(Result):
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
+    def headline(self) -> str:
+        """Return whether the output is there."""
+        return f"{escape(self.output)} {'is' if self.is_there else 'is not'} there"
+
 
 def commit(
     output: str | os.PathLike[str],
     *,
     wait: float = 0,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
     on_warning: OnWarning | None = None,
 ) -> CommitResult:
     """Make the output of what all parts of a job have written. May run any number of times, and several at once.
@@ -147,7 +155,7 @@ def commit(
         output: the destination that the parts were given.
         wait: seconds to wait for parts that are not finished, or that a network file system does not show yet.
         overwrite: replace what is there, if it is of the same kind, even if the parts were not told to.
-        progress: told of the bytes that are read to compare what parts read of the source.
+        progress: told of the bytes that are read to compare what parts read of the source; by default a bar, on a terminal and in a notebook. False: none.
         on_warning: told each warning.
 
     Raises:
@@ -195,9 +203,7 @@ def commit(
     )
 
 
-def _end(
-    staging: PartsStaging, progress: Progress | None, on_warning: OnWarning | None
-) -> WriteResult | None:
+def _end(staging: PartsStaging, progress: ProgressOption, on_warning: OnWarning | None) -> WriteResult | None:
     """Do what comes after an output whose process died before it had; None if there is nothing to do, or no record of it."""
     found = read_all([staging]) if staging.is_left else []
     if not (found and found[0][1].command.goes_on):
@@ -209,7 +215,7 @@ def _carry_out(
     staging: PartsStaging,
     agreement: Agreement,
     overwrite: bool,
-    progress: Progress | None,
+    progress: ProgressOption,
     on_warning: OnWarning | None,
 ) -> tuple[WriteResult, bool]:
     """Plan once more, as each part did, and let the verb describe what they wrote; tell too whether it was first."""

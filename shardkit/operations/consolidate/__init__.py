@@ -102,7 +102,7 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
         branch: a branch of the repo, made if it is missing.
         follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
             Weight files of a Hub model are read in any case.
-        progress: told of the bytes as they move.
+        progress: told of the bytes as they move; by default a bar, on a terminal and in a notebook. False: none.
         on_warning: told each warning before anything is written; the result has them all.
         on_step: told what takes seconds and moves no bytes, such as "asking LlamaForCausalLM ...".
 
@@ -333,6 +333,12 @@ class ConsolidateResult(WriteResult):
     """Names of all weights that the class says `from_pretrained` would initialise at random."""
     misfits: tuple[tuple[str, str], ...] = ()
     """(name, why) of weights that the class says `from_pretrained` would refuse the output for."""
+
+    def headline(self) -> str:
+        """Return what was written where, and why `from_pretrained` would not load all of it."""
+        why = () if self.unfinished else self.unloadable[:1]
+        flaw = "".join(f", which from_pretrained would not load whole: {line}" for line in why)
+        return WriteResult.headline(self) + flaw
 
 
 def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:

@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+from shardkit.core.dtypes import Cast
 from shardkit.core.text import MIB, parse_size
 from shardkit.core.threads import OnStep, silent
 from shardkit.errors import UsageError
@@ -31,7 +32,7 @@ class ConsolidateOptions(WriteOptions):
     base: str | os.PathLike[str] | None = None
     base_revision: str | None = None
     tokenizer: str | os.PathLike[str] | None = None
-    dtype: str = "keep"
+    dtype: Cast | Literal["base"] = "keep"
     dtype_rules: Sequence[str] = ()
     max_shard_size: str | int | None = None
     single_file: bool = False

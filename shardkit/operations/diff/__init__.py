@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardkit.core.dtypes import short_dtype
 from shardkit.core.keywords import keywords_of
 from shardkit.core.regions import Shape
 from shardkit.core.result import Result
 from shardkit.core.text import count, listed, parse_size
-from shardkit.core.threads import NoProgress
+from shardkit.core.threads import progress_for
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.operations.diff.options import DiffOptions
@@ -193,6 +194,22 @@ class DiffResult(Result):
         """Values that rounding made 0, of all "rounded" tensors."""
         return sum(tensor.num_flushed or 0 for tensor in self.tensors)
 
+    def direction(self) -> str:
+        """Return which side is which when rounded, such as "B is A rounded to bf16"."""
+        rounded, source = ("B", "A") if self.rounded_side == "b" else ("A", "B")
+        dtypes = sorted({short_dtype(tensor.rounded_to) for tensor in self.tensors if tensor.rounded_to})
+        return f"{rounded} is {source} rounded to {' or '.join(dtypes)}"
+
+    def headline(self) -> str:
+        """Return whether they are equal, or how many tensors differ."""
+        if self.is_equal_after_rounding and not self.is_equal:
+            ways = ["folding"] if self.count("folded") else []
+            ways += ["rounding: " + self.direction()] if self.rounded_side is not None else []
+            return f"equal after {' and '.join(ways)}"
+        if self.is_equal:
+            return "equal" if self.rtol is None else "equal within the tolerance"
+        return f"{len(self.differences)} of {count(len(self.tensors), 'tensor')} differ"
+
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
         plain = {name: getattr(self, name) for name in self.__slots__ if name != "tensors"}
@@ -232,7 +249,7 @@ def diff(options: DiffOptions) -> DiffResult:
         max_memory: bytes for all buffers, as a number or as "512MiB".
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
             Weight files of a Hub model are read in any case.
-        progress: told of the bytes of A as they are compared.
+        progress: told of the bytes of A as they are compared; by default a bar, on a terminal and in a notebook. False: none.
 
     Raises:
         UsageError: options that cannot be carried out.
@@ -261,7 +278,7 @@ class Comparison:
         self, taken: tuple[Taken, Taken], options: DiffOptions, wording: ComparisonWording = OF_DIFF
     ) -> None:
         self._begun, self._options = time.monotonic(), options
-        self._progress = options.progress or NoProgress()
+        self._progress = progress_for(options.progress)
         self._a, self._b, self._notes = open_sides(taken, options, wording)
         self._pairs = pairs(self._a, self._b)
         self._readers: list[Reader] = []

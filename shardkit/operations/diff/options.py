@@ -6,16 +6,17 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from shardkit.core.text import KIB, MIB, escape, parse_size
-from shardkit.core.threads import Progress
+from shardkit.core.threads import ProgressOption
 from shardkit.errors import UsageError
 
 if TYPE_CHECKING:
     from shardkit.operations.diff.values import Tolerance
 
-SORTS = ("name", "difference")
+Sort = Literal["name", "difference"]
+SORTS: tuple[str, ...] = get_args(Sort)
 _MIN_MEMORY = 2 * MIB
 _BAND_BYTES = MIB  # of one side: the processor's cache keeps both while they are compared
 _BUFFERS = 8  # of a band's size: two for each side while it is gathered, and the masks
@@ -37,10 +38,10 @@ class DiffOptions:
     exclude: Sequence[str] = ()
     all_tensors: bool = False
     strict: bool = False
-    sort: Literal["name", "difference"] = "name"
+    sort: Sort = "name"
     max_memory: str | int = 256 * MIB
     follow_links: bool = False
-    progress: Progress | None = None
+    progress: ProgressOption = None
 
     @property
     def tolerance(self) -> Tolerance | None:

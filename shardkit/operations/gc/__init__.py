@@ -71,6 +71,10 @@ class GcResult(Result):
     with `dry_run` would be, say so."""
     warnings: tuple[str, ...] = ()
 
+    def headline(self) -> str:
+        """Return which output it is about."""
+        return f"{'dry run: nothing was removed from ' if self.dry_run else ''}{escape(self.path)}"
+
 
 def gc(
     path: str | os.PathLike[str],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardkit.core.result import Result
+from shardkit.core.text import escape
 from shardkit.layout.trace_cache import trace_cache
 from shardkit.transfer.existing import records
 
@@ -19,6 +20,12 @@ class CacheResult(Result):
     """They were removed."""
     num_entries: int
     cache_bytes: int
+
+    def headline(self) -> str:
+        """Return where it lies."""
+        return (
+            "nothing is cached: SHARDKIT_CACHE is off" if self.directory is None else escape(self.directory)
+        )
 
 
 def show_cache(*, clear: bool = False) -> CacheResult:

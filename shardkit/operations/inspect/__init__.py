@@ -18,7 +18,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, OF_CODES
 from shardkit.core.regions import Shape
 from shardkit.core.result import Result
-from shardkit.core.text import escape, listed
+from shardkit.core.text import escape, format_name, listed
 from shardkit.errors import LayoutError, SourceError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
@@ -28,6 +28,7 @@ from shardkit.formats.contract import Checkpoint, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dequantize import why_scaled
 from shardkit.formats.gaps import Gaps, gaps_among, gaps_of
+from shardkit.formats.hub.adapter import ADAPTER, is_adapter_file
 from shardkit.formats.hub.directory import model_class_of, read_config
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.moments import NamedShape, parts_of_ranks
@@ -155,6 +156,29 @@ class InspectResult(Result):
     """Differences from what the manifest lists."""
     holdings: Holdings | None = None
     """Which rank and which file holds which bytes; None unless it was asked for. Its `to_json` is its own."""
+
+    def title(self) -> str:
+        """Return what it is, such as "Hub model of Qwen3ForCausalLM, safetensors"."""
+        if self.run is not None:
+            left = "a run works there" if self.run.owner == "alive" else "a run left it that did not end"
+            return f"no checkpoint: {left}"
+        made_by = escape(self.made_by or "")
+        if self.kind == "presharded":
+            return f"DCP checkpoint, pre-sharded by {made_by}"
+        if self.kind == "dcp":
+            is_plain = self.made_by in (None, "torch.distributed.checkpoint")
+            return format_name(self.kind) if is_plain else f"DCP checkpoint of {made_by}"
+        if self.kind == "sharded":
+            by = self.made_by or self.format
+            return format_name(by) if self.format == "full-file" else f"checkpoint of {escape(by)}"
+        if is_adapter_file(self.resolved):
+            return f"{ADAPTER}, {self.format}"
+        model_class = f" of {escape(self.model_class)}" if self.model_class else ""
+        return f"Hub model{model_class}, {self.format}"
+
+    def headline(self) -> str:
+        """Return what it is, and where."""
+        return f"{escape(self.path)}: {self.title()}"
 
 
 @may_follow_links

@@ -111,6 +111,12 @@ class KeysResult(Result):
         """True if the rules fit."""
         return not self.problems
 
+    def headline(self) -> str:
+        """Return how many tensors become how many, or that the rules do not fit."""
+        stored = f"{count(self.num_stored, 'tensor')} of {escape(self.source)}"
+        problems = f"the rules do not fit {stored}: {count(len(self.problems), 'problem')}"
+        return f"{stored} become {len(self.tensors)}" if self.ok else problems
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
         return {**asdict(self), "ok": self.ok}

@@ -14,9 +14,9 @@ from functools import partial
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import is_contiguous
-from shardkit.core.result import Result
+from shardkit.core.result import Result, wrote
 from shardkit.core.text import count, escape, listed
-from shardkit.core.threads import NoProgress, Progress, choose_jobs
+from shardkit.core.threads import ProgressOption, choose_jobs, progress_for
 from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.digest import FileBytes, Scan, combine, place_of
@@ -59,6 +59,10 @@ class ManifestResult(Result):
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
+    def headline(self) -> str:
+        """Return what was written, or would be."""
+        return wrote(self.manifest, dry_run=self.dry_run)
+
 
 @may_follow_links
 def write_manifest(
@@ -71,7 +75,7 @@ def write_manifest(
     overwrite: bool = False,
     dry_run: bool = False,
     follow_links: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> ManifestResult:
     """Record every file and every tensor of a checkpoint, with digests; everything is read once.
 
@@ -88,7 +92,7 @@ def write_manifest(
         dry_run: check the structure, say what would be read, and write nothing.
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
             Weight files of a Hub model are read in any case.
-        progress: told of the bytes as they are read.
+        progress: told of the bytes as they are read; by default a bar, on a terminal and in a notebook. False: none.
 
     Raises:
         UsageError: options that cannot be carried out, or an existing manifest.
@@ -101,7 +105,7 @@ def write_manifest(
     path = stands_for(given, strict=True).path if storage.lexists(given) else given
     directory = home_of(directory_of(path))
     target = _target(directory, output, inside=inside, overwrite=overwrite)
-    report = Report(progress=progress or NoProgress())
+    report = Report(progress=progress_for(progress))
     structure = check_structure(path, report, is_new=True)
     _refuse_damaged(path, report)
     assert structure.is_whole  # else there is a problem

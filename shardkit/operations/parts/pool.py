@@ -151,7 +151,10 @@ def _opened(arguments: Mapping[str, Any]) -> Iterator[_Pool]:
 
 
 def _run_all(verb: Callable[..., _R], options: Mapping[str, Any], executor: Executor, count: int) -> list[_R]:
-    futures = [executor.submit(verb, **options, part=f"{number}/{count}") for number in range(1, count + 1)]
+    futures = [
+        executor.submit(verb, **options, part=f"{number}/{count}", progress=False)
+        for number in range(1, count + 1)
+    ]
     try:
         return [future.result() for future in futures]
     except BaseException:

@@ -144,7 +144,7 @@ def preshard(options: PreshardOptions) -> PreshardResult:
             that is not known here.
         follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
             Weight files of a Hub model are read in any case.
-        progress: told of the bytes as they move.
+        progress: told of the bytes as they move; by default a bar, on a terminal and in a notebook. False: none.
         on_warning: told each warning before anything is written; the result has them all.
         on_step: told what takes seconds before bytes move, such as "tracing LlamaForCausalLM ...".
 

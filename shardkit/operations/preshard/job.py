@@ -42,7 +42,7 @@ from shardkit.operations.describe_files import FilesOutput
 from shardkit.operations.environment import traced_with
 from shardkit.operations.keys import NONE, load_rules
 from shardkit.operations.preshard.decompose import check_osft, computed_by, describe_osft
-from shardkit.operations.preshard.options import PreshardOptions
+from shardkit.operations.preshard.options import ORIGINS, STORED_NAMES, PreshardOptions
 from shardkit.operations.preshard.profiles import (
     Assets,
     Profile,
@@ -130,8 +130,8 @@ def build_job(checkpoint: Checkpoint, options: PreshardOptions) -> PreshardJob:
     assert checkpoint.hub is not None
     model, profile = checkpoint.hub, options.trainer
     check_cast("--dtype", options.cast)
-    check_cast("--names", options.names, ("live", "hub"))
-    check_cast("--layout", options.layout, ("auto", "traced", "declared"))
+    check_cast("--names", options.names, STORED_NAMES)
+    check_cast("--layout", options.layout, ORIGINS)
     _check_keys(options)
     if options.plan is not None:
         check_osft(profile, options.ranks, options.key_rules)

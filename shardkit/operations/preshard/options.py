@@ -6,16 +6,22 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
+from shardkit.core.dtypes import Cast
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.threads import OnStep
 from shardkit.layout.choice.parallel_rules import ParallelRule, parse_parallel_rules
 from shardkit.operations.casts import DtypeRule, parse_rules
 from shardkit.operations.options import WriteOptions
 from shardkit.operations.parts.agreement import Command
-from shardkit.operations.preshard.profiles import Profile, find_profile
+from shardkit.operations.preshard.profiles import Profile, ProfileName, find_profile
 from shardkit.osft.plan import OsftPlan, as_plain, as_plan
+
+Origin = Literal["auto", "traced", "declared"]
+StoredNames = Literal["live", "hub"]
+ORIGINS: tuple[str, ...] = get_args(Origin)
+STORED_NAMES: tuple[str, ...] = get_args(StoredNames)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +36,14 @@ class PreshardOptions(WriteOptions):
     wrap: str = "auto"
     parallel_rules: Sequence[str] = ()
     stages: str = "auto"
-    layout: str = "auto"
+    layout: Origin = "auto"
     keys: str | os.PathLike[str] = "none"
-    names: str = "live"
-    profile: str = "plain"
+    names: StoredNames = "live"
+    profile: ProfileName = "plain"
     attribute: str | None = None
     device: str | None = None
     osft: OsftPlan | float | None = None
-    dtype: str | None = None
+    dtype: Cast | None = None
     dtype_rules: Sequence[str] = ()
     dequantize: bool = False
     revision: str | None = None

@@ -33,12 +33,16 @@ from shardkit.layout.layout import Layout
 from shardkit.operations.companions import BesideFile
 from shardkit.operations.describe import OutputFiles
 
+ProfileName = Literal[
+    "plain", "torchtitan", "accelerate", "lightning", "lightning-mp", "transformers", "verl"
+]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """What one trainer expects."""
 
-    name: str
+    name: ProfileName
     folder: str = ""
     """Where the shard files and `.metadata` lie; "" is the directory itself."""
     form: Literal["dcp", "safetensors", "verl"] = "dcp"
@@ -131,7 +135,7 @@ _LIGHTNING = Profile(
     ),
 )
 
-PROFILES = {
+PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
         Profile(name="plain"),

@@ -108,7 +108,7 @@ def reshard(options: ReshardOptions) -> ReshardResult:
         max_memory: bytes for all buffers, as a number or as "512MiB".
         follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
             Weight files of a Hub model are read in any case.
-        progress: told of the bytes as they move.
+        progress: told of the bytes as they move; by default a bar, on a terminal and in a notebook. False: none.
         on_warning: told each warning before anything is written; the result has them all.
 
     Raises:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
+from shardkit.core.dtypes import Cast
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.text import MIB
 from shardkit.errors import MeshError, UsageError
@@ -22,8 +23,8 @@ class ReshardOptions(WriteOptions):
     output: str | os.PathLike[str] | None = field(default=None, kw_only=False)
     world_size: int | None = None
     mesh: str | None = None
-    dtype: str = "keep"
-    optimizer_dtype: str = "keep"
+    dtype: Cast = "keep"
+    optimizer_dtype: Cast = "keep"
     no_optimizer: bool = False
     strict: bool = False
     max_memory: str | int = 256 * MIB

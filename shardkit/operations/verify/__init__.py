@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 
 from shardkit.core.keywords import keywords_of
-from shardkit.core.threads import NoProgress, choose_jobs
+from shardkit.core.threads import choose_jobs, progress_for
 from shardkit.files import storage, stores
 from shardkit.files.digest import place_of
 from shardkit.files.links import may_follow_links
@@ -59,7 +59,7 @@ def verify(options: VerifyOptions) -> VerifyResult:
         holdings: tell too which file holds which bytes, for pictures.
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
             Weight files of a Hub model are read in any case.
-        progress: told of the bytes as they are read.
+        progress: told of the bytes as they are read; by default a bar, on a terminal and in a notebook. False: none.
 
     Raises:
         UsageError: options that do not go together or are out of range.
@@ -71,7 +71,7 @@ def verify(options: VerifyOptions) -> VerifyResult:
     options.check()
     path, num_threads = stores.as_path(options.path), choose_jobs(options.jobs)
     other = take(options.against, strict=True) if options.strict and options.against is not None else None
-    report = Report(progress=options.progress or NoProgress())
+    report = Report(progress=progress_for(options.progress))
     if storage.lexists(path):
         taken = stands_for(path, strict=True)
         path = taken.path

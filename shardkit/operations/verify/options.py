@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 
 from shardkit.core.text import parse_size
-from shardkit.core.threads import Progress
+from shardkit.core.threads import ProgressOption
 from shardkit.errors import UsageError
 from shardkit.operations.verify.result import Level
 
@@ -30,7 +30,7 @@ class VerifyOptions:
     jobs: int | None = None
     holdings: bool = False
     follow_links: bool = False
-    progress: Progress | None = None
+    progress: ProgressOption = None
 
     @property
     def level(self) -> Level:

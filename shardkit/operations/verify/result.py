@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from shardkit.core.result import Result
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape
 from shardkit.core.threads import NoProgress, Progress, run_all
 from shardkit.errors import ResourceError, ShardkitError
 from shardkit.files.digest import Stretch
@@ -133,6 +133,21 @@ class VerifyResult(Result):
     def is_only_unreadable(self) -> bool:
         """True if nothing is known to be wrong, but what some files hold could not be told."""
         return not self.ok and all(problem.is_unreadable for problem in self.problems)
+
+    def headline(self) -> str:
+        """Return whether anything is wrong."""
+        return f"{escape(self.path)}: {self._verdict()}"
+
+    def _verdict(self) -> str:
+        if not self.ok:
+            return f"{count(len(self.problems), 'problem')} found"
+        if self.doubts:
+            return "no byte is damaged, but it does not look whole"
+        compares = self.level in ("full", "sample") and self.num_tensors
+        others = self.num_checked_chunks or self.num_checked_files or self.against or self.repo
+        if compares and not others:
+            return "its structure is whole; no byte could be compared, because no checksum is recorded"
+        return "no problem found"
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data, without `holdings`."""
