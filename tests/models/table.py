@@ -29,7 +29,7 @@ Their weights are random, and no two tensors are alike. {passed} models [pass ev
 
 - **preshard**: `shardkit preshard` for 4 ranks. The other steps run on 2 ranks.
 - **three phases**: `prepare`, `wrap`, `finalize` from the Hub directory (each rank reads; for a third of the models one
-  rank sends, too) and from the pre-sharded one. Every parameter and buffer has the name, dtype and bits of
+  rank reads and sends) and from the pre-sharded one. Every parameter and buffer has the name, dtype and bits of
   `from_pretrained`.
 - **stock `dcp.load`**: torch alone loads the pre-sharded directory, with the same bits.
 - **save, consolidate**: `shardkit.save`, and stock `dcp.save` of the same model. `shardkit consolidate --base` of both
