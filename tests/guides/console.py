@@ -70,7 +70,7 @@ WRITTEN = {
 """Page -> what it begins with. The trainers need GPUs or are a stack of their own; their checkpoints do not."""
 
 
-IN_BF16 = {"fsdp2-to-hub"}
+IN_BF16 = {"fsdp2-to-hub", "lightning-to-hub", "trainer-to-hub"}
 """Pages whose model is in bf16, as most are on the Hub; the others show that no bit changes."""
 
 
