@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import dropwhile, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.core.catalog import (
     Catalog,
@@ -41,12 +41,15 @@ if TYPE_CHECKING:
 MAX_BORROWED = 64
 """Most descriptors that one reader borrows."""
 _MIN_OPEN, _MAX_OPEN = 32, 4096
-# Bytes read at a time where a CRC-32 is taken. Together with the file's pages they fit the cache of one core
-# (2 MiB). Out of the cache the CRC-32 costs a tenth of reading, out of memory half of it. For `finalize` a
-# quarter of this does as well, and twice as much is worse.
-_COMPARED_NBYTES = 1 << 20
+READ_NBYTES = 8 << 20
+"""Bytes of a tensor that one system call reads. Storage over a network takes a request for each call, or for as much of
+it as it sends at once. The CRC-32 is taken after the call, out of the cache that the cores share: with pieces of 1 MiB,
+which fit a core's own, reading warm memory and comparing it takes 4 % less of a processor."""
 _GAP_NBYTES = 1 << 20  # read at a time to complete an entry
-_DROPPED_NBYTES = 16 << 10  # between two parts: as expensive as another call
+DROPPED_NBYTES = 16 << 10
+"""Most bytes between two parts that are read at once: they are as expensive as another call."""
+MOST_PARTS = 512
+"""Most parts of one system call; what lies between them counts too, up to IOV_MAX, 1,024."""
 _SAME_NBYTES = 1 << 20  # of each of two tensors, compared at a time
 
 
@@ -303,6 +306,16 @@ def _stamp_now(path: str) -> FileStamp | None:
         return None
 
 
+class Neighbour(NamedTuple):
+    """Bytes of a file, and the memory for them."""
+
+    buffer: memoryview
+    start: int
+    """First byte in the file."""
+    fqn: str
+    """For messages."""
+
+
 class Reader:
     """Reads source files for one thread, and keeps the ones that it reads from open in between.
 
@@ -415,20 +428,50 @@ class Reader:
                     self._runs.take_over(runs)
                 return None
             fd = self.descriptor(file)
-        if self._runs is None or size <= _COMPARED_NBYTES:
+        if self._runs is None or size <= READ_NBYTES:
             self._fill(fd, file, buffer, start, fqn)
             return self.tell(file, start, buffer, fqn)
         if self._sources.on_read is not None or not self._runs.can_sum(file, start, start + size):
-            for at in range(0, size, _COMPARED_NBYTES):
-                self.read_into(file, buffer[at : at + _COMPARED_NBYTES], start + at, fqn)
+            for at in range(0, size, READ_NBYTES):
+                self.read_into(file, buffer[at : at + READ_NBYTES], start + at, fqn)
             return None
         crc = 0
-        for at in range(0, size, _COMPARED_NBYTES):
-            part = buffer[at : at + _COMPARED_NBYTES]
+        for at in range(0, size, READ_NBYTES):
+            part = buffer[at : at + READ_NBYTES]
             self._fill(fd, file, part, start + at, fqn)
             crc = crc32(part, crc)
         self._runs.add_summed(file, start, start + size, crc, fqn)
         return crc
+
+    def read_neighbours(self, file: int, parts: Sequence[Neighbour]) -> None:
+        """Fill several buffers by one system call.
+
+        Args:
+            file: its number.
+            parts: in the file's order, at most `MOST_PARTS`, and at most `DROPPED_NBYTES` between two of them.
+
+        Raises:
+            IntegrityError, ResourceError: as `read_into`.
+        """
+        if len(parts) > 1 and not self.is_decoded(file) and self._read_at_once(file, parts):
+            for part in parts:
+                self.tell(file, part.start, part.buffer, part.fqn)
+            return
+        for part in parts:
+            self.read_into(file, part.buffer, part.start, part.fqn)
+
+    def _read_at_once(self, file: int, parts: Sequence[Neighbour]) -> bool:
+        """Fill buffers by one call; False if it fails, or brings less: then each is read, and reported, by itself."""
+        views, at, discarded = list[memoryview](), parts[0].start, memoryview(bytearray(DROPPED_NBYTES))
+        for part in parts:
+            if part.start > at:
+                views.append(discarded[: part.start - at])
+            views.append(part.buffer)
+            at = part.start + len(part.buffer)
+        try:
+            return storage.preadv(self.descriptor(file), views, parts[0].start) == at - parts[0].start
+        except OSError:
+            return False
 
     def _fill(self, fd: int, file: int, buffer: memoryview, start: int, fqn: str) -> None:
         done, size = 0, len(buffer)
@@ -516,7 +559,7 @@ def _neighbours(spans: Iterable[_Span], max_bytes: int) -> Iterator[list[_Span]]
     for span in spans:
         place, _, nbytes = span
         if group and not (
-            0 <= place - group[-1][0] - group[-1][2] <= _DROPPED_NBYTES
+            0 <= place - group[-1][0] - group[-1][2] <= DROPPED_NBYTES
             and place + nbytes - group[0][0] <= max_bytes
         ):
             yield group

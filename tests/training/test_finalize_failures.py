@@ -291,12 +291,12 @@ class Kill(NamedTuple):
     strategy: str
     victim: int
     reads: int | None
-    """After which it is killed; None for a rank that receives, at its first message."""
+    """At which it is killed; None for a rank that receives, at its first message."""
 
 
 @three.test_each_killing(
     {
-        "a reader": Kill("direct", 1, 2),
+        "a reader": Kill("direct", 1, 1),
         "the source": Kill("broadcast", 0, 6),
         "a receiver": Kill("broadcast", 2, None),
     }

@@ -139,7 +139,7 @@ def test_a_long_read_is_compared_piece_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flipped: int | None, sizes: list[int], listens: bool
 ) -> None:
     """In one entry or over several, and where somebody is told of each piece."""
-    monkeypatch.setattr(sources, "_COMPARED_NBYTES", 1000)
+    monkeypatch.setattr(sources, "READ_NBYTES", 1000)
     catalog, content = source(tmp_path, sizes, damaged=() if flipped is None else (flipped,))
     begin, end = places(catalog)[0][0], places(catalog)[-1][1]
     check, heard, buffer = SourceCheck(catalog), list[int](), bytearray(end - begin)

@@ -282,7 +282,7 @@ class WeightReader:
     def read(self, entry: TensorEntry, box: Region, target: torch.Tensor) -> None:
         """Fill memory with a box of a tensor."""
         for read in plan_reads(entry, self._catalog, box, target, entry.fqn):
-            self._worker.fill(read)
+            self._worker.fill([read])
         self._worker.finish()
 
     def finish(self) -> CheckedSource:

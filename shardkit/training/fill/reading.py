@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice, product
+from itertools import accumulate, islice, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from shardkit.core.regions import (
     relative_to,
     runs,
 )
-from shardkit.core.text import MIB, count, escape, format_size
+from shardkit.core.text import count, escape, format_size
 from shardkit.core.threads import run_all
 from shardkit.errors import LayoutError
 from shardkit.files.storage import BLOCK
@@ -45,7 +45,7 @@ from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.converted import Convert
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.plan import Ranges
-from shardkit.transfer.sources import Reader, SourceFiles
+from shardkit.transfer.sources import DROPPED_NBYTES, MOST_PARTS, READ_NBYTES, Neighbour, Reader, SourceFiles
 
 DAMAGED = "use another copy of the checkpoint; check_source=False takes the damaged bytes as they are"
 _PHASE = "comparing the source with its checksums"
@@ -69,9 +69,9 @@ OpenChunks = Callable[[Mapping[str, Sequence[Region]], dict[str, int] | None], C
 """Makes a catalog with the chunks of some regions, by stored name. Files that it opens it takes from descriptors by path,
 and puts some there."""
 
-_STRAIGHT_NBYTES = 16 * MIB  # of one system call, so that two threads share a large tensor
 _APART_NBYTES = 256 << 10  # runs of a box that begin so far from each other are fetched one by one
-STAGED_NBYTES = 4 * MIB  # of a thread's buffer: copying out of it is fastest if it fits the processor's cache
+_SHORT_NBYTES = 6 << 20  # a shorter read, such as a large tensor's end, is done together with the next one
+_ALIGNED_NBYTES = 16  # of what neighbours share a buffer: torch makes no other view of a dtype
 _NUM_BUFFERS = 2  # of a device: one is filled from storage while the other is copied
 _NUM_THREADS = 2  # one waits or converts while the other reads; more threads gain nothing on local files
 
@@ -203,6 +203,18 @@ class Read(NamedTuple):
         """Where it begins: file and byte."""
         return self.file, self.place + flat_offset(self.part.offsets, self.sizes) * self.dtype.itemsize
 
+    @property
+    def is_straight(self) -> bool:
+        """True if its bytes are read into the target as they are."""
+        return _is_straight(self.target, self.dtype) and _goes_straight(
+            self.part, self.sizes, self.dtype.itemsize, self.target
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """As stored."""
+        return self.part.num_elements * self.dtype.itemsize
+
 
 @dataclass(slots=True)
 class Filled:
@@ -328,15 +340,12 @@ def plan_reads(
         fqn: the model's name for it.
     """
     table, itemsize = catalog.chunks, entry.dtype.itemsize
-    is_straight = _is_straight(target, entry.dtype)
     for row, held in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
         part = intersect(region, held)
         if part is None:
             continue
         inner, view = relative_to(part, held.offsets), target[window(relative_to(part, region.offsets))]
-        straight = is_straight and _goes_straight(inner, held.sizes, itemsize, view)
-        limit = (_STRAIGHT_NBYTES if straight else STAGED_NBYTES) // itemsize
-        for box in _boxes(inner, held.sizes, limit):
+        for box in _boxes(inner, held.sizes, READ_NBYTES // itemsize):
             piece = view[window(relative_to(box, inner.offsets))]
             yield Read(table.file[row], table.start[row], held.sizes, box, entry.dtype, piece, fqn)
 
@@ -415,18 +424,46 @@ def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _N
         ]
         idle = list(workers)  # one for each thread that runs
 
-        def fill(read: Read) -> None:
+        def fill(reads: Sequence[Read]) -> None:
             worker = idle.pop()
             with torch.no_grad():
-                worker.fill(read)
+                worker.fill(reads)
             idle.append(worker)
 
-        jobs = [partial(fill, read) for read in ordered]
+        jobs = [partial(fill, group) for group in _neighbours(ordered)]
         run_all(jobs, num_threads, threading.Event(), name="shardkit-fill")
         for worker in workers:
             worker.finish()
             filled.add(worker.filled)
     return filled
+
+
+def _neighbours(ordered: Iterable[Read]) -> Iterator[list[Read]]:
+    """Yield reads in the groups that one system call carries out: small ones that lie side by side."""
+    group: list[Read] = []
+    begin = end = most = 0
+    kind: object = None
+    for read in ordered:
+        (file, start), stop = read.first, read.first[1] + read.nbytes
+        is_run, is_straight = is_contiguous(read.part, read.sizes), read.is_straight
+        its_kind = (file, is_run, is_straight, read.target.device)
+        if group and not (
+            is_run
+            and its_kind == kind
+            and 0 <= start - end <= DROPPED_NBYTES
+            and end - begin < _SHORT_NBYTES
+            and stop - begin <= most
+            and len(group) < MOST_PARTS
+        ):
+            yield group
+            group = []
+        if not group:
+            begin, kind = start, its_kind
+            most = 2 * READ_NBYTES if is_straight else READ_NBYTES - MOST_PARTS * _ALIGNED_NBYTES
+        group.append(read)
+        end = stop
+    if group:
+        yield group
 
 
 def _ranges(reads: Iterable[Read]) -> Ranges:
@@ -460,19 +497,40 @@ class ReadWorker:
         self._device: DeviceStaging | None = None
         self.filled = Filled()
 
-    def fill(self, read: Read) -> None:
-        """Fill the target of a read; a target on a device other than the CPU is filled after `finish`."""
-        target, itemsize = read.target, read.dtype.itemsize
-        if _is_straight(target, read.dtype) and _goes_straight(read.part, read.sizes, itemsize, target):
-            self._read_runs(read, memory_of(target))
+    def fill(self, reads: Sequence[Read]) -> None:
+        """Fill the targets of a read, or of neighbours; on a device other than the CPU they are filled after `finish`."""
+        if len(reads) > 1:
+            self._fill_neighbours(reads)
+        elif reads[0].is_straight:
+            self._read_runs(reads[0], memory_of(reads[0].target))
         else:
-            self._through_buffer(read)
-        self.filled.elements[read.fqn] += target.numel()
+            self._through_buffer(reads[0])
+        for read in reads:
+            self.filled.elements[read.fqn] += read.target.numel()
 
     def finish(self) -> None:
         """Wait for copies that are on their way to a device."""
         if self._device is not None:
             self._device.finish()
+
+    def _fill_neighbours(self, reads: Sequence[Read]) -> None:
+        places = [0, *accumulate(-(-read.nbytes // _ALIGNED_NBYTES) * _ALIGNED_NBYTES for read in reads)]
+        staged = None if reads[0].is_straight else self._room(reads[0], places[-1])
+        buffers = [
+            None if staged is None else staged[place : place + read.nbytes]
+            for read, place in zip(reads, places, strict=False)
+        ]
+        self._reader.read_neighbours(
+            reads[0].file,
+            [
+                Neighbour(memory_of(read.target if buffer is None else buffer), read.first[1], read.fqn)
+                for read, buffer in zip(reads, buffers, strict=True)
+            ],
+        )
+        for read, buffer in zip(reads, buffers, strict=True):
+            if buffer is not None:
+                self._copy(read, buffer, _strides(read.part.sizes))
+            self.filled.read_bytes += read.nbytes
 
     def _read_runs(self, read: Read, memory: memoryview) -> None:
         itemsize = read.dtype.itemsize
@@ -495,18 +553,21 @@ class ReadWorker:
             self._reader.read_into(read.file, memory_of(buffer), read.place + start * itemsize, read.fqn)
             self.filled.read_bytes += len(buffer)
             buffer = buffer[(first.source - start) * itemsize :]
+        self._copy(read, buffer, strides)
+
+    def _copy(self, read: Read, buffer: torch.Tensor, strides: Shape) -> None:
         if self._device is not None and read.target.device.type != "cpu":
             self._device.send(buffer, torch_dtype(read.dtype), strides, read.target)
         else:
-            read.target.copy_(buffer.view(torch_dtype(read.dtype)).as_strided(sizes, strides))
+            read.target.copy_(buffer.view(torch_dtype(read.dtype)).as_strided(read.part.sizes, strides))
 
     def _room(self, read: Read, nbytes: int) -> torch.Tensor:
         if read.target.device.type != "cpu":
             if self._device is None:
-                self._device = DeviceStaging(read.target.device, STAGED_NBYTES)
+                self._device = DeviceStaging(read.target.device, READ_NBYTES)
             return self._device.room(nbytes)
         if self._buffer is None:
-            self._buffer = torch.empty(STAGED_NBYTES, dtype=torch.uint8)
+            self._buffer = torch.empty(READ_NBYTES, dtype=torch.uint8)
         return self._buffer[:nbytes]
 
 

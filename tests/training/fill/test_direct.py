@@ -2,8 +2,10 @@
 
 import os
 import struct
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+import shardkit
 from shardkit import formats
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
-from shardkit.core.regions import Region
+from shardkit.core.regions import Region, full_region
 from shardkit.errors import IntegrityError
-from shardkit.training.fill.reading import STAGED_NBYTES, Filled, plan_reads, run_reads, window
+from shardkit.files import storage
+from shardkit.training.fill.presharded import open_presharded
+from shardkit.training.fill.reading import Filled, plan_reads, run_reads, window
 from shardkit.training.ranks.local import memory_of
-from shardkit.transfer.sources import SourceFiles
+from shardkit.transfer.checks import SourceCheck
+from shardkit.transfer.sources import READ_NBYTES, SourceFiles
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.complex64),
@@ -145,7 +151,7 @@ def read_bytes() -> int:
 
 
 def test_pieces_of_tensors_larger_than_every_buffer(tmp_path: Path) -> None:
-    rows = 5 * STAGED_NBYTES // (1000 * 2)
+    rows = 5 * READ_NBYTES // (2 * 1000 * 2)
     whole = random((rows, 1000), torch.bfloat16)
     catalog = chunked(tmp_path / "f", whole, (1, 1))
     for region in (Region((1, 0), (rows - 2, 1000)), Region((1, 3), (rows - 2, 996))):
@@ -157,8 +163,8 @@ def test_pieces_of_tensors_larger_than_every_buffer(tmp_path: Path) -> None:
 
 
 def test_one_row_larger_than_the_buffer(tmp_path: Path) -> None:
-    whole = random((2, 2 * STAGED_NBYTES), torch.uint8)
-    target = torch.empty((2, 2 * STAGED_NBYTES - 5), dtype=torch.uint8)[:, ::1]
+    whole = random((2, 2 * READ_NBYTES), torch.uint8)
+    target = torch.empty((2, 2 * READ_NBYTES - 5), dtype=torch.uint8)[:, ::1]
     fill(chunked(tmp_path / "f", whole, (1, 1)), Region((0, 5), tuple(target.shape)), target)
     assert same(target, whole[:, 5:])
 
@@ -204,3 +210,125 @@ def test_a_single_element_of_any_stride() -> None:
     memory_of(whole[1:, 1:])[:] = struct.pack("=f", 7.0)
     memory_of(torch.as_strided(whole, (1,), (2,)))[:] = struct.pack("=f", 5.0)
     assert whole.tolist() == [[5, 0], [0, 7]]
+
+
+def fill_all(catalog: Catalog, targets: dict[str, torch.Tensor], check: SourceCheck | None = None) -> Filled:
+    """Fill whole tensors."""
+    with SourceFiles(catalog.files, check=check) as sources:
+        reads = [
+            read
+            for name, target in targets.items()
+            for read in plan_reads(
+                catalog.tensors[name], catalog, full_region(tuple(target.shape)), target, f"model.{name}"
+            )
+        ]
+        return run_reads(reads, sources)
+
+
+Calls = list[tuple[int, int]]
+"""(first byte, bytes) of each `preadv` of a file, in order."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    plain, found = storage.preadv, list[tuple[int, int]]()
+
+    def preadv(fd: int, buffers: Sequence[Any], start: int) -> int:
+        nbytes = plain(fd, buffers, start)
+        found.append((start, nbytes))
+        return nbytes
+
+    monkeypatch.setattr(storage, "preadv", preadv)
+    return found
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """What preshard makes of large tensors and of many small ones."""
+    out = tmp_path_factory.mktemp("few")
+    state = {
+        f"large.{n}": random((9, 1 << 19), torch.float32) for n in range(4)
+    }  # 18 MiB: two pieces and an end
+    state |= {f"small.{n}": random((3, 1001 + n % 7), torch.bfloat16) for n in range(1500)}
+    (out / "hub").mkdir()
+    save_file(state, out / "hub/model.safetensors")
+    shardkit.preshard(out / "hub", out / "sharded", world_size=1, wrap="none")
+    return out / "sharded", state
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("dtype", ["as stored", torch.float64])
+def test_reads_are_few_and_long(
+    sharded: tuple[Path, dict[str, torch.Tensor]], calls: Calls, dtype: Any, checks: bool
+) -> None:
+    """Storage over a network takes a request of each: 4 to 16 MiB, at most 150 a GiB, and small ones at once."""
+    directory, state = sharded
+    presharded = open_presharded(str(directory))
+    assert presharded is not None
+    catalog = presharded.open_chunks()
+    for part in ("large.", "small."):
+        expected = {name: value for name, value in state.items() if name.startswith(part)}
+        targets = {
+            name: torch.empty(value.shape, dtype=value.dtype if dtype == "as stored" else dtype)
+            for name, value in expected.items()
+        }
+        check = SourceCheck(catalog) if checks else None
+        calls.clear()
+        filled = fill_all(catalog, targets, check)
+        wanted = sum(value.nbytes for value in expected.values())
+        assert filled.read_bytes == wanted
+        for name, value in expected.items():
+            assert (
+                same(targets[name], value if dtype == "as stored" else value.to(dtype)) or value.isnan().any()
+            )
+        if part == "large.":
+            assert len(calls) <= 150 * wanted / 2**30 + (
+                0 if dtype == "as stored" else 4
+            )  # the tensors' ends
+            assert wanted <= sum(nbytes for _, nbytes in calls) < wanted * 1.001
+            assert max(nbytes for _, nbytes in calls) <= 16 << 20
+        else:
+            assert len(calls) <= 1 + len(expected) // 512
+        if check is not None:
+            compared = check.summary(expected)
+            assert compared.checked_bytes == wanted
+
+
+def small_ones(path: Path) -> tuple[Catalog, dict[str, torch.Tensor]]:
+    """Many small tensors of all dtypes side by side, of sizes that leave the next one at any place."""
+    state = {f"t{n}": random((3, 5 + n), dtype) for n, dtype in enumerate(2 * DTYPES)}
+    save_file(state, path / "model.safetensors")
+    return formats.open(str(path)).catalog, state
+
+
+def test_neighbours_of_all_dtypes_are_read_at_once(tmp_path: Path, calls: Calls) -> None:
+    """Also those whose memory has other strides, so that they pass through one buffer."""
+    catalog, state = small_ones(tmp_path)
+    for turned in (True, False):
+        targets = {
+            name: torch.empty(value.shape[::-1], dtype=value.dtype).t() if turned else torch.empty_like(value)
+            for name, value in state.items()
+        }
+        calls.clear()
+        filled = fill_all(catalog, targets)
+        assert all(same(targets[name], value) for name, value in state.items())
+        assert [nbytes for _, nbytes in calls] == [filled.read_bytes]
+        assert filled.elements == {f"model.{name}": value.numel() for name, value in state.items()}
+
+
+def test_a_neighbour_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    catalog, state = small_ones(tmp_path)
+    last = max(catalog.chunks.start)
+    name = next(name for name in state if catalog.chunks.start[catalog.tensors[name].first_chunk] == last)
+    with SourceFiles(catalog.files) as sources:
+        sources.borrow(0)
+        os.truncate(tmp_path / "model.safetensors", last + 1)
+        reads = [
+            read
+            for each, value in state.items()
+            for read in plan_reads(
+                catalog.tensors[each], catalog, full_region(tuple(value.shape)), torch.empty_like(value), each
+            )
+        ]
+        with pytest.raises(IntegrityError, match=rf"ends at byte {last + 1} while {name} is read"):
+            run_reads(reads, sources)
