@@ -168,7 +168,7 @@ def _lines_of(result: object) -> list[str] | None:
 
 def _bar() -> Any:
     """Return what shows the progress of a call, where a person watches."""
-    from shardkit.cli.output import bar_of_a_call  # here: the command line has its own
+    from shardkit.cli.progress import bar_of_a_call  # here: the command line has its own
 
     return bar_of_a_call()
 

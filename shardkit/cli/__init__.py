@@ -58,6 +58,7 @@ _SHARED = {
     "gc": "removing",
     "commit": "parts",
     "completion": "shell",
+    "env": "shell",
     "help": "shell",
     "status": "parts",
 }
@@ -67,7 +68,7 @@ _LINES = {
     "CommitResult": "parts.commit_lines",
     "ConsolidateResult": "consolidate.render",
     "DiffResult": "diff.render",
-    "Environment": "env.render",
+    "Environment": "shell.env_lines",
     "GcResult": "removing.gc_lines",
     "InspectResult": "inspect.render",
     "KeysResult": "keys.render",

@@ -282,7 +282,7 @@ def reporting(function: Function) -> Function:
         is_flag=True,
         envvar="SHARDKIT_NO_PROGRESS",
         show_envvar=True,
-        help="Show no progress bars.",
+        help="Show no progress.",
     )(answering(function))
 
 

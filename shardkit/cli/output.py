@@ -6,10 +6,9 @@ import json
 import os
 import shutil
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 import click
@@ -22,8 +21,7 @@ from shardkit.core.text import format_name as format_name
 from shardkit.errors import ResourceError
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
+    from shardkit.cli.progress import ByteLines
     from shardkit.core.threads import Progress
     from shardkit.operations.commit import CommitResult
     from shardkit.operations.parts.divided import PartResult
@@ -44,7 +42,6 @@ UNEVEN = 1.01
 """The largest file over the mean, below which nobody would notice."""
 
 _GAP = "  "
-_REDRAW_S = 0.1
 
 
 def show_whole_lists(whole: bool) -> None:
@@ -274,15 +271,31 @@ class Output:
         remark(f"{painted(label, sys.stderr)}: {printable(text, sys.stderr)}")
 
     def progress(self) -> Progress:
-        """Return a bar, or one that shows nothing if nobody wants it or stderr is not a terminal."""
-        from shardkit.core.threads import NoProgress  # here: `--help` needs no thread pools
+        """Return a bar on a terminal, lines elsewhere, or what shows nothing if nobody wants to see it."""
+        from shardkit.cli.progress import ByteBar  # here: `--help` needs neither this nor thread pools
+        from shardkit.core.threads import NoProgress
 
-        return ByteBar() if self.shows_bars and sys.stderr.isatty() else NoProgress()
+        if not self.shows_bars:
+            return NoProgress()
+        return ByteBar() if sys.stderr.isatty() else self._lines
 
     def step(self, text: str) -> None:
-        """Print what takes a while and has no bar, where somebody watches."""
-        if self.shows_bars and sys.stderr.isatty():
+        """Say what takes a while and has no bar: at once where somebody watches, elsewhere if it does take long."""
+        if not self.shows_bars:
+            return
+        if sys.stderr.isatty():
             remark(printable(text, sys.stderr))
+        else:
+            self._lines.start(0, text.removesuffix(" ..."))
+
+    @cached_property
+    def _lines(self) -> ByteLines:
+        from shardkit.cli.progress import ByteLines
+
+        lines = ByteLines(lambda text: remark(printable(text, sys.stderr)))
+        if (context := click.get_current_context(silent=True)) is not None:
+            context.call_on_close(lines.close)
+        return lines
 
     def detail(self, text: str) -> None:
         """Print a line that belongs to what was said before."""
@@ -426,72 +439,6 @@ def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:
         (str(first), size) if first == last else (f"{first}-{last}", f"{size} each")
         for first, last, size in runs
     ]
-
-
-class ByteBar:
-    """A tqdm bar that counts bytes.
-
-    The engine calls `advance` for every MiB, from several threads. It only adds up, and draws ten times a second.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._bar: tqdm | None = None
-        self._pending_bytes, self._drawn_at = 0, 0.0
-
-    def start(self, total_bytes: int, label: str) -> None:
-        """Begin a bar of `total_bytes`."""
-        from tqdm import tqdm
-
-        tqdm.set_lock(threading.RLock())  # tqdm's own lock works between processes, which costs a semaphore
-        self._bar = tqdm(
-            total=total_bytes,
-            desc=label,
-            unit="iB",  # with 1024 as the divisor: 327MiB, as the lines below the bar have it
-            unit_scale=True,
-            unit_divisor=1024,
-            file=sys.stderr,
-            dynamic_ncols=True,
-            miniters=1,
-            mininterval=0,
-        )
-
-    def advance(self, num_bytes: int) -> None:
-        """Count bytes, and draw if it is time."""
-        with self._lock:
-            self._pending_bytes += num_bytes
-            now = time.monotonic()
-            if now - self._drawn_at >= _REDRAW_S:
-                self._drawn_at = now
-                self._draw()
-
-    def finish(self) -> None:
-        """Draw the last state and leave it on the screen."""
-        with self._lock:
-            self._draw()
-            if self._bar is not None:
-                self._bar.close()
-                self._bar = None
-
-    def _draw(self) -> None:
-        if self._bar is not None:
-            self._bar.update(self._pending_bytes)
-            self._pending_bytes = 0
-
-
-def bar_of_a_call() -> Progress:
-    """Return a bar for who calls the library on a terminal or in a notebook, unless SHARDKIT_NO_PROGRESS forbids it."""
-    from shardkit.core.threads import NoProgress
-
-    forbids = os.environ.get("SHARDKIT_NO_PROGRESS", "0").lower() not in ("", "0", "false", "no", "off")
-    return NoProgress() if forbids or not (sys.stderr.isatty() or _is_notebook()) else ByteBar()
-
-
-def _is_notebook() -> bool:
-    """True in a kernel of IPython, whose stderr is no terminal."""
-    ipython = sys.modules.get("IPython")  # a kernel has imported it
-    shell = None if ipython is None else ipython.get_ipython()
-    return getattr(shell, "kernel", None) is not None
 
 
 class PageFile:

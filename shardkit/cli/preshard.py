@@ -23,7 +23,7 @@ from shardkit.cli.output import (
     uneven,
     written,
 )
-from shardkit.core.text import escape, format_size
+from shardkit.core.text import escape, format_duration, format_size
 from shardkit.files import storage
 from shardkit.files.location import location_of
 from shardkit.osft.plan import FACTORS
@@ -267,14 +267,14 @@ def _factors(osft: OsftResult, *, dry_run: bool) -> Iterator[tuple[str, str]]:
     lines = [
         f"{kind.num_targets} x {escape(kind.name)} [{kind.rows}, {kind.columns}]: {kind.rank} of "
         f"{min(kind.rows, kind.columns)} directions frozen; {format_size(kind.factor_bytes)}, "
-        f"{kind.num_operations:.2g} operations, {format_size(kind.memory_bytes)} of memory, {_duration(kind.expected_s)}"
+        f"{kind.num_operations:.2g} operations, {format_size(kind.memory_bytes)} of memory, {format_duration(kind.expected_s)}"
         for kind in osft.kinds
     ]
     yield from limited("kind", lines)
     yield (
         "computing",
         f"{count(osft.num_workers, 'process', 'processes')}, {format_size(osft.memory_bytes)} of memory, about "
-        f"{_duration(osft.expected_s)} at {osft.operations_per_s / 1e9:.0f}e9 operations/s for each core",
+        f"{format_duration(osft.expected_s)} at {osft.operations_per_s / 1e9:.0f}e9 operations/s for each core",
     )
 
 
@@ -285,12 +285,6 @@ def _local_disk(result: PreshardResult, *, is_part: bool) -> Iterator[tuple[str,
     if location_of(result.output).sends:
         until = "this part ends" if is_part else "the output is in its store"
     yield "local disk", f"{format_size(result.osft.record_bytes)} of factors, until {until}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _layout(result: PreshardResult) -> str:

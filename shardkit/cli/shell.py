@@ -1,4 +1,4 @@
-"""`shardkit completion` and `shardkit help`, with the manual page."""
+"""`shardkit env`, `shardkit completion` and `shardkit help`, with the manual page."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from click.shell_completion import get_completion_class
 from shardkit._version import __version__
 from shardkit.cli import options as opt
 from shardkit.cli.errors import typed_context
-from shardkit.cli.output import printing
+from shardkit.cli.output import Output, facts, printing
+from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+    from shardkit.operations.environment import Environment
 
 _PROGRAM, _VARIABLE = "shardkit", "_SHARDKIT_COMPLETE"
 
@@ -31,12 +34,48 @@ STATUS = (
 VARIABLES = (
     ("SHARDKIT_JOBS", "threads, where --jobs is not given"),
     ("SHARDKIT_MAX_MEMORY", "memory for all buffers, where --max-memory is not given"),
-    ("SHARDKIT_NO_PROGRESS", "1: no progress bars"),
+    ("SHARDKIT_NO_PROGRESS", "1: no progress"),
     ("SHARDKIT_CACHE", "directory for what is kept between runs, or off; see shardkit cache"),
     ("SHARDKIT_DEBUG", "1: tracebacks with errors, as with -v"),
     ("NO_COLOR", "no colours"),
 )
 """The variables of the environment, and what they do."""
+
+
+@click.command(
+    cls=opt.Verb,
+    name="env",
+    epilog="""\b
+Examples:
+  shardkit env
+  shardkit env --json > environment.json""",
+)
+@opt.answering
+def env_command(*, out: Output) -> None:
+    """Show versions and settings, to paste into a bug report.
+
+    Of the HF_* variables only HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE are shown with their values.
+    """
+    from shardkit.operations.environment import environment
+
+    out.answer(environment(), env_lines)
+
+
+def env_lines(found: Environment) -> list[str]:
+    """Return an environment as lines for people."""
+    memory = "unknown" if found.memory_bytes is None else format_size(found.memory_bytes)
+    return facts(
+        [
+            ("shardkit", found.shardkit),
+            ("python", found.python),
+            ("platform", found.platform),
+            *((name, version or "not installed") for name, version in found.packages.items()),
+            ("cpus", str(found.num_cpus)),
+            ("memory", memory),
+            *((escape(name), escape(value)) for name, value in found.huggingface.items()),
+            *(("note", note) for note in found.notes),
+        ]
+    )
 
 
 @click.command(

@@ -239,3 +239,10 @@ def format_size(num_bytes: int) -> str:
         if value < 1023.95:
             return f"{value:.1f} {unit}"
     return f"{value / 1024:.1f} PiB"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration for people: `70 s`, `12 min`, `3.5 h`."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -186,7 +186,7 @@ class Progress(Protocol):
     """Shows how many bytes are done. Its methods may be called from any thread."""
 
     def start(self, total_bytes: int, label: str) -> None:
-        """Begin a phase that moves `total_bytes`."""
+        """Begin a phase that moves `total_bytes`; 0 if it waits, such as for the disk."""
 
     def advance(self, num_bytes: int) -> None:
         """Count `num_bytes` more that are where they belong."""

@@ -209,7 +209,7 @@ class Execution:
         self.plan, self._directory, self._options = plan, directory, options
         self._digests = dict(finished)
         self._left, self._skipped = frozenset(left), frozenset(finished) | frozenset(left)
-        self._on_finished, self._source_check, self._end_phase = on_finished, check, progress.finish
+        self._on_finished, self._source_check, self._progress = on_finished, check, progress
         self._controls = Controls(
             digests=options.digests,
             check=self._check,
@@ -253,9 +253,7 @@ class Execution:
                 self._in_threads(self._scatter_jobs(sources))
                 self._in_threads(self._task_jobs(tasks, sources))
                 self._check()  # threads that are stopped between two jobs end in silence
-                until_done(self._syncs)
-                for sync in self._syncs:
-                    sync.result()
+                self._wait_for_files()
             except BaseException:
                 self._stop.set()
                 raise
@@ -265,7 +263,7 @@ class Execution:
                 finally:
                     self._is_over.set()  # on a second Ctrl-C threads may still be there
             sources.finish(hint=_DAMAGED, completes=not self._left)
-        self._end_phase()  # what comes now, such as waiting for a model's class, is not moving
+        self._progress.finish()  # what comes now, such as waiting for a model's class, is not moving
         return self._digests, {fqn: crc for fqn, crc in self.scattered.items() if crc is not None}
 
     def _create_files(self) -> None:
@@ -396,6 +394,14 @@ class Execution:
         self._on_finished(digest, Evidence.of_all(read))
         with self._lock:
             self._digests[image.name] = digest
+
+    def _wait_for_files(self) -> None:
+        """Wait until every file is where it belongs, a phase of its own: all bytes are counted, and it may take minutes."""
+        self._progress.finish()
+        self._progress.start(0, "sending" if location_of(self._directory).sends else "syncing")
+        until_done(self._syncs)
+        for sync in self._syncs:
+            sync.result()
 
     def _settle(self, image: Image) -> None:
         """Bring a whole file to the disk."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from shardkit import errors
-from shardkit.cli import env as env_command
 from shardkit.cli.errors import resume_command
 from tests.operations.consolidate.checkpoints import save
 
@@ -62,7 +61,7 @@ def fail(run, monkeypatch):
         def raise_it():
             raise error
 
-        monkeypatch.setattr(env_command, "environment", raise_it)
+        monkeypatch.setattr("shardkit.operations.environment.environment", raise_it)
         return run("env", *args)
 
     return failing

@@ -1,15 +1,20 @@
-"""The bar of bytes."""
+"""How far a command is: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import io
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
-from shardkit.cli.output import ByteBar, Output, painted
+from shardkit.cli import output, progress
+from shardkit.cli.output import Output, painted
+from shardkit.cli.progress import Beat, ByteBar, ByteLines
 from shardkit.core.threads import NoProgress
+from shardkit.transfer.execute import Execution
 
 MIB = 1 << 20
 
@@ -32,7 +37,16 @@ def terminal(monkeypatch):
     return use
 
 
-def test_steps_are_said_where_somebody_watches(terminal, monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that the module sees, in a list of one; nothing is said but what a test asks for."""
+    now = [100.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress, "Beat", lambda *_: SimpleNamespace(stop=lambda: None))
+    return now
+
+
+def test_steps_are_said_where_somebody_watches(terminal, monkeypatch, clock):
     stream = terminal()
     Output(shows_bars=True).step("tracing A\x1b ...")
     Output(shows_bars=False).step("tracing B ...")
@@ -67,7 +81,8 @@ def test_only_on_a_terminal(terminal, monkeypatch):
     assert isinstance(Output(shows_bars=True).progress(), ByteBar)
     assert isinstance(Output().progress(), NoProgress)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert isinstance(Output(shows_bars=True).progress(), NoProgress)
+    assert isinstance(Output(shows_bars=True).progress(), ByteLines)
+    assert isinstance(Output().progress(), NoProgress)
 
 
 def test_bytes_from_threads_add_up(terminal):
@@ -84,6 +99,80 @@ def test_bytes_from_threads_add_up(terminal):
 
 def test_finish_without_start():
     ByteBar().finish()
+    ByteLines(print).close()
+
+
+def test_a_phase_without_bytes_shows_when_it_takes_long(terminal, clock):
+    """That files go to the disk: nothing flashes up where it is over at once."""
+    screen, bar = terminal(), ByteBar()
+    bar.start(0, "syncing")
+    bar.finish()
+    assert screen.getvalue() == ""
+    bar.start(0, "syncing")
+    bar._redraw()
+    assert screen.getvalue() == "\rsyncing... 00:00"
+    bar.finish()
+    assert screen.getvalue().endswith("\r")  # and is gone
+
+
+def test_lines_say_how_far_it_is(clock):
+    lines = ByteLines(print)
+    assert lines.line(100) == ""
+    lines.start(0, "tracing A")
+    assert lines.line(clock[0] + 70) == "tracing A for 70 s"
+    lines.start(10 * 1024 * MIB, "preshard")
+    lines.advance(1024 * MIB)
+    assert lines.line(110) == "preshard: 1.0 GiB of 10.0 GiB, 10%, 102.4 MiB/s, 90 s left"
+    lines.advance(3 * 1024 * MIB)  # the rate is that of the time since the line before
+    assert lines.line(170) == "preshard: 4.0 GiB of 10.0 GiB, 40%, 51.2 MiB/s, 2 min left"
+    assert lines.line(230) == "preshard: 4.0 GiB of 10.0 GiB, 40%"  # nothing moves
+    lines.finish()
+    assert lines.line(290) == ""
+
+
+def test_a_beat_goes_on_until_it_is_stopped_or_nobody_reads_it():
+    calls, third = [], threading.Event()
+
+    def call():
+        calls.append(len(calls))
+        if len(calls) == 3:
+            third.set()
+            raise BrokenPipeError
+
+    beat = Beat(call, [0.0] * 9)
+    assert third.wait(60)
+    beat.stop()
+    assert calls == [0, 1, 2]
+
+
+def test_a_run_without_a_terminal_says_that_files_go_to_the_disk(run, tiny, monkeypatch):
+    """It waits for the disk until the line is there. stdout has the result alone."""
+    said, remark, settle = threading.Event(), output.remark, Execution._settle
+    monkeypatch.setattr(progress, "_FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(progress, "_NEXT_LINE_S", 0.01)
+
+    def listen(text):
+        remark(text)
+        if text.startswith("syncing"):
+            said.set()
+
+    def wait_and_settle(self, image):
+        assert said.wait(60)
+        settle(self, image)
+
+    monkeypatch.setattr(output, "remark", listen)
+    monkeypatch.setattr(Execution, "_settle", wait_and_settle)
+    result = run("preshard", "tiny", "out", "--world-size", "2", "--wrap", "none")
+    assert result.exit_code == 0
+    assert "\nsyncing for " in f"\n{result.stderr}"
+    assert "syncing" not in result.stdout
+    assert result.stdout.startswith("wrote ")
+
+
+@pytest.mark.parametrize("option", ["--no-progress", "--json", "-q"])
+def test_no_lines_where_nobody_wants_them(run, tiny, monkeypatch, option):
+    monkeypatch.setattr(ByteLines, "start", None)
+    assert run("preshard", "tiny", "out", "--world-size", "2", "--wrap", "none", option).exit_code == 0
 
 
 def test_colours_only_where_wanted(terminal, monkeypatch):

@@ -197,6 +197,8 @@ def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> 
         return _Pushed()
     from shardkit.formats.hub.repo import push
 
+    repo = escape(options.push_to_hub)
+    options.tell_step(f"uploading to {repo} ...")
     pushed = push(
         directory,
         options.push_to_hub,
@@ -204,7 +206,7 @@ def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> 
         branch=options.branch,
         by_people=filter(is_text, names),
     )
-    repo, notes = escape(options.push_to_hub), list[str]()
+    notes = list[str]()
     if pushed.kept:
         notes.append(f"{repo} keeps its own {listed(pushed.kept)}; ours stayed in {escape(directory)}")
     if pushed.removed:

@@ -106,9 +106,11 @@ if request.pop("dies", False):
     repo.push = lambda *args, **options: os._exit(0)
 if request.pop("is_pool", False):
     request |= {"executor": ThreadPoolExecutor(2), "num_parts": 2}
-call = getattr(shardkit, request.pop("call", "consolidate"))
+name, steps = request.pop("call", "consolidate"), []
+if name == "consolidate":
+    request["on_step"] = steps.append
 try:
-    print(json.dumps(call(**request).to_json()))
+    print(json.dumps({**getattr(shardkit, name)(**request).to_json(), "steps": steps}))
 except shardkit.ShardkitError as error:
     print(json.dumps(error.to_json()))
 """
@@ -180,6 +182,7 @@ def test_weights_of_an_earlier_upload_go(server, checkpoint, consolidate, tmp_pa
         b"old",
     )
     result = consolidate(push_to_hub="me/old", branch="dev")
+    assert result["steps"] == ["uploading to me/old ..."]
     assert result["pushed_to"].endswith("/tree/dev")
     assert sorted(server.repo["dev"]) == ["model.safetensors", "notes.md"]
     assert server.repo["dev"]["model.safetensors"] != b"old"

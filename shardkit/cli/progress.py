@@ -1,0 +1,202 @@
+"""How far a command is, on stderr: a bar on a terminal; elsewhere a line now and then."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from itertools import chain, repeat
+from typing import TYPE_CHECKING
+
+from shardkit.core.text import format_duration, format_size
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from shardkit.core.threads import Progress
+
+_REDRAW_S = 0.1
+_BEAT_S = 1.0
+"""A bar on which nothing moves is drawn so often: its clock goes on."""
+_FIRST_LINE_S, _NEXT_LINE_S = 10.0, 60.0
+
+
+class Beat:
+    """Calls a function now and then, in a thread of its own, until it is stopped.
+
+    Args:
+        call: the function.
+        pauses: seconds before each call.
+    """
+
+    def __init__(self, call: Callable[[], None], pauses: Iterable[float]) -> None:
+        self._call, self._pauses, self._over = call, pauses, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardkit-progress", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for pause in self._pauses:
+            if self._over.wait(pause):
+                return
+            try:
+                self._call()
+            except (OSError, ValueError):  # stderr is gone, which is no reason to end
+                return
+
+    def stop(self) -> None:
+        """End it; no call is under way when this returns."""
+        self._over.set()
+        self._thread.join()
+
+
+class ByteBar:
+    """A tqdm bar that counts bytes; of a phase without bytes it shows what is done, once that takes a second.
+
+    The engine calls `advance` for every MiB, from several threads. It only adds up, and draws ten times a second.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bar: tqdm | None = None
+        self._beat: Beat | None = None
+        self._label, self._total_bytes = "", 0
+        self._pending_bytes, self._drawn_at = 0, 0.0
+
+    def start(self, total_bytes: int, label: str) -> None:
+        """Begin a bar of `total_bytes`, 0 for a phase without bytes."""
+        self._label, self._total_bytes = label, total_bytes
+        if total_bytes:
+            self._bar = self._new()
+        self._beat = Beat(self._redraw, repeat(_BEAT_S))
+
+    def _new(self) -> tqdm:
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())  # tqdm's own lock works between processes, which costs a semaphore
+        return tqdm(
+            total=self._total_bytes or None,
+            desc=self._label,
+            unit="iB",  # with 1024 as the divisor: 327MiB, as the lines below the bar have it
+            unit_scale=True,
+            unit_divisor=1024,
+            file=sys.stderr,
+            dynamic_ncols=True,
+            miniters=1,
+            mininterval=0,
+            leave=bool(self._total_bytes),
+            bar_format=None if self._total_bytes else "{desc}... {elapsed}",
+        )
+
+    def advance(self, num_bytes: int) -> None:
+        """Count bytes, and draw if it is time."""
+        with self._lock:
+            self._pending_bytes += num_bytes
+            now = time.monotonic()
+            if now - self._drawn_at >= _REDRAW_S:
+                self._drawn_at = now
+                self._draw()
+
+    def finish(self) -> None:
+        """Draw the last state and leave it on the screen."""
+        if self._beat is not None:
+            self._beat.stop()
+            self._beat = None
+        with self._lock:
+            self._draw()
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+
+    def _redraw(self) -> None:
+        with self._lock:
+            if self._bar is None:
+                self._bar = self._new()  # which draws it
+            else:
+                self._draw()
+                self._bar.refresh()
+
+    def _draw(self) -> None:
+        if self._bar is not None:
+            self._bar.update(self._pending_bytes)
+            self._pending_bytes = 0
+
+
+class ByteLines:
+    """Says how far a command is where nobody watches (srun, CI, nohup): after 10 seconds, then every minute.
+
+    Args:
+        say: prints a line.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._lock = say, threading.Lock()
+        self._beat: Beat | None = None
+        self._label, self._total_bytes, self._done_bytes, self._begun = "", 0, 0, 0.0
+        self._said = 0, 0.0
+        """Bytes that were done when the rate was last taken, and when."""
+
+    def start(self, total_bytes: int, label: str) -> None:
+        """Begin a phase of `total_bytes`, 0 if nobody can say how many."""
+        with self._lock:
+            self._label, self._total_bytes, self._done_bytes = label, total_bytes, 0
+            self._begun = time.monotonic()
+            self._said = 0, self._begun
+        if self._beat is None:
+            self._beat = Beat(self._tell, chain([_FIRST_LINE_S], repeat(_NEXT_LINE_S)))
+
+    def advance(self, num_bytes: int) -> None:
+        """Count bytes."""
+        with self._lock:
+            self._done_bytes += num_bytes
+
+    def finish(self) -> None:
+        """End the phase; nothing is said before the next."""
+        with self._lock:
+            self._label = ""
+
+    def close(self) -> None:
+        """End the thread that prints."""
+        if self._beat is not None:
+            self._beat.stop()
+
+    def _tell(self) -> None:
+        if line := self.line(time.monotonic()):
+            self._say(line)
+
+    def line(self, now: float) -> str:
+        """Return what there is to say; empty between two phases.
+
+        Args:
+            now: seconds, of the clock by which phases begin.
+        """
+        with self._lock:
+            label, total_bytes, done_bytes = self._label, self._total_bytes, self._done_bytes
+            moved_bytes, elapsed_s = done_bytes - self._said[0], now - self._said[1]
+            self._said = done_bytes, now
+        if not label:
+            return ""
+        if not total_bytes:
+            return f"{label} for {format_duration(round(now - self._begun))}"
+        share = f"{format_size(done_bytes)} of {format_size(total_bytes)}, {done_bytes * 100 // total_bytes}%"
+        rate = moved_bytes / elapsed_s if elapsed_s > 0 else 0.0
+        if not rate:
+            return f"{label}: {share}"
+        left = f", {format_duration(round((total_bytes - done_bytes) / rate))} left"
+        return f"{label}: {share}, {format_size(round(rate))}/s{left if done_bytes < total_bytes else ''}"
+
+
+def bar_of_a_call() -> Progress:
+    """Return a bar for who calls the library on a terminal or in a notebook, unless SHARDKIT_NO_PROGRESS forbids it."""
+    from shardkit.core.threads import NoProgress
+
+    forbids = os.environ.get("SHARDKIT_NO_PROGRESS", "0").lower() not in ("", "0", "false", "no", "off")
+    return NoProgress() if forbids or not (sys.stderr.isatty() or _is_notebook()) else ByteBar()
+
+
+def _is_notebook() -> bool:
+    """True in a kernel of IPython, whose stderr is no terminal."""
+    ipython = sys.modules.get("IPython")  # a kernel has imported it
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
