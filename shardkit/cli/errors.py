@@ -158,7 +158,7 @@ def _plain(name: str, message: str, hint: str | None, code: int) -> dict[str, An
 def _say(
     out: Output, error: BaseException, content: dict[str, Any], resume: str | None, *, is_verbose: bool
 ) -> None:
-    if is_verbose or os.environ.get("SHARDKIT_DEBUG") not in (None, "", "0"):
+    if os.environ.get("SHARDKIT_DEBUG") not in (None, "", "0"):
         whole = traceback.TracebackException.from_exception(error)
         lines = list(whole.format())
         # What the error says comes below, in the words of the command line.

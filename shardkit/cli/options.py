@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from shardkit.cli.output import Output, show_whole_lists
+from shardkit.cli.output import Output, show_details, show_whole_lists
 from shardkit.core.dtypes import short_dtype
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ def answering(function: Function) -> Function:
         "-v",
         first=True,
         is_flag=True,
-        help="Print lists whole, and where in the code an error arose (as with SHARDKIT_DEBUG=1).",
+        help="Say what is being done, and print lists whole.",
     )
     @wraps(function)
     def command(
@@ -268,6 +268,8 @@ def answering(function: Function) -> Function:
         if quiet and as_json:
             raise click.UsageError("--quiet prints no result, and --json is one: give one of them")
         show_whole_lists(verbose)
+        if verbose:
+            show_details()
         shows_bars = not (as_json or no_progress or quiet)
         function(out=Output(as_json=as_json, shows_bars=shows_bars, is_quiet=quiet), **options)
 

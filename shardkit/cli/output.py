@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
@@ -48,6 +49,25 @@ def show_whole_lists(whole: bool) -> None:
     """Have the command that runs print its lists whole, or not."""
     before = LISTS_WHOLE.set(whole)
     click.get_current_context().call_on_close(lambda: LISTS_WHOLE.reset(before))
+
+
+class _Details(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        remark(printable(record.getMessage(), sys.stderr))
+
+
+def show_details() -> None:
+    """Have the command that runs say what it does, as the library logs it."""
+    logger, handler = logging.getLogger("shardkit"), _Details()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+
+    def end() -> None:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+    click.get_current_context().call_on_close(end)
 
 
 def max_lines() -> int:
@@ -325,8 +345,11 @@ def remark(text: str) -> None:
     """Print a line on stderr. One that cannot be printed is lost: that is no reason to stop what a command does."""
     with suppress(OSError):  # what was printed before comes before it, in a log of both; the last flush tells
         sys.stdout.flush()
+    tqdm = sys.modules.get("tqdm") if sys.stderr.isatty() else None
     try:
-        print(text, file=sys.stderr, flush=True)
+        # A bar that is on its way is drawn again below the line.
+        with tqdm.tqdm.external_write_mode(sys.stderr) if tqdm else nullcontext():
+            print(text, file=sys.stderr, flush=True)
     except OSError:
         silence(sys.stderr)
 

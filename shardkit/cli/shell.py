@@ -36,7 +36,7 @@ VARIABLES = (
     ("SHARDKIT_MAX_MEMORY", "memory for all buffers, where --max-memory is not given"),
     ("SHARDKIT_NO_PROGRESS", "1: no progress"),
     ("SHARDKIT_CACHE", "directory for what is kept between runs, or off; see shardkit cache"),
-    ("SHARDKIT_DEBUG", "1: tracebacks with errors, as with -v"),
+    ("SHARDKIT_DEBUG", "1: tracebacks with errors"),
     ("NO_COLOR", "no colours"),
 )
 """The variables of the environment, and what they do."""

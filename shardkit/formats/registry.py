@@ -8,12 +8,13 @@ A new format is one module, with its `OPENERS`, and one row here.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 
-from shardkit.core.text import escape, listed, suggestion
+from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
@@ -33,6 +34,8 @@ from shardkit.formats.hub.assets import list_assets, list_weights, may_be_model,
 from shardkit.formats.hub.directory import choose_weights
 from shardkit.formats.hub.files import OTHER_NAMES, PIPELINE, TORCH_FILES, empty_directory, other_form
 from shardkit.formats.trainers import plain_dcp
+
+_log = logging.getLogger("shardkit")
 
 _MAX_SHOWN = 8
 _NO_CHECKPOINT = "not a checkpoint that can be opened by itself"
@@ -228,8 +231,12 @@ def open_checkpoint(
         )
     source, revision = stores.settled(source, revision)
     if format == _HUB.name or revision is not None or variant is not None or not storage.lexists(source):
-        return _open_hub(source, revision=revision, variant=variant, headers_only=headers_only)
-    return _open_local(source, format)
+        opened = _open_hub(source, revision=revision, variant=variant, headers_only=headers_only)
+    else:
+        opened = _open_local(source, format)
+    tensors = count(len(opened.catalog.tensors), "tensor")
+    _log.debug("opened %s: %s, %s", escape(opened.path), escape(opened.writer), tensors)
+    return opened
 
 
 @storage.listed_once()  # all ranks of a job list a directory with files of all ranks

@@ -46,8 +46,17 @@ from shardkit.osft.plan import OsftPlan, Target, as_config
 
 T = TypeVar("T")
 
+_log = logging.getLogger("shardkit")
+
 DEFAULT_TIMEOUT_S = 600.0
 _LAST_LINES = 12
+
+_ASKED = {
+    "": "what the model's tensors are called and where they lie",
+    "hub form": "what save_pretrained would write",
+    "lacking": "which weights from_pretrained would not find",
+}
+"""What a request asks -> the words for it."""
 
 STATUSES: dict[str, type[ShardkitError]] = {
     "cannot_build": CannotBuildError,
@@ -282,9 +291,12 @@ def _ask(
     """Apply `read` to the answer to a request, a kept one or else a child's, and return the result."""
     slot = slot_for(request, _environment())
     kept = slot.find(read) if slot is not None else None
+    asked = _ASKED[request.get("asks", "")]
     if kept is not None:
+        _log.debug("transformers was asked before %s; its answer was kept", asked)
         return kept
     on_start()
+    _log.debug("transformers is asked %s, in a process of its own", asked)
     answer = _run_child(request | _time(slot), timeout_s)
     found = read(answer)
     if slot is not None:
@@ -513,15 +525,19 @@ class ClassQuestion:
         self._answer_path = os.path.join(scratch, "answer.json")
         with open(os.path.join(scratch, "config.json"), "w", encoding="utf-8") as file:
             json.dump(config, file)
+        asked = _ASKED["lacking"]
         if _may_ask_here():
+            _log.debug("transformers is asked %s", asked)
             self._answer = self._remember(_ask_here(scratch, shapes))
             return
         about: dict[str, Any] = {"asks": "lacking", "directory": scratch, "names": dict(shapes)}
         self._slot = slot_for(about, _environment())
         if self._slot is not None and (kept := self._slot.find(_parse)) is not None:
+            _log.debug("transformers was asked before %s; its answer was kept", asked)
             self._answer = self._remember(kept)
             return
         about |= _time(self._slot)
+        _log.debug("transformers is asked %s, in a process of its own", asked)
         stdin = opened.enter_context(tempfile.TemporaryFile())
         stdin.write(json.dumps(about | {"answer": self._answer_path}).encode())
         stdin.seek(0)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
+from shardkit.core.text import escape
 from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32, sha256_of
 from shardkit.operations.companions import BesideFile, copy_file
+
+_log = logging.getLogger("shardkit")
 
 
 class OutputFiles:
@@ -41,6 +45,7 @@ class OutputFiles:
         storage.write_file(os.path.join(self.directory, name), data)
         if path is not None:
             self.copies.append((name, path, int(crc32(data))))
+            _log.debug("copied %s", escape(path))
         return self.describe(name, data)
 
     def copy(self, file: BesideFile, path: str, *, is_recorded: bool = False) -> manifest.ListedFile:
@@ -57,6 +62,7 @@ class OutputFiles:
         digest = self._digest or is_recorded
         crc, sha256 = copy_file(path, file, self.directory, digest=digest, sha256=self._sha256)
         self.copies.append((file.name, path, crc))
+        _log.debug("copied %s", escape(path))
         crc = crc if self._digest else None
         return manifest.ListedFile(name=file.name, size=file.stamp.size, crc32=crc, sha256=sha256)
 

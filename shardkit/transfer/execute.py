@@ -8,6 +8,7 @@ over.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan, plan_reading
 from shardkit.transfer.sources import SourceFiles, is_far
 from shardkit.transfer.stream import Controls, Differs, compared
+
+_log = logging.getLogger("shardkit")
 
 _BUFFER_BYTES = MIB  # fits the processor's cache; 8 MiB is slower on every file system that was tried
 _BAND_BYTES = 16 * MIB
@@ -407,6 +410,7 @@ class Execution:
         """Bring a whole file to the disk."""
         with self._opened(image) as fd:
             storage.fsync(fd)
+        _log.debug("wrote %s, %s", escape(image.name), format_size(image.size))
 
     @contextlib.contextmanager
     def _opened(self, image: Image, flags: int = 0, access: int = os.O_RDWR) -> Iterator[int]:

@@ -157,15 +157,17 @@ def test_what_click_refuses_reads_like_any_other_error(run, typed, said, usage):
 
 def test_traceback_only_on_request(fail, monkeypatch):
     assert "Traceback" not in fail(ValueError("x")).stderr
+    assert "Traceback" not in fail(ValueError("x"), "-v").stderr
     monkeypatch.setenv("SHARDKIT_DEBUG", "1")
     assert "Traceback" in fail(ValueError("x")).stderr
 
 
-def test_an_error_is_said_once_below_its_traceback(fail):
+def test_an_error_is_said_once_below_its_traceback(fail, monkeypatch):
+    monkeypatch.setenv("SHARDKIT_DEBUG", "1")
     cause = OSError(5, "of the disk")
     error = errors.SourceError("it is damaged", problems=["a: short"], hint="download it again")
     error.__cause__ = cause
-    lines = fail(error, "-v").stderr.splitlines()
+    lines = fail(error).stderr.splitlines()
     assert lines[-3:] == ["error: it is damaged", "  a: short", "hint: download it again"]
     assert sum("it is damaged" in line for line in lines) == 1
     assert sum("of the disk" in line for line in lines) == 1

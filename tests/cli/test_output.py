@@ -181,3 +181,32 @@ def test_colours_only_where_wanted(terminal, monkeypatch):
     assert painted("error", io.StringIO()) == "error"
     monkeypatch.setenv("NO_COLOR", "1")
     assert painted("error", screen) == "error"
+
+
+def test_verbose_says_what_is_done(run, tiny):
+    """What was opened, written and copied, as it happens; without -v nothing, before and after."""
+    (tiny / "tokenizer.json").write_text("{}")
+    preshard = ("preshard", "tiny", "--world-size", "2", "--wrap", "none")
+    quiet = run(*preshard, "a").stderr
+    loud = run(*preshard, "b", "-v")
+    lines = loud.stderr.splitlines()
+    assert lines[0] == "opened tiny: Hub model, 4 tensors"
+    assert sum(line.startswith("wrote __") for line in lines) == 2
+    assert "copied tiny/tokenizer.json" in lines
+    assert [
+        line for line in lines if not line.startswith(("opened", "wrote", "copied"))
+    ] == quiet.splitlines()
+    assert run(*preshard, "c").stderr == quiet
+    assert run("consolidate", "a", "d", "--base", "tiny", "-v").stderr.startswith(
+        "opened a: shardkit, 4 tensors\n"
+    )
+
+
+def test_a_line_stands_above_a_bar_that_is_on_its_way(terminal, clock):
+    screen, bar = terminal(), ByteBar()
+    bar.start(400 * MIB, "preshard")
+    output.remark("opened tiny")
+    shown = screen.getvalue().rpartition("opened tiny\n")
+    assert shown[0].endswith("\r")  # the bar was cleared
+    assert "preshard:   0%" in shown[2]  # and is drawn again
+    bar.finish()

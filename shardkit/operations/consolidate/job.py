@@ -7,6 +7,7 @@ Building a job reads descriptions, and of tied tensors the bytes; it writes noth
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,6 +92,8 @@ from shardkit.transfer.codecs.derive import made_among
 from shardkit.transfer.codecs.fold import Fold
 from shardkit.transfer.plan import TransferPlan, build_plan
 from shardkit.transfer.sources import is_far
+
+_log = logging.getLogger("shardkit")
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
 _NO_TIES = Ties(dropped={}, diverged=(), untied=False)
@@ -457,6 +460,10 @@ def _choose_rules(
     """Apply the shipped key rules that know all of a trainer's own names, if there is one such set."""
     config = base.config if base else None
     choice = choose_shipped(_live_shapes(selection, chosen), config, side="model", padding=padding)
+    for rules, _ in choice.fitting:
+        _log.debug("key rules %s fit all names", escape(rules.name))
+    for reason in choice.reasons:
+        _log.debug("key rules: %s", reason)
     if len(choice.fitting) == 1:
         return _bound(selection, chosen, *choice.fitting[0])
     # Without a config all of them lack the same thing, which the warning about the names asks for.

@@ -63,7 +63,7 @@ def make(name: str, place: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stock_torch_loads_a_trainers_own_tensors_and_what_it_saves_becomes_the_hubs(
-    name: str, tmp_path: Path
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub, theirs = make(name, tmp_path)
     shardkit.preshard(hub, tmp_path / "sharded", world_size=3, keys=name, wrap="none")
@@ -72,7 +72,9 @@ def test_stock_torch_loads_a_trainers_own_tensors_and_what_it_saves_becomes_the_
     assert all(torch.equal(loaded[key], theirs[key]) for key in theirs)
     assert shardkit.verify(tmp_path / "sharded").ok
     dcp.save(loaded, checkpoint_id=tmp_path / "trained")
-    done = shardkit.consolidate(tmp_path / "trained", tmp_path / "back", base=hub)
+    with caplog.at_level("DEBUG", "shardkit"):
+        done = shardkit.consolidate(tmp_path / "trained", tmp_path / "back", base=hub)
+    assert f"key rules {name} fit all names" in caplog.messages
     assert any(name.partition("-")[0] in note.lower() for note in done.notes)
     assert not done.unloadable
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (hub / "model.safetensors").read_bytes()

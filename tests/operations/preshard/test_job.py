@@ -51,9 +51,10 @@ def test_what_contradicts_itself_is_refused(hub: Path, tmp_path: Path) -> None:
 
 
 def test_what_takes_seconds_is_said_before_it_does(
-    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     said = list[str]()
+    caplog.set_level("DEBUG", "shardkit")
 
     def spawn(payload: bytes, timeout_s: float) -> Any:
         assert said == ["tracing BertModel ..."]
@@ -62,3 +63,4 @@ def test_what_takes_seconds_is_said_before_it_does(
     monkeypatch.setattr(traced, "_spawn", spawn)
     with pytest.raises(Exception, match="cannot start Python"):
         preshard(hub, tmp_path / "out", world_size=2, on_step=said.append)
+    assert caplog.messages[-1].startswith("transformers is asked what the model's tensors are called")
