@@ -252,10 +252,10 @@ def test_exit_codes(run, checkpoint):
     assert sorted(os.listdir()) == ["last-hf", "last.ckpt"]
 
 
-def test_torch_is_imported_for_a_cast_alone(start, checkpoint):
-    """numpy comes with the engine."""
+def test_no_torch_is_imported(start, checkpoint):
+    """numpy comes with the engine, and casts."""
     assert imported(start, "consolidate", "last.ckpt", "--json") <= {"numpy"}
-    assert imported(start, "consolidate", "last.ckpt", "out", "--dtype", "fp16") >= {"torch"}
+    assert imported(start, "consolidate", "last.ckpt", "out", "--dtype", "fp16") <= {"numpy"}
 
 
 def test_a_newer_checkpoint_that_was_passed_over(run, tiny):
