@@ -25,6 +25,15 @@ OUTSIDE = {
     "build/python-api.md": "python-api.md",
 }
 """File that is a page too, outside of docs -> page; `make docs` writes the last one before it builds the site."""
+BOOSTS = {
+    "guides/publish-while-training.md": 6,
+    "guides/": 2,
+    "help.md": 2,
+    "install.md": 2,
+    "loading.md": 2,
+    "start.md": 2,
+}
+"""Beginning of a page's path -> how much search prefers it: pages that say what to type. "Hub" is in the title of six guides."""
 _LINK = re.compile(r"(\]\(<?)([^)#\s>]+)((?:#[^)\s>]*)?>?\))")
 _FENCE = re.compile(r"^( *)(```+|~~~+)")
 
@@ -41,6 +50,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links between files of the repository into links of the site."""
     outside = {to: path for path, to in OUTSIDE.items()}
+    if page.file.src_uri == "changelog.md":
+        page.meta["search"] = {"exclude": True}  # it has every word
+    for beginning, boost in BOOSTS.items():
+        if page.file.src_uri.startswith(beginning):
+            page.meta.setdefault("search", {"boost": boost})
     here = outside.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     return site_links(markdown, here, config.extra["repository"])
 
