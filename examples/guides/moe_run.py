@@ -52,7 +52,7 @@ def main(weights: str, run: str, num_steps: str, ep: str = "1") -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     model = start(weights, int(ep), device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)  # parameters lie on two meshes
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(int(num_steps)):
         loss = train_step(model, optimizer, step, device)
         if dist.get_rank() == 0:
