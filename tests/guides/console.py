@@ -96,7 +96,8 @@ def run(command: str, home: Path) -> str:
     words = shlex.split(command.partition("  # ")[0])
     if words[0] == "shardkit":
         with mock.patch.object(sys, "argv", words):  # hints repeat what was typed
-            result = CliRunner().invoke(main, words[1:], prog_name="shardkit")
+            quiet = {"SHARDKIT_NO_PROGRESS": "1"}  # how long it takes depends on the machine
+            result = CliRunner().invoke(main, words[1:], prog_name="shardkit", env=quiet)
         assert result.exit_code in (0, 1), result.output
         said = result.output
     elif words[0] == "torchrun":
