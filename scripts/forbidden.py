@@ -37,6 +37,7 @@ LOADERS = {
 
 ALLOWED = {
     "__init__.py": {"importlib": "public names load when they are first used; the names are ours"},
+    "_version.py": {"importlib": "whether torch is installed"},
     "cli/__init__.py": {"importlib": "commands load when they are run; the names are ours"},
     "formats/dcp/records.py": {"importlib": "one of two zstd modules, both named here"},
     "formats/registry.py": {"importlib": "formats load when their turn comes; the names are ours"},

@@ -22,3 +22,10 @@ def torch_note(version: str | None) -> str | None:
         return None
     side = "older" if found < oldest else "newer"
     return f"torch {version} is {side} than what shardkit was tried with, {' to '.join(TESTED_TORCH)}"
+
+
+def has_torch() -> bool:
+    """True if torch is installed; it is not imported."""
+    from importlib.util import find_spec
+
+    return find_spec("torch") is not None

@@ -27,8 +27,10 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from shardkit._folding import fold_lines
+from shardkit._version import has_torch
 
 _SHOWN_PROBLEMS = 20
+_TORCH = "`pip install 'shardkit[torch]'` in this Python"
 
 FLAGS = frozenset(
     "--abort --allow-missing --allow-unexpected --dequantize --dry-run --follow-links --full --inside "
@@ -228,7 +230,14 @@ def without_torch(error: ImportError) -> ResourceError | None:
     """Return what to raise in the place of an error that says that torch cannot be imported; None for any other."""
     if (error.name or "").partition(".")[0] != "torch":
         return None
-    return ResourceError(
-        f"this needs torch: {' '.join(str(error).split())}",
-        hint="`pip install 'shardkit[torch]'` in this Python",
-    )
+    return ResourceError(f"this needs torch: {' '.join(str(error).split())}", hint=_TORCH)
+
+
+def check_torch() -> None:
+    """Refuse what a child process does with torch.
+
+    Raises:
+        ResourceError: torch is not installed.
+    """
+    if not has_torch():
+        raise ResourceError("this needs torch, which is not installed", hint=_TORCH)

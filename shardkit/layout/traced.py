@@ -649,4 +649,4 @@ def why_no_class(config: Mapping[str, Any] | None) -> str | None:
     missing = next(
         (name for name in ("transformers", "torch") if importlib.util.find_spec(name) is None), None
     )
-    return missing and f"{missing} is not installed"
+    return missing and f"{missing} is not installed (`pip install 'shardkit[trace]'`)"

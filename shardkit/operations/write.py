@@ -27,7 +27,14 @@ from shardkit.core.dtypes import DType, short_dtype
 from shardkit.core.result import Result, wrote
 from shardkit.core.text import count, escape, listed
 from shardkit.core.threads import TimedProgress, progress_for
-from shardkit.errors import IncompleteError, Interrupted, ResourceError, ShardkitError, UsageError
+from shardkit.errors import (
+    IncompleteError,
+    Interrupted,
+    ResourceError,
+    ShardkitError,
+    UsageError,
+    check_torch,
+)
 from shardkit.files import manifest, storage
 from shardkit.files.shared import has_commits, remove_runs
 from shardkit.files.shared_store import MAX_SENT_NBYTES
@@ -448,6 +455,8 @@ class Writer:
         factors: FactoredJob | None,
     ) -> None:
         writing = self.writing
+        if job.plan.needs_torch or factors is not None:
+            check_torch()
         if self._target is not None:
             self._into_store(job, describe, self._target, factors)
             return

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.operations.verify.test_gaps import CONFIG
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,9 +84,21 @@ header = json.dumps({weight: {"dtype": "F8_E4M3", "shape": [4, 4], "data_offsets
                      scale: {"dtype": "F32", "shape": [1, 1], "data_offsets": [16, 20]}}).encode()
 (place / "fp8/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(20))
 run(0, "diff", "@fp8", "@fp8", "--stats")
-said = run(5, "preshard", "@fp8", "@plain", "--world-size", "2", "--dequantize")
-assert "this needs torch" in said and "`pip install 'shardkit[torch]'`" in said, said
-assert not (place / "plain").exists()
+for args in (
+    ["@fp8", "@plain", "--dequantize"],
+    ["@fp8", "@plain", "--dequantize", "--dry-run"],
+    ["@hub", "@plain", "--profile", "verl"],
+    ["@bin", "@plain", "--osft", "0.3"],
+    ["@old", "@plain"],
+):
+    said = run(5, "preshard", "--world-size", "2", *args)
+    assert "this needs torch" in said and "`pip install 'shardkit[torch]'`" in said, said
+    assert not (place / "plain").exists()
+    assert not list(place.glob(".plain*")), args
+run(0, "preshard", "@bin", "@of-bin", "--world-size", "2")
+run(0, "verify", "@of-bin", "--against", "@bin")
+said = run(3, "preshard", "@bin", "@plain", "--world-size", "2", "--layout", "traced")
+assert "torch is not installed (`pip install 'shardkit[trace]'`)" in said, said
 try:
     shardkit.prepare
 except shardkit.ResourceError as error:
@@ -94,6 +109,12 @@ else:
 
 
 def test_commands_run_where_torch_cannot_be_imported(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = {f"model.layers.{at}.mlp.up_proj.weight": torch.randn(8, 6) for at in range(2)}
+    for name, is_zip in (("bin", True), ("old", False)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(CONFIG))
+        torch.save(weights, tmp_path / name / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
     )

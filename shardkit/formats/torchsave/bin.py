@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardkit._version import has_torch
 from shardkit.core.catalog import Checksums, Decoded, FileStamp, OnRead
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Shape, full_region
@@ -135,7 +136,7 @@ def read_bin(path: str, name: str) -> BinFile:
     checksums, found = None, None
     if is_zip:
         checksum, checksums, screened = _screen(path, name)
-        found = _read_objects(path, name, screened) if screened != () else None
+        found = _read_objects(path, name, screened) if screened != () or not has_torch() else None
     if found is None:
         entries = _load(path, name, is_zip)
         found = _split(entries, name, path, _mappings(stamp) if is_zip else [])

@@ -23,7 +23,7 @@ from functools import partial
 
 from shardkit.core.dtypes import DType
 from shardkit.core.placements import REPLICATE, Placement
-from shardkit.errors import ResourceError, UsageError
+from shardkit.errors import ResourceError, UsageError, check_torch
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.formats.torchsave.archive import ZipReader, read_directory
@@ -119,6 +119,7 @@ def _entries(
 
 
 def _run_child(request: Mapping[str, object]) -> None:
+    check_torch()
     command = [sys.executable, "-c", _BOOT, *map(os.path.abspath, sys.path)]
     environment = {key: value for key, value in os.environ.items() if key not in _DROPPED}
     done = subprocess.run(

@@ -189,7 +189,7 @@ def inspect(
     holdings: bool = False,
     follow_links: bool = False,
 ) -> InspectResult:
-    """Return what a path holds, without reading tensor data and without torch (legacy `.bin` needs it).
+    """Return what a path holds, without reading tensor data and without torch (a `.bin` from before 1.6 needs it).
 
     Args:
         path: a Hub model's directory or weight file, a PEFT adapter, a pre-sharded directory, any trainer's
