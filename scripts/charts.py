@@ -1,4 +1,4 @@
-"""Draw the pictures of README from what `benchmarks/all` has measured; `--check` only says whether they are of today.
+"""Draw the chart of README from what `benchmarks/all` has measured; `--check` only says whether they are of today.
 
 python scripts/charts.py [--check]
 """
@@ -16,8 +16,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = DOCS.parent / "benchmarks" / "results.json"
 STYLE = """<style>
 text { font: 13px system-ui, sans-serif; fill: #24292f } .title { font-weight: 600 } .small { font-size: 11px; fill: #57606a }
-.ours { fill: #1f883d } .other { fill: #afb8c1 } .idle { fill: none; stroke: #afb8c1 }
-@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .small { fill: #9198a1 } .ours { fill: #3fb950 } .other { fill: #656c76 } .idle { stroke: #656c76 } }
+.ours { fill: #1f883d } .other { fill: #afb8c1 }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .small { fill: #9198a1 } .ours { fill: #3fb950 } .other { fill: #656c76 } }
 </style>"""
 
 
@@ -101,26 +101,6 @@ def speed(reports: Mapping[str, Any]) -> str:
     return _svg(left + 2 * wide + 140, y - 20, "Time and memory beside other ways", parts)
 
 
-def shards() -> str:
-    """Return the picture of what ranks read: all of the model each, or each its own shard."""
-    ranks, wide, high, parts = 4, 200, 16, list[str]()
-    for x, title, whole in (
-        (10, "usual: each rank reads the whole model", True),
-        (330, "pre-sharded: each reads its own file", False),
-    ):
-        parts.append(f'<text class="title" x="{x}" y="24">{title}</text>')
-        for rank in range(ranks):
-            y = 40 + rank * (high + 10)
-            parts.append(f'<text class="small" x="{x}" y="{y + 12}">rank {rank}</text>')
-            parts.append(f'<rect class="idle" x="{x + 50}" y="{y}" width="{wide}" height="{high}" rx="2"/>')
-            start, width = (0, wide) if whole else (rank * wide // ranks, wide // ranks)
-            kind = "other" if whole else "ours"
-            parts.append(
-                f'<rect class="{kind}" x="{x + 50 + start}" y="{y}" width="{width}" height="{high}" rx="2"/>'
-            )
-    return _svg(620, 40 + ranks * (high + 10), "What each rank reads", parts)
-
-
 def _svg(width: int, height: int, label: str, parts: list[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{label}">'
     return "\n".join([head, STYLE, *parts, "</svg>\n"])
@@ -129,7 +109,6 @@ def _svg(width: int, height: int, label: str, parts: list[str]) -> str:
 def main() -> None:
     pictures = {
         "speed.svg": speed(json.loads(RESULTS.read_text())["reports"]),
-        "shards.svg": shards(),
     }
     old = [name for name, text in pictures.items() if not _is(DOCS / name, text)]
     if "--check" in sys.argv[1:]:
