@@ -67,6 +67,7 @@ def make_pages() -> None:
     shardkit("preshard", "qwen3-tiny", "qwen3-tiny-16", "--mesh", "dp_replicate=2,dp_shard=8")
     shardkit("inspect", "qwen3-tiny-16", "--html", "inspect.html", "--picture")
     shutil.copytree("qwen3-tiny-16", "qwen3-damaged")
+    os.remove("qwen3-damaged/__5_0.distcp")
     with open("qwen3-damaged/__2_0.distcp", "r+b") as file:
         for place in (700_000, 1_900_000, 2_400_000):
             file.seek(place)

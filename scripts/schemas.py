@@ -41,7 +41,10 @@ RESULTS: dict[str, type] = {
 }
 """By command, the type of its result."""
 COMPUTED: dict[type, dict[str, tuple[Any, str]]] = {
-    shardkit.VerifyResult: {"ok": (bool, "No problem was found.")},
+    shardkit.VerifyResult: {
+        "ok": (bool, "No problem was found."),
+        "bring_again": (tuple[str, ...], "Files that are missing or whose bytes are damaged."),
+    },
     shardkit.KeysResult: {"ok": (bool, "The rules fit.")},
     TensorDiff: {
         "symbol": (str, "One of = ~ - + *, as the text has them."),

@@ -89,7 +89,7 @@ def _page(result: InspectResult) -> Page:
     return held_page(
         result.holdings,
         kicker=result.title(),
-        title=escape(result.path),
+        path=result.path,
         facts=[*_facts(result), *(("note", note) for note in result.notes)],
         warnings=result.warnings,
     )

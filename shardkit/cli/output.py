@@ -494,7 +494,8 @@ class PageFile:
         from shardkit.pictures.page import write_page
 
         write_page(self._path, make())
-        out.say("page", f"{escape(self._given or '')}: open it in a browser")
+        if not out.is_quiet:
+            out.say("page", f"{escape(self._given or '')}: open it in a browser")
 
 
 def drawn(lines: Callable[[int, Glyphs], Iterator[str]]) -> list[str]:

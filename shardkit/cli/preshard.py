@@ -186,7 +186,7 @@ def _page(result: PreshardResult) -> Page:
     return held_page(
         result.holdings,
         kicker=f"plan for a mesh of {result.mesh}; nothing is written yet",
-        title=escape(result.output),
+        path=result.output,
         facts=[*_facts(result), *(("note", note) for note in result.notes)],
         warnings=result.warnings,
     )

@@ -128,6 +128,7 @@ def render(result: VerifyResult) -> list[str]:
         *facts(_facts(result)),
         *([""] if problems else []),
         *_problem_lines(problems),
+        *_bring_again(result),
     ]
 
 
@@ -141,6 +142,12 @@ def _problem_lines(problems: Sequence[VerifyProblem]) -> Iterator[str]:
         yield f"  {more(len(detailed) - max_lines())}"
     plain = [problem.line() for problem in problems if not problem.details]
     yield from (f"  {line}" for line in shown(plain, spreads=True))
+
+
+def _bring_again(result: VerifyResult) -> Iterator[str]:
+    if result.bring_again:
+        yield ""
+        yield f"bring again: {', '.join(shown([escape(name) for name in result.bring_again], spreads=True))}"
 
 
 def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
@@ -157,8 +164,9 @@ def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
         files = count(result.num_vouched_files, "file")
         yield "store", f"CRC-32 of {files}, {format_size(result.vouched_bytes)}"
         return
-    tensors = f"{count(result.num_tensors, 'tensor')}, {count(result.num_chunks, 'chunk')}"
-    yield "holds", f"{tensors}, {format_size(result.tensor_bytes)} in {count(result.num_files, 'file')}"
+    if result.num_files or result.ok:  # else it could not be opened
+        tensors = f"{count(result.num_tensors, 'tensor')}, {count(result.num_chunks, 'chunk')}"
+        yield "holds", f"{tensors}, {format_size(result.tensor_bytes)} in {count(result.num_files, 'file')}"
     for name in result.manifests:
         yield "held against", escape(name)
     if result.against is not None:

@@ -42,6 +42,8 @@ class HeldUnit:
     """How many neighbours are taken together."""
     last: str | None = None
     """Path of the last of several."""
+    gathered_bytes: int = 0
+    """Most that a rank has of one of them while fully_shard has gathered it: with tp or ep its own part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +292,10 @@ class _Builder:
         if key not in self._ways:
             numbers = [self._number[file] for file in files]
             self._ways[key] = self._way(entry, numbers, boxes.tolist(), placements, mesh)
-        self._found.append((fqn, entry, self._ways[key], self._units.of(fqn)))
+        unit = self._units.of(fqn)
+        if placements is not None and mesh is not None:
+            self._units.gather(unit, entry.nbytes, _num_parts(mesh, placements))
+        self._found.append((fqn, entry, self._ways[key], unit))
 
     def _way(
         self,
@@ -486,6 +491,12 @@ def size_on_disk(path: str) -> int:
         return 0
 
 
+def _num_parts(mesh: Mesh, placements: Placements) -> int:
+    """Return into how many parts axes cut a tensor that fully_shard does not gather over."""
+    axes = zip(mesh.axes, placements, strict=True)
+    return prod(axis.size for axis, each in axes if axis.role == "tensor" and each.shard_dim is not None)
+
+
 class _Units:
     """The columns: units that are recorded, or layers that names tell."""
 
@@ -499,6 +510,11 @@ class _Units:
             paths = [f"{path}.{at}" for path, size in containers.items() for at in range(size)]
             self._paths = ["", *paths]
         self._index = {path: at for at, path in enumerate(self._paths)}
+        self._gathered = [0] * len(self._paths)
+
+    def gather(self, unit: int, nbytes: int, num_parts: int) -> None:
+        """Count a tensor of a unit, of which a rank gathers one of some parts."""
+        self._gathered[unit] += -(-nbytes // num_parts)
 
     @property
     def num_units(self) -> int:
@@ -525,6 +541,7 @@ class _Units:
                 path=self._paths[first],
                 count=len(self._paths[first : first + step]),
                 last=self._paths[first : first + step][-1] if step > 1 else None,
+                gathered_bytes=max(self._gathered[first : first + step]),
             )
             for first in firsts
         ]

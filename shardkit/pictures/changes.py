@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import count, escape
-from shardkit.operations.diff import DiffResult, TensorDiff
-from shardkit.pictures.page import Page, Section, Tone, legend, picture, table
+from shardkit.operations.diff import DiffResult, Status, TensorDiff
+from shardkit.pictures.page import Page, Section, Tone, legend, picture, short_names, table
 
 _MAX_LISTED = 5000
 _MAX_ROWS, _MAX_COLUMNS = 400, 400
 _MAX_SHOWN = 5
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _OUTSIDE = -1
-_ALONE = {"only_a": "only in A", "only_b": "only in B", "shape": "the shapes differ"}
+_ALONE: dict[Status, str] = {"only_a": "only in A", "only_b": "only in B", "shape": "the shapes differ"}
 _SAID = {"equal": "equal", "close": "within the tolerance", "tied": "tied", "folded": "equal after folding"}
 
 
@@ -85,11 +85,12 @@ def changes_page(result: DiffResult, facts: Sequence[tuple[str, str]]) -> Page:
     listed = sorted(result.tensors, key=lambda tensor: tensor.magnitude, reverse=True)[:_MAX_LISTED]
     return Page(
         kicker="comparison of two checkpoints",
-        title=f"{escape(result.a)} and {escape(result.b)}",
+        title=" and ".join(short_names(result.a, result.b)),
         verdict=_verdict(result),
         tone=_tone(result),
         figures=list(_figures(result)),
-        unusual=[*result.warnings, *_unusual(result, heat)],
+        unusual=[*result.warnings, *_unusual(result)],
+        notable=list(_notable(result, heat)),
         sections=list(_sections(result, listed, heat, has_stats)),
         facts=[*facts, *(("note", note) for note in result.notes)],
         left_out=list(_left_out(result, heat)),
@@ -103,6 +104,8 @@ def _verdict(result: DiffResult) -> str:
         return f"Equal: {number} hold the same {'bytes' if result.rtol is None else 'values, within the tolerance'}."
     if result.is_equal_after_rounding:
         return f"Equal after rounding or folding: none of {number} differs otherwise."
+    if result.count(*_ALONE) == len(result.tensors):
+        return f"None of {number} can be compared: A and B share no name and shape."
     return f"{len(result.differences)} of {number} differ{_where(result)}."
 
 
@@ -137,7 +140,7 @@ def _figures(result: DiffResult) -> Iterator[tuple[str, str]]:
         yield f"{alone:,}", "cannot be compared"
 
 
-def _unusual(result: DiffResult, heat: Heat) -> Iterator[str]:
+def _unusual(result: DiffResult) -> Iterator[str]:
     for status, said in _ALONE.items():
         names = [escape(tensor.name) for tensor in result.tensors if tensor.status == status]
         if names:
@@ -145,15 +148,18 @@ def _unusual(result: DiffResult, heat: Heat) -> Iterator[str]:
     odd = [escape(t.name) for t in result.tensors if t.stats is not None and t.stats.num_nonfinite]
     if odd:
         yield f"{count(len(odd), 'tensor')} with NaN or infinity on one side: {_some(odd)}."
+
+
+def _notable(result: DiffResult, heat: Heat) -> Iterator[str]:
     changed = {
         row for (row, _), group in heat.cells.items() if any(result.tensors[at].is_difference for at in group)
     }
     if changed and len(changed) < len(heat.rows):
         still = [escape(name) for at, name in enumerate(heat.rows) if at not in changed]
         yield f"Nothing differs in {count(len(still), 'kind')} of tensors: {_some(still)}."
-    amounts = [(amount_of(tensor) or 0.0, tensor.name) for tensor in result.differences]
-    if len(amounts) > 1:
-        most, name = max(amounts)
+    compared = [tensor for tensor in result.differences if amount_of(tensor)]
+    if len(compared) > 1:
+        most, name = max((amount_of(tensor) or 0.0, tensor.name) for tensor in compared)
         has_stats = any(tensor.stats is not None for tensor in result.tensors)
         much = f"a relative error of {most:.3g}" if has_stats else f"{most:.3g} of its elements"
         yield f"{escape(name)} differs most: {much}."
@@ -188,7 +194,11 @@ def _sections(
         "one place, such as experts, the one that differs most counts.",
         body=legend(
             ("none", "equal"),
-            ("ramp", f"little to much: {_peak(result):.3g}"),
+            *(
+                [("ramp", f"little to much: {_peak(result):.3g}")]
+                if any(map(amount_of, result.tensors))
+                else []
+            ),
             ("mark", "cannot be compared, or NaN"),
         )
         + picture("changes", label),

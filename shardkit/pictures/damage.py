@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from shardkit._folding import fold_lines
 from shardkit.core.text import count, escape, format_size
-from shardkit.operations.holdings import HeldTensor, Holdings
+from shardkit.operations.holdings import HeldFile, HeldTensor, Holdings, Strip
 from shardkit.operations.verify.result import SIZE, VerifyProblem, VerifyResult
 from shardkit.pictures.held import strip_data
-from shardkit.pictures.page import Page, Section, legend, picture, table
+from shardkit.pictures.page import Page, Section, legend, picture, short_names, table
 
 _MAX_LANES = 40
 _MAX_LISTED = 2000
 _MAX_DETAILS = 5
 _MAX_PLACES = 500
+_MAX_NAMES = 20
 
 
 def damage_page(result: VerifyResult, facts: Sequence[tuple[str, str]]) -> Page:
@@ -34,13 +36,13 @@ def damage_page(result: VerifyResult, facts: Sequence[tuple[str, str]]) -> Page:
         )
     return Page(
         kicker=f"check of a checkpoint, level {result.level}",
-        title=escape(result.path),
+        title=short_names(result.path)[0],
         verdict=_verdict(result),
         tone="good" if result.ok else "bad",
         figures=list(_figures(result)),
-        unusual=result.warnings,
+        unusual=[*_bring_again(result), *result.warnings],
         sections=list(_sections(result, drawn)),
-        facts=[*facts, *(("note", note) for note in result.notes)],
+        facts=[("path", escape(result.path)), *facts, *(("note", note) for note in result.notes)],
         left_out=left_out,
         data=drawn.data(),
     )
@@ -61,11 +63,22 @@ def _verdict(result: VerifyResult) -> str:
     return f"No problem found: {format_size(result.read_bytes)} are what was written."
 
 
+def _bring_again(result: VerifyResult) -> Iterator[str]:
+    if result.bring_again:
+        names = [
+            line.pattern for line in fold_lines([escape(name) for name in result.bring_again], spreads=True)
+        ]
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        files = count(len(result.bring_again), "file")
+        yield f"Bring {files} again, from where the checkpoint was saved: {', '.join(names[:_MAX_NAMES])}{more}."
+
+
 def _figures(result: VerifyResult) -> Iterator[tuple[str, str]]:
     yield f"{len(result.problems):,}", "problem" if len(result.problems) == 1 else "problems"
-    yield f"{result.num_files:,}", f"files, {format_size(result.tensor_bytes)}"
-    yield f"{result.num_tensors:,}", f"tensors, {count(result.num_chunks, 'chunk')}"
-    yield format_size(result.read_bytes), "compared with a checksum"
+    if result.num_files:  # else it could not be opened
+        yield f"{result.num_files:,}", f"files, {format_size(result.tensor_bytes)}"
+        yield f"{result.num_tensors:,}", f"tensors, {count(result.num_chunks, 'chunk')}"
+        yield format_size(result.read_bytes), "compared with a checksum"
     if result.num_unrecorded_chunks:
         yield f"{result.num_unrecorded_chunks:,}", "chunks have no checksum"
 
@@ -74,9 +87,15 @@ def _sections(result: VerifyResult, drawn: _Drawn) -> Iterator[Section]:
     if drawn.lanes:
         yield Section(
             title="Where the damage lies",
-            lead="A bar is a damaged file from its first byte to its last. Red is what is wrong, at least as wide as can be seen. "
-            "Point, or press an arrow key, to read it.",
-            body=legend(("mark", "damaged"), ("record", "records"), ("gap", "header, padding or gap"))
+            lead="A bar is a damaged file from its first byte to its last. A checksum covers many bytes, and says only that "
+            "some of them are wrong: the damage is somewhere in the faint red part. Point, or press an arrow key, to read it.",
+            body=legend(
+                ("missing", "missing"),
+                ("mark", "damaged"),
+                ("somewhere", "somewhere in here"),
+                ("record", "records"),
+                ("gap", "header, padding or gap"),
+            )
             + picture("strips", f"{count(len(drawn.lanes), 'damaged file')} with their damage in red."),
         )
     if result.problems:
@@ -85,12 +104,12 @@ def _sections(result: VerifyResult, drawn: _Drawn) -> Iterator[Section]:
             lead="Every problem, and where it lies. Choose one to see the place in its tensor.",
             body=_problems(drawn.problems) + _place(drawn),
         )
-    if drawn.files:
+    if drawn.knows_all:
         yield Section(
             title="All files",
-            lead=f"A square is a file: {count(drawn.num_bad, 'file')} with a problem, "
+            lead=f"A square is a file with tensors, or with a problem: {count(drawn.num_bad, 'file')} with a problem, "
             f"{len(drawn.files) - drawn.num_bad} without.",
-            body=legend(("fine", "no problem found"), ("mark", "a problem"))
+            body=legend(("fine", "no problem found"), ("mark", "a problem"), ("missing", "missing"))
             + picture("files", f"{count(len(drawn.files), 'file')}, {drawn.num_bad} of them with a problem."),
         )
 
@@ -140,15 +159,38 @@ def _place(drawn: _Drawn) -> str:
     return f'<h3 id="tensor-name"></h3>{picture("tensor", "The tensor as a rectangle, its damaged part in red.")}'
 
 
-def _extent(problem: VerifyProblem, size: int) -> tuple[int, int]:
-    """Return (first byte, bytes) of what is wrong: all of the file, unless the problem says more."""
+Tone = Literal["here", "somewhere", "missing"]
+"""How damage is drawn: these very bytes, somewhere among these, or bytes that are not there."""
+
+
+class _Extent(NamedTuple):
+    """The bytes of a file that a problem is about."""
+
+    start: int
+    nbytes: int
+    tone: Tone
+
+
+def _extent(problem: VerifyProblem, size: int, whole: int) -> _Extent:
+    """Return where something is wrong: somewhere in the file, unless more is known.
+
+    Args:
+        problem: about a file.
+        size: of what is there of it.
+        whole: of what should be there, as far as it is known.
+    """
+    if problem.is_missing:
+        return _Extent(0, problem.num_bytes or whole, "missing")
     if problem.start_byte is not None:
-        return problem.start_byte, problem.num_bytes or 1
+        num_bytes = problem.num_bytes or 1
+        return _Extent(problem.start_byte, num_bytes, "here" if num_bytes == 1 else "somewhere")
     expected, found = problem.expected or "", problem.found or ""
-    if problem.message == SIZE and expected.isdecimal() and found.isdecimal():  # what is missing, or too much
-        ends = sorted((int(expected), int(found)))
-        return ends[0], ends[1] - ends[0]
-    return 0, size
+    if problem.message == SIZE and expected.isdecimal() and found.isdecimal():
+        first, last = sorted((int(expected), int(found)))
+        return _Extent(first, last - first, "missing" if int(found) == first else "here")
+    if size < whole:
+        return _Extent(size, whole - size, "missing")
+    return _Extent(0, size, "somewhere")
 
 
 class _Drawn:
@@ -162,11 +204,11 @@ class _Drawn:
                 by_file.setdefault(problem.file, []).append(at)
         known = {file.name: file for file in held.files}
         self._names = [*known, *(name for name in by_file if name not in known)]
-        self.num_bad = len(by_file)
+        self.num_bad, self.knows_all = len(by_file), bool(known)
         self.files = [
             {
                 "name": escape(name),
-                "tone": "mark" if name in by_file else "good",
+                "tone": self._tone(by_file.get(name, ())),
                 "said": count(len(by_file[name]), "problem") if name in by_file else "no problem found",
             }
             for name in self._names
@@ -177,19 +219,37 @@ class _Drawn:
         self._known_places: dict[str, int] = {}
         self._place_of = [self._place(problem) for problem in problems]
 
-    def _lane(self, name: str, numbers: Sequence[int], known: dict[str, Any]) -> dict[str, Any]:
+    def _tone(self, numbers: Sequence[int]) -> str:
+        if any(self.problems[at].is_missing for at in numbers):
+            return "missing"
+        return "mark" if numbers else "good"
+
+    def _lane(self, name: str, numbers: Sequence[int], known: dict[str, HeldFile]) -> dict[str, Any]:
         file = known.get(name)
+        strip = None if file is None or file.strip is None else self._held.strips[file.strip]
         size = 0 if file is None else file.file_bytes or 0
-        places = [_extent(self.problems[at], size) for at in numbers]
-        size = max(size, *(start + nbytes for start, nbytes in places), 1)
+        whole = 0 if strip is None else strip.starts[-1] + strip.nbytes[-1]
+        places = [_extent(self.problems[at], size, max(size, whole)) for at in numbers]
+        size = max(size, *(place.start + place.nbytes for place in places), 0)
         damage = []
-        for at, (start, nbytes) in zip(numbers, places, strict=True):
+        for at, (start, nbytes, tone) in zip(numbers, places, strict=True):
             problem = self.problems[at]
-            if start + nbytes == 0:  # of a file whose size is not known
-                nbytes = size
-            damage.append([start, nbytes, f"{_tensor(problem)}: {_message(problem)[:300]}", at])
-        strip = None if file is None else file.strip
-        return {"label": escape(name), "bytes": size, "strip": strip, "damage": damage}
+            said = f"{_tensor(problem)}: " if problem.tensor is not None else ""
+            text = f"{said}{_message(problem)[:300]}" + (self._lost(size, strip) if tone == "missing" else "")
+            # Of a file whose size nothing tells, all that can be drawn is the bar.
+            damage.append([start, nbytes or size, text, at, tone])
+        return {
+            "label": escape(name),
+            "bytes": size,
+            "strip": None if file is None else file.strip,
+            "damage": damage,
+            "missing": self._lost(size, strip).lstrip("; ") if self._tone(numbers) == "missing" else "",
+        }
+
+    def _lost(self, size: int, strip: Strip | None) -> str:
+        """Return the size of a file, and how many tensors have bytes in it, as far as that is known."""
+        tensors = "" if strip is None else f", {count(len(set(strip.tensors)), 'tensor')}"
+        return f"; {format_size(size) if size else 'its size is not recorded'}{tensors}"
 
     def _place(self, problem: VerifyProblem) -> int | None:
         """Return the index of the tensor's picture; None if a problem is about no part of a tensor that is known."""
@@ -202,13 +262,13 @@ class _Drawn:
             self._known_places[tensor.name] = len(self.places)
             self.places.append(self._picture(tensor))
         at = self._known_places[tensor.name]
-        self.places[at]["damage"].append([list(problem.region[0]), list(problem.region[1])])
+        self.places[at]["damage"].append([list(problem.region[0]), list(problem.region[1]), "somewhere"])
         return at
 
     def _picture(self, tensor: HeldTensor) -> dict[str, Any]:
         cut = self._held.cuts[tensor.cut]
         return {
-            "title": f"{escape(tensor.name)} {list(cut.shape)}: the damaged part in red",
+            "title": f"{escape(tensor.name)} {list(cut.shape)}: the damage is somewhere in the red part",
             "shape": cut.shape,
             "boxes": cut.boxes,
             "files": cut.files,

@@ -10,7 +10,7 @@ from typing import Any
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import count, escape, format_size
 from shardkit.operations.holdings import HeldUnit, Holdings, Strip
-from shardkit.pictures.page import Page, Section, details, legend, picture, table
+from shardkit.pictures.page import Page, Section, details, legend, picture, short_names, table
 
 _UNEVEN = 1.01  # below, nobody would notice
 _HEAVY_UNIT = 0.25
@@ -24,7 +24,7 @@ def held_page(
     holdings: Holdings,
     *,
     kicker: str,
-    title: str,
+    path: str,
     facts: Sequence[tuple[str, str]],
     warnings: Sequence[str] = (),
 ) -> Page:
@@ -33,20 +33,20 @@ def held_page(
     Args:
         holdings: what it draws.
         kicker: what kind of thing it is, in a few words.
-        title: its name, escaped.
+        path: where it is, or will be.
         facts: (label, text) of everything else that is to be said.
         warnings: what a person should check.
     """
-    unusual = [*warnings, *_unusual(holdings)]
     return Page(
         kicker=kicker,
-        title=title,
+        title=short_names(path)[0],
         verdict=_verdict(holdings),
         figures=list(_figures(holdings)),
-        unusual=unusual,
-        usual="Nothing is out of the ordinary: every part is about as large as the others.",
+        unusual=warnings,
+        notable=list(_notable(holdings)),
+        usual="Nothing is out of the ordinary: all ranks hold about as much." if holdings.has_ranks else "",
         sections=list(_sections(holdings)),
-        facts=facts,
+        facts=[("path", escape(path)), *facts],
         left_out=holdings.merged,
         data=_data(holdings),
     )
@@ -70,7 +70,8 @@ def _figures(held: Holdings) -> Iterator[tuple[str, str]]:
         yield f"{held.num_holders:,}", f"ranks, {count(len(held.files), 'file')}"
     else:
         yield f"{len(held.files):,}", "files; no mesh is recorded" if len(held.files) > 1 else "file"
-    yield f"{_imbalance(held):.2f} x", f"largest {_noun(held)} over the mean"
+    if len(held.holders) > 1:
+        yield f"{_imbalance(held):.2f} x", f"largest {_noun(held)} over the mean"
     if held.has_ranks:
         read, naive = _read_bytes(held), held.num_holders * held.tensor_bytes
         yield format_size(read), f"read by all ranks, not {format_size(naive)}"
@@ -89,9 +90,9 @@ def _read_bytes(held: Holdings) -> int:
     return sum(holder.held_bytes for holder in held.holders)
 
 
-def _unusual(held: Holdings) -> Iterator[str]:
+def _notable(held: Holdings) -> Iterator[str]:
     sizes = [holder.held_bytes for holder in held.holders]
-    if len(sizes) > 1 and _imbalance(held) >= _UNEVEN:
+    if held.has_ranks and len(sizes) > 1 and _imbalance(held) >= _UNEVEN:
         largest, least = sizes.index(max(sizes)), sizes.index(min(sizes))
         yield (
             f"The bytes are uneven: {_row_name(held, largest)} holds {format_size(max(sizes))}, "
@@ -105,11 +106,12 @@ def _unusual(held: Holdings) -> Iterator[str]:
         if many:
             yield f"{count(many, 'rank')} of {len(held.holders)} read from more than one file."
     totals = [sum(cells) for cells in zip(*_rows(held), strict=True)]
-    if len(totals) > 4 and max(totals) > _HEAVY_UNIT * sum(totals):
-        at = totals.index(max(totals))
+    # Layers that names tell are gathered by nobody.
+    if held.has_units and len(totals) > 4 and max(totals) > _HEAVY_UNIT * sum(totals):
+        unit = held.units[totals.index(max(totals))]
         yield (
-            f"{_unit_name(held, held.units[at])} has {max(totals) / sum(totals):.0%} of all bytes"
-            + ("; they are gathered at once." if held.has_units else ".")
+            f"{_unit_name(held, unit)} has {max(totals) / sum(totals):.0%} of all bytes; a rank gathers "
+            f"{format_size(unit.gathered_bytes)} at once."
         )
     gaps, total = _gap_bytes(held)
     if total and gaps > _MANY_GAPS * total:

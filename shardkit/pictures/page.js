@@ -26,6 +26,16 @@ function ramp() {
   for (let i = 0; i <= 64; i++) steps.push(mix(low, high, i / 64));
   return (amount) => steps[Math.round(64 * clamp(amount, 0, 1))];
 }
+// Stripes for what is not there.
+function hatch(context) {
+  const tile = document.createElement("canvas"); tile.width = tile.height = 8;
+  const pen = tile.getContext("2d");
+  pen.fillStyle = colour("none"); pen.fillRect(0, 0, 8, 8);
+  pen.strokeStyle = colour("mark"); pen.lineWidth = 2; pen.beginPath();
+  for (const x of [-4, 0, 4, 8, 12]) { pen.moveTo(x - 2, 10); pen.lineTo(x + 10, -2); }
+  pen.stroke();
+  return context.createPattern(tile, "repeat");
+}
 const dark = matchMedia("(prefers-color-scheme: dark)");
 function ownerColour(at, count) {
   return `hsl(${Math.round(count > 1 ? 165 + 150 * at / count : 212)} 50% ${(dark.matches ? 46 : 62) + (at % 2 ? 6 : 0)}%)`;
@@ -186,21 +196,34 @@ function lanes(spec) {
           context.fillRect(from, y, Math.max(to - from, 0.25), 20);
         }
         context.globalAlpha = 1;
-        for (const [start, nbytes] of each.damage || []) {
-          context.fillStyle = mark; const from = Math.min(x(start), left + room - 3);
-          context.fillRect(from, y - 3, Math.max(x(start + nbytes) - x(start), 3), 26);
+        for (const [start, nbytes, , , tone] of each.damage || []) {
+          const from = Math.min(x(start), left + room - 3), wide = Math.max(x(start + (nbytes || peak)) - x(start), 3);
+          if (tone === "missing") { context.fillStyle = hatch(context); context.fillRect(from, y, wide, 20); }
+          else if (tone === "somewhere") {
+            context.globalAlpha = 0.8; context.fillStyle = colour("card"); context.fillRect(from, y - 3, wide, 26);
+            context.globalAlpha = 0.4; context.fillStyle = mark; context.fillRect(from, y - 3, wide, 26); context.globalAlpha = 1;
+            context.strokeStyle = mark; context.lineWidth = 1; context.strokeRect(from + 0.5, y - 2.5, Math.max(wide - 1, 2), 25);
+          } else { context.fillStyle = mark; context.fillRect(from, y - 3, wide, 26); }
+        }
+        if (each.missing) {
+          const bar = each.bytes ? x(each.bytes) - left : room, line = fit(context, `missing: ${each.missing}`, room - 24);
+          const wide = context.measureText(line).width, from = bar < wide + 24 ? Math.min(left + bar, left + room - wide - 16) : left + 6;
+          context.fillStyle = colour("card"); context.fillRect(from, y + 2, wide + 12, 16);
+          context.fillStyle = colour("text"); context.fillText(line, from + 6, y + 10);
         }
       });
       context.fillStyle = soft; const y = top + count * lane + 6;
-      context.textAlign = "left"; context.fillText("byte 0", left, y);
-      context.textAlign = "right"; context.fillText(size(peak), left + room, y);
+      if (peak > 1) {
+        context.textAlign = "left"; context.fillText("byte 0", left, y);
+        context.textAlign = "right"; context.fillText(size(peak), left + room, y);
+      }
     }
     return {
       height, first: [0, count && spec.lanes[0].damage && spec.lanes[0].damage.length ? -1 : 0],
       at(px, py) {
         const at = Math.floor((py - top + 4) / lane); if (at < 0 || at >= count || px < left - 4) return null;
         const strip = spec.lanes[at].strip, byte = (px - left) / room * peak;
-        const hit = (spec.lanes[at].damage || []).findIndex(([start, nbytes]) => px >= x(start) - 2 && px <= Math.max(x(start + nbytes), x(start) + 3) + 1);
+        const hit = (spec.lanes[at].damage || []).findIndex(([start, nbytes]) => px >= x(start) - 2 && px <= Math.max(x(start + (nbytes || peak)), x(start) + 3) + 1);
         if (hit >= 0) return [at, -1 - hit];
         if (!strip) return [at, 0];
         let low = 0, high = strip.starts.length - 1;
@@ -210,7 +233,7 @@ function lanes(spec) {
       describe: ([at, record]) => spec.describe(spec.lanes[at], record),
       frame([at, record]) {
         const each = spec.lanes[at], strip = each.strip, y = top + at * lane;
-        if (record < 0) { const [start, nbytes] = each.damage[-1 - record]; return [x(start) - 1, y - 3, Math.max(x(start + nbytes) - x(start), 3) + 2, 26]; }
+        if (record < 0) { const [start, nbytes] = each.damage[-1 - record]; return [x(start) - 1, y - 3, Math.max(x(start + (nbytes || peak)) - x(start), 3) + 2, 26]; }
         return strip ? [x(strip.starts[record]), y, x(strip.nbytes[record]) - left, 20] : [left, y, x(each.bytes) - left, 20];
       },
       move([at, record], dx, dy) {
@@ -252,8 +275,9 @@ function rectangle(get) {
       }
       for (const each of damage || []) {
         const at = (dim, which) => dim === null ? which : each[which][dim];
-        context.fillStyle = colour("mark");
+        context.fillStyle = colour("mark"); context.globalAlpha = each[2] === "somewhere" ? 0.4 : 1;
         context.fillRect(left + wide * at(across, 0) / columns, top + tall * at(down, 0) / rows, Math.max(wide * at(across, 1) / columns, 3), Math.max(tall * at(down, 1) / rows, 3));
+        context.globalAlpha = 1;
       }
       context.textAlign = "left"; context.fillStyle = colour("soft");
       if (dims > 2) context.fillText(fit(context, `dims ${down} and ${across} of [${shape.join(", ")}]`, room), left, top + tall + 14);
@@ -301,7 +325,7 @@ function squares(spec) {
   return (context, width) => {
     const count = spec.count, cell = clamp(Math.sqrt(width * 160 / count), 6, 22), columns = Math.max(1, Math.floor(width / cell)), height = Math.ceil(count / columns) * cell + 2;
     const box = (at) => [(at % columns) * cell, Math.floor(at / columns) * cell, cell - 2, cell - 2];
-    if (context) for (let at = 0; at < count; at++) { context.fillStyle = colour(spec.tone(at)); context.fillRect(...box(at)); }
+    if (context) for (let at = 0; at < count; at++) { const tone = spec.tone(at); context.fillStyle = tone === "missing" ? hatch(context) : colour(tone); context.fillRect(...box(at)); }
     return {
       height, first: 0,
       at(x, y) { const at = Math.floor(y / cell) * columns + Math.floor(x / cell); return x < columns * cell && at >= 0 && at < count ? at : null; },
@@ -415,7 +439,9 @@ if (data.kind === "damage") {
   const all = data.lanes.map((lane) => ({ ...lane, strip: lane.strip === null ? null : data.strips[lane.strip] }));
   place("strips", lanes({ lanes: all, describe: (lane, record) => {
     if (record >= 0) return recordLine(lane, record);
-    const [start, nbytes, line] = lane.damage[-1 - record]; return `${lane.label}, bytes ${number(start)} to ${number(start + nbytes)}: ${line}`;
+    const [start, nbytes, line, , tone] = lane.damage[-1 - record];
+    if (tone === "missing" && start === 0) return `${lane.label}: ${line}`;
+    return `${lane.label}, ${tone === "somewhere" ? "somewhere in " : ""}bytes ${number(start)} to ${number(start + nbytes)}: ${line}`;
   } }), ([lane, record]) => { if (record < 0 && tables.problems) select(tables.problems[all[lane].damage[-1 - record][3]]); });
   place("files", squares({ count: data.files.length, tone: (at) => data.files[at].tone, describe: (at) => `${data.files[at].name}: ${data.files[at].said}` }));
   let chosen = 0;

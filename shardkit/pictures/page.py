@@ -17,6 +17,7 @@ from html import escape as html
 from typing import Any, Literal
 
 from shardkit._version import __version__
+from shardkit.core.text import escape
 from shardkit.files import storage
 from shardkit.files.strict_json import open_regular
 from shardkit.operations.destination import check_sidecar, write_sidecar
@@ -52,7 +53,9 @@ class Page:
     figures: Sequence[tuple[str, str]] = ()
     """(number, what it counts) of the few that matter."""
     unusual: Sequence[str] = ()
-    """What a person should look at first."""
+    """What needs a person."""
+    notable: Sequence[str] = ()
+    """What is good to see first, and needs nothing."""
     usual: str = ""
     """What is said where nothing is unusual."""
     sections: Sequence[Section] = ()
@@ -114,10 +117,13 @@ def _figures(figures: Iterable[tuple[str, str]]) -> str:
 
 
 def _unusual(page: Page) -> str:
-    if page.unusual:
-        items = "".join(f"<li>{html(item)}</li>" for item in page.unusual)
-        return f'<div class="unusual"><h2>Look at this first</h2><ul>{items}</ul></div>'
-    return f'<p class="usual">{html(page.usual)}</p>' if page.usual else ""
+    blocks = (("unusual", "Look at this first", page.unusual), ("notable", "At a glance", page.notable))
+    shown = "".join(
+        f'<div class="{kind}"><h2>{title}</h2><ul>{"".join(f"<li>{html(item)}</li>" for item in items)}</ul></div>'
+        for kind, title, items in blocks
+        if items
+    )
+    return shown or (f'<p class="usual">{html(page.usual)}</p>' if page.usual else "")
 
 
 def _section(section: Section) -> str:
@@ -135,6 +141,15 @@ def _text(page: Page) -> str:
     more = f"<h3>Not shown</h3><ul>{left_out}</ul>" if left_out else ""
     body = f'<table class="facts"><tbody>{rows}</tbody></table>{more}'
     return f'<section id="text"><h2>In words</h2><p>What the command prints.</p>{body}</section>'
+
+
+def short_names(*paths: str) -> list[str]:
+    """Return names for a title, escaped: of absolute paths only the ends that tell them apart."""
+    parts = [path.rstrip("/").split("/") for path in paths]
+    most = max(map(len, parts))
+    ends = (["/".join(each[-length:]) for each in parts] for length in range(1, most + 1))
+    found = next((each for each in ends if len(set(each)) == len(set(paths))), list(paths))
+    return [escape(end if os.path.isabs(path) else path) for path, end in zip(paths, found, strict=True)]
 
 
 def picture(name: str, label: str) -> str:

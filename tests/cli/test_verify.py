@@ -56,6 +56,12 @@ def test_nothing_to_compare_with_is_the_first_thing_said(run, sharded):
     )
 
 
+def test_the_last_line_says_which_files_to_bring_again(run, sharded):
+    damage(sharded / SHARD, data_of(sharded, "embed.weight"))
+    os.remove(sharded / "__0_0.distcp")
+    assert run("verify", "out", "--full").stdout.endswith("\n\nbring again: __{0,1}_0.distcp\n")
+
+
 def test_problems_and_exit_code(run, sharded):
     at = data_of(sharded, "embed.weight")
     damage(sharded / SHARD, at)
@@ -63,7 +69,7 @@ def test_problems_and_exit_code(run, sharded):
     result = run("verify", "out", "--full")
     assert result.exit_code == 1
     assert result.stdout.startswith("out: 1 problem found\n")
-    problem = result.stdout.splitlines()[-1]
+    *_, problem, _, _ = result.stdout.splitlines()
     assert problem.startswith(
         f"  {SHARD}: embed.weight [3:5, 0:3]: bytes {at} to {at + 24}: CRC-32 of the data: expected "
     )
@@ -85,16 +91,16 @@ def test_json(run, sharded):
     assert len(problem["expected"]) == len(problem["found"]) == 8
 
 
-def test_what_opening_found_is_shown_with_each_of_its_lines(run, sharded):
+def test_files_that_metadata_names_and_that_are_gone_are_a_problem_each(run, sharded):
     (sharded / "shardkit.json").unlink()
     for n in range(2):
         (sharded / f"__{n}_0.distcp").unlink()
     result = run("verify", "out")
     assert result.exit_code == 1
-    assert result.stdout.splitlines()[0] == "out: 1 problem found"
-    assert [line.split(":")[0] for line in result.stdout.splitlines()[-2:]] == [
-        "    __0_0.distcp",
-        "    __1_0.distcp",
+    assert result.stdout.splitlines()[0] == "out: 2 problems found"
+    assert [line.split(":")[0] for line in result.stdout.splitlines()[-4:-2]] == [
+        "  __0_0.distcp",
+        "  __1_0.distcp",
     ]
 
 

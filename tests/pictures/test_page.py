@@ -197,10 +197,11 @@ def test_damage_lies_where_it_was_done(run, tiny, tmp_path):
     ((file, tensor, *_),) = table(text, "problems")
     assert (file, tensor) == ("__1_0.distcp", "model.layers.1.up.weight")
     (lane,) = data["lanes"]
-    ((start, nbytes, said, _),) = lane["damage"]
+    ((start, nbytes, said, _, tone),) = lane["damage"]
     assert start <= at < start + nbytes
+    assert tone == "somewhere"  # in the bytes that the checksum is of
     assert "CRC-32" in said
-    assert data["places"][0]["damage"] == [[[4, 0], [4, 4]]]
+    assert data["places"][0]["damage"] == [[[4, 0], [4, 4], "somewhere"]]
     assert [each["tone"] for each in data["files"]] == ["good", "mark"]
 
 
@@ -209,10 +210,21 @@ def test_files_that_are_missing_or_short_are_on_the_page(run, tiny, tmp_path):
     size = os.path.getsize("out/__1_0.distcp")
     os.truncate("out/__1_0.distcp", 100)
     os.remove("out/__2_0.distcp")
-    assert run("verify", "out", "--html", "page.html").exit_code == 1
-    lanes = {lane["label"]: lane for lane in page(tmp_path / "page.html").data["lanes"]}
-    assert lanes["__1_0.distcp"]["damage"][0][:2] == [100, size - 100]
-    assert "__2_0.distcp" in lanes
+    gone, others = shardkit.inspect("out").files[2].file_bytes, {}
+    for name in ("shardkit.json", None):  # what is missing is known from the manifest, or else from .metadata
+        assert run("verify", "out", "--html", "page.html").exit_code == 1
+        text, data = (tmp_path / "page.html").read_text(), page(tmp_path / "page.html").data
+        lanes = {lane["label"]: lane for lane in data["lanes"]}
+        assert set(lanes) == ({"__1_0.distcp", "__2_0.distcp"} if name else {"__2_0.distcp"})
+        assert lanes["__2_0.distcp"]["damage"][0][:2] == [0, gone]  # a whole bar
+        assert lanes["__2_0.distcp"]["damage"][0][-1] == "missing"
+        assert lanes["__2_0.distcp"]["missing"].endswith("KiB, 4 tensors")
+        assert {each["name"]: each["tone"] for each in data["files"]}["__2_0.distcp"] == "missing"
+        assert "Bring 2 files again" in text or not name
+        others[name] = lanes
+        (tmp_path / "out" / "shardkit.json").unlink(missing_ok=True)
+    start, nbytes, *_, tone = others["shardkit.json"]["__1_0.distcp"]["damage"][0]
+    assert (start, nbytes, tone) == (100, size - 100, "missing")
 
 
 def test_what_training_changed(run, tiny, tmp_path):
@@ -231,11 +243,75 @@ def test_what_training_changed(run, tiny, tmp_path):
     assert "verdict good" in (tmp_path / "page.html").read_text()
 
 
+def test_a_page_says_nothing_of_what_was_not_compared(run, tiny, tmp_path):
+    (tmp_path / "bert").mkdir()
+    others = {f"encoder.layer.{n}.query.weight": torch.ones(3, 3) for n in range(2)} | {
+        "pooler.bias": torch.ones(3)
+    }
+    save_file(others, tmp_path / "bert" / "model.safetensors", metadata={"format": "pt"})
+    assert run("diff", "tiny", "bert", "--html", "page.html").exit_code == 1
+    text = (tmp_path / "page.html").read_text()
+    assert "None of 7 tensors can be compared" in text
+    assert "differs most:" not in text
+    assert "little to much" not in text
+
+
+def test_only_what_needs_somebody_is_yellow(run, tmp_path):
+    tensors = {f"model.layers.{n}.up.weight": torch.ones(8, 4) for n in range(5)}
+    tensors["model.embed.weight"] = torch.ones(20_001, 4)  # most of it, in no layer; uneven on four ranks
+    (tmp_path / "big").mkdir()
+    save_file(tensors, tmp_path / "big" / "model.safetensors", metadata={"format": "pt"})
+    run("preshard", "big", "out", "--world-size", "4", "--layout", "declared")
+    for path, blocks in (("out", {"notable"}), ("big/model.safetensors", set())):
+        assert run("inspect", path, "--html", "page.html").exit_code == 0
+        text = (tmp_path / "page.html").read_text()
+        assert {each for each in ("unusual", "notable") if f'<div class="{each}"' in text} == blocks
+        assert "what is in no layer has" not in text
+    os.remove("out/__2_0.distcp")
+    assert run("verify", "out", "--html", "page.html").exit_code == 1
+    assert '<div class="unusual"' in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(("mesh", "parts"), [("dp_shard=4", 1), ("dp_shard=2,tp=2", 2)])
+def test_a_rank_gathers_what_tp_and_ep_leave_it(run, tmp_path, mesh, parts):
+    tensors = {f"model.layers.{n}.up.weight": torch.ones(64, 64) for n in range(5)}
+    tensors |= {f"model.layers.{n}.norm.weight": torch.ones(4) for n in range(5)}
+    (tmp_path / "big").mkdir()
+    save_file(tensors, tmp_path / "big" / "model.safetensors", metadata={"format": "pt"})
+    rules = ["*.up.weight=colwise"] if parts > 1 else []
+    plan = {"mesh": mesh, "layout": "declared", "parallel_rules": rules, "dry_run": True, "holdings": True}
+    held = shardkit.preshard("big", "out", **plan).holdings
+    gathered = {unit.path: unit.gathered_bytes for unit in held.units}
+    assert gathered["model.layers.0"] == 64 * 64 * 4 // parts + 4 * 4  # a norm is whole
+
+
+def test_titles_have_no_absolute_paths(run, tiny, tmp_path):
+    run("preshard", "tiny", "runs/a/last", "--world-size", "2", "--layout", "declared")
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir(parents=True, exist_ok=True)
+        save_file(tiny, tmp_path / "runs" / name / "model.safetensors", metadata={"format": "pt"})
+    titles = {
+        ("inspect", f"{tmp_path}/tiny"): "tiny",
+        ("verify", f"{tmp_path}/tiny"): "tiny",
+        ("preshard", "tiny", "out", "--world-size", "2", "--layout", "declared", "--dry-run"): "out",
+        ("diff", f"{tmp_path}/runs/a/model.safetensors", f"{tmp_path}/runs/b/model.safetensors"): (
+            "a/model.safetensors and b/model.safetensors"
+        ),
+        ("diff", "tiny", f"{tmp_path}/tuned"): "tiny and tuned",
+    }
+    for typed, title in titles.items():
+        assert run(*typed, "--html", "page.html").exit_code in (0, 1)
+        found = page(tmp_path / "page.html")
+        assert found.inside("h1") == [title]
+        assert not any(str(tmp_path) in each for each in found.inside("title"))
+        assert typed[0] != "preshard" or f"{tmp_path}/out" in found.inside("td")  # in the text it is whole
+
+
 def test_files_whose_records_have_no_places_have_no_strip(run, tiny):
     """As the flat partitions of DeepSpeed, which exist only decoded."""
     held = shardkit.inspect("tiny", holdings=True).holdings
     bare = replace(held, strips=(), files=tuple(replace(file, strip=None) for file in held.files))
-    found = Parsed(render(held_page(bare, kicker="", title="bare", facts=[])))
+    found = Parsed(render(held_page(bare, kicker="", path="bare", facts=[])))
     assert [a["data-picture"] for a in found.attributes if "data-picture" in a] == ["matrix", "tensor"]
 
 

@@ -219,6 +219,24 @@ def listing(path: str) -> frozenset[str]:
         return frozenset()
 
 
+class DamagedFiles(SourceError):
+    """Files of a checkpoint are not there, cannot be read, or are too short.
+
+    Args:
+        message: what is wrong.
+        files: name, relative to the directory that was opened -> the reason; "" where there is no such file.
+        hint: what to do.
+        problems: lines for people, where they are not one for each file.
+    """
+
+    def __init__(
+        self, message: str, files: Mapping[str, str], *, hint: str, problems: Iterable[str] | None = None
+    ) -> None:
+        lines = [escape(name) + (f": {reason}" if reason else "") for name, reason in files.items()]
+        super().__init__(message, problems=lines if problems is None else problems, hint=hint)
+        self.files = dict(files)
+
+
 def absent(path: str, *, hint: str | None = None) -> SourceError:
     """Return the error for a path at which there is nothing, with the nearest name beside it.
 

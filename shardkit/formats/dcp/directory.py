@@ -42,7 +42,7 @@ from shardkit.files.home import MAX_METADATA, home_of, path_in
 from shardkit.files.links import is_below, locate
 from shardkit.files.shared_reads import SIZES
 from shardkit.files.strict_json import FOLLOW, FOLLOW_OR_COPY, status_of
-from shardkit.formats.contract import Checkpoint, EntryLocation, asset_directories, listing
+from shardkit.formats.contract import Checkpoint, DamagedFiles, EntryLocation, asset_directories, listing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import (
     DcpMetadata,
@@ -189,6 +189,29 @@ def open_dcp(directory: str) -> DcpDirectory:
     return open_metadata(directory, _read_metadata(directory))
 
 
+def told_catalog(directory: str) -> Catalog:
+    """Return what `.metadata` says, whether or not its files are there and whole. This is to look at, not to read from.
+
+    Raises:
+        SourceError, ResourceError: the metadata cannot be read.
+    """
+    directory = home_of(directory)
+    metadata = _read_metadata(directory)
+    paths = [os.path.join(directory, name) if _is_shard(name) else "" for name in metadata.files]
+    files = [
+        SourceFile(name=name, path=path, size=_file_size(path)[0])
+        for name, path in zip(metadata.files, paths, strict=True)
+    ]
+    return Catalog(
+        format="dcp",
+        directory=directory,
+        encoding=metadata.encoding,
+        files=files,
+        tensors=metadata.tensors,
+        chunks=metadata.chunks,
+    )
+
+
 def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
     """Return an opened DCP directory, after comparing what its metadata says with its files.
 
@@ -299,7 +322,7 @@ def _listing(directory: str) -> set[str]:
 def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
     """Look at every file that an entry needs, and report everything that is wrong with them at once."""
     used = set(metadata.chunks.file) | {place.file for place in metadata.objects.values() if place}
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     files: list[SourceFile] = []
     folders = _folder_problems(directory, metadata.files)
     for index, name in enumerate(metadata.files):
@@ -310,15 +333,16 @@ def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
             size, problem = (0, reason) if path and reason else _file_size(path)
             if problem:
                 owner = _owner_of_file(metadata, index)
-                problems.append(f"{escape(name)}: {problem} ({_named(owner)} there)")
+                problems[name] = f"{problem} ({_named(owner)} there)"
         files.append(SourceFile(name=name, path=path, size=size))
-    are_links = all(FOLLOW in problem for problem in problems)
-    missing = "copy the missing files from where the checkpoint was saved; it needs all of them"
-    SourceError.raise_for(
-        problems,
-        f"{metadata.where} points at {count(len(problems), 'file')} that cannot be read",
-        hint=FOLLOW_OR_COPY if are_links else missing,
-    )
+    if problems:
+        are_links = all(FOLLOW in problem for problem in problems.values())
+        missing = "copy the missing files from where the checkpoint was saved; it needs all of them"
+        raise DamagedFiles(
+            f"{metadata.where} points at {count(len(problems), 'file')} that cannot be read",
+            problems,
+            hint=FOLLOW_OR_COPY if are_links else missing,
+        )
     return files
 
 
@@ -449,6 +473,7 @@ def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
         return escape(owner(row) if row >= 0 else objects[-1 - row][0])
 
     problems: list[str] = []
+    needed, num_short = dict[int, int](), 0
     previous = (-1, 0, 0, 0)
     for extent in extents:
         file, start, stop, row = extent
@@ -456,6 +481,9 @@ def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
             problems.append(
                 f"{name(row)}: bytes {start} to {stop} of {escape(files[file].name)}, which has {files[file].size}"
             )
+            if 0 <= start < stop:
+                needed[file] = max(needed.get(file, 0), stop)
+                num_short += 1
             continue
         if file == previous[0] and start < previous[2] and (start, stop) != previous[1:3]:
             problems.append(
@@ -463,11 +491,12 @@ def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
             )
         if file != previous[0] or stop > previous[2]:
             previous = extent
-    SourceError.raise_for(
-        problems,
-        f"{metadata.where} places {len(problems)} entries where their bytes cannot be",
-        hint=_ANOTHER_COPY,
-    )
+    message = f"{metadata.where} places {len(problems)} entries where their bytes cannot be"
+    if problems and num_short == len(problems):
+        reason = "it has {} bytes, and needs at least {}"
+        short = {files[at].name: reason.format(files[at].size, stop) for at, stop in needed.items()}
+        raise DamagedFiles(message, short, problems=problems, hint=_ANOTHER_COPY)
+    SourceError.raise_for(problems, message, hint=_ANOTHER_COPY)
 
 
 def _owners(tensors: dict[str, TensorEntry]) -> Callable[[int], str]:

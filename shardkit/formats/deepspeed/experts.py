@@ -31,6 +31,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly
+from shardkit.formats.contract import DamagedFiles
 from shardkit.formats.deepspeed.files import (
     ExpertStates,
     ModelStates,
@@ -66,9 +67,9 @@ def open_experts(tag: Tag, files: StateFiles, main: ModelStates) -> list[ExpertS
     wanted = _wanted(files, main)
     missing = [_name(*key) for key in wanted if key not in files.experts]
     if missing:
-        raise SourceError(
+        raise DamagedFiles(
             f"{escape(tag.directory)}: {len(missing)} of {len(wanted)} files of experts are missing",
-            problems=[escape(tag.prefix + name) for name in missing],
+            {tag.prefix + name: "" for name in missing},
             hint="copy them too; each node may have kept its own",
         )
     return open_states(tag, [files.experts[key] for key in wanted], read_expert_states)

@@ -34,7 +34,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import read_inside
-from shardkit.formats.contract import inner, listing
+from shardkit.formats.contract import DamagedFiles, inner, listing
 from shardkit.formats.contract.optimizer import GROUPS, STATE, STEP, count_of, read_groups
 from shardkit.formats.rankfiles.files import open_each
 from shardkit.formats.rankfiles.flat import StateDict, without_tree
@@ -239,10 +239,10 @@ def require_files(tag: Tag, files: StateFiles, num_ranks: int, *, with_models: b
         if rank not in present
     ]
     if missing:
-        raise SourceError(
+        raise DamagedFiles(
             f"{len(missing)} of {num_ranks * len(wanted)} rank files are missing: "
             f"it was saved by {num_ranks} ranks",
-            problems=map(escape, missing),
+            dict.fromkeys(missing, ""),
             hint="copy the files of all ranks; each node may have kept its own",
         )
 

@@ -18,7 +18,15 @@ from shardkit.files import manifest, storage, stores
 from shardkit.files.links import is_below, link_notes, locate, locate_weights, read_inside
 from shardkit.files.location import location_of
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
-from shardkit.formats.contract import Checkpoint, OpenedHubModel, Opener, absent, asset_directories, listing
+from shardkit.formats.contract import (
+    Checkpoint,
+    DamagedFiles,
+    OpenedHubModel,
+    Opener,
+    absent,
+    asset_directories,
+    listing,
+)
 from shardkit.formats.hub.adapter import ADAPTER, ADAPTER_CONFIG, adapted_model, is_adapter_file
 from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
 from shardkit.formats.hub.files import Kind, WeightFiles, select_file, select_weights
@@ -239,9 +247,9 @@ def _locate_all(
     }
     missing = [name for name, path in paths.items() if name not in elsewhere and not storage.lexists(path)]
     if missing:
-        raise SourceError(
+        raise DamagedFiles(
             f"{len(missing)} of {len(paths)} files that {escape(index_name or 'the model')} lists are missing",
-            problems=[escape(name) for name in missing],
+            dict.fromkeys(missing, ""),
             hint="download the missing files",
         )
     return paths

@@ -18,7 +18,7 @@ from shardkit.core.regions import Region, Shape, find_tiling_error, full_region
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
 from shardkit.files.links import locate_all
-from shardkit.formats.contract import Checkpoint
+from shardkit.formats.contract import Checkpoint, DamagedFiles
 from shardkit.formats.contract.optimizer import Path, path_name
 from shardkit.formats.torchsave.classes import Unsupported, refuse_objects
 from shardkit.formats.torchsave.file import (
@@ -171,9 +171,9 @@ def require_ranks(pattern: str, ranks: Collection[int], world_size: int) -> None
     """
     missing = [rank for rank in range(world_size) if rank not in ranks]
     if missing:
-        raise SourceError(
+        raise DamagedFiles(
             f"the files of {len(missing)} of {world_size} ranks are missing",
-            problems=[escape(pattern.format(rank)) for rank in missing],
+            dict.fromkeys(map(pattern.format, missing), ""),
             hint="copy them from where the ranks ran: each may have saved on its own machine",
         )
 

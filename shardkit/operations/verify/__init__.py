@@ -5,15 +5,20 @@ Internal: import from `shardkit`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 
+from shardkit.core.catalog import Catalog
 from shardkit.core.keywords import keywords_of
 from shardkit.core.threads import choose_jobs, progress_for
+from shardkit.errors import ShardkitError
 from shardkit.files import storage, stores
 from shardkit.files.digest import place_of
 from shardkit.files.links import may_follow_links
 from shardkit.formats.contract import Checkpoint
+from shardkit.formats.dcp import METADATA
+from shardkit.formats.dcp.directory import told_catalog
 from shardkit.formats.hub.repo import Repo, list_repo, named_repo
 from shardkit.operations.holdings import Holdings, hold, hold_files
 from shardkit.operations.resolve import stands_for, take
@@ -109,19 +114,37 @@ def verify(options: VerifyOptions) -> VerifyResult:
 
         check_repo(remote, structure.directory, report, num_threads)
     result = _result(options, path, checkpoint, report, commit=commit)
-    return replace(result, holdings=_hold(structure) if options.holdings else None)
+    return replace(result, holdings=_hold(structure, report) if options.holdings else None)
 
 
-def _hold(structure: Structure) -> Holdings:
-    """Return which file holds what, by the names that problems give; only names where it could not be opened."""
-    if structure.checkpoint is None:
+def _hold(structure: Structure, report: Report) -> Holdings:
+    """Return which file holds what, by the names that problems give, as far as it is known."""
+    names = {place_of(each.path): each.name for each in structure.files}
+    catalog = _catalog(structure, report)
+    if catalog is None:
         return hold_files(
             (each.name, each.size, [(s.start, s.nbytes, s.tensor or "") for s in each.stretches])
             for each in structure.files
         )
-    names = {place_of(each.path): each.name for each in structure.files}
-    catalog = structure.checkpoint.catalog
-    return hold(catalog, names=lambda file: names.get(place_of(file.path), file.name))
+    folder = "" if structure.checkpoint is not None else structure.folders[0]
+    held = hold(catalog, names=lambda file: names.get(place_of(file.path), os.path.join(folder, file.name)))
+    gone = {problem.file for problem in report.problems if problem.is_missing}
+    files = (replace(file, file_bytes=None) if file.name in gone else file for file in held.files)
+    return replace(held, files=tuple(files))
+
+
+def _catalog(structure: Structure, report: Report) -> Catalog | None:
+    """Return the catalog, or else what `.metadata` says of files that may not be there; None if it is damaged too."""
+    if structure.checkpoint is not None:
+        return structure.checkpoint.catalog
+    if len(structure.folders) != 1:
+        return None
+    (folder,) = structure.folders
+    if os.path.join(folder, METADATA) in {problem.file for problem in report.problems}:
+        return None
+    with contextlib.suppress(ShardkitError):
+        return told_catalog(os.path.join(structure.directory, folder))
+    return None
 
 
 def _result(

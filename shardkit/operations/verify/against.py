@@ -154,8 +154,9 @@ def check_repo(remote: Mapping[str, RepoFile], directory: str, report: Report, j
                 expected, found = str(remote[name].size), str(held[name])
                 report.problem("size in bytes in the repo", file=name, expected=expected, found=found)
         elif name not in _LEFT_OUT:
-            which = "extra: the repo has no such file" if name in held else "missing: the repo has it"
-            report.problem(which, file=name)
+            is_extra = name in held
+            which = "extra: the repo has no such file" if is_extra else "missing: the repo has it"
+            report.problem(which, file=name, is_contradiction=is_extra, is_missing=not is_extra)
     alike = [name for name in held if name in remote and held[name] == remote[name].size]
     tasks = [partial(_compare, os.path.join(home, name), remote[name]) for name in alike]
     in_threads(report, tasks, jobs, label="hash", total_bytes=sum(held[name] for name in alike))

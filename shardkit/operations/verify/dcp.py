@@ -16,7 +16,7 @@ from shardkit.files import manifest, storage
 from shardkit.files.digest import Archive, FileBytes, Stretch
 from shardkit.files.home import path_in
 from shardkit.files.strict_json import named_failures, open_regular
-from shardkit.formats.contract import DcpFolder
+from shardkit.formats.contract import DamagedFiles, DcpFolder
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.chunk_list import ListedChunk
 from shardkit.formats.dcp.directory import open_dcp, unused_shards
@@ -29,7 +29,7 @@ from shardkit.keys.moments import NamedShape
 from shardkit.keys.tree import optimizer_names
 from shardkit.operations.verify.bytes import FirstDifference, report_difference, spelling
 from shardkit.operations.verify.manifest import Described, check_tensors
-from shardkit.operations.verify.result import Report
+from shardkit.operations.verify.result import Report, report_damaged
 
 
 def verify_dcp(
@@ -58,6 +58,10 @@ def verify_dcp(
         opened = opened or open_dcp(directory)
     except ResourceError as error:
         report.unreadable(error, file=os.path.join(folder, METADATA))
+        return _files_by_lists(folder, described, report)
+    except DamagedFiles as error:
+        known = (lambda _: False) if described is None else described.says_of
+        report_damaged(error, directory, report, folder=folder, is_known=known)
         return _files_by_lists(folder, described, report)
     except SourceError as error:
         report.error(error, file=os.path.join(folder, METADATA) if METADATA in error.message else None)
@@ -233,6 +237,7 @@ class _Folder:
             self._report.chunk(sum(entry.nbytes for entry in error.entries.values()))
             return None
         except SourceError as error:
+            file.is_damaged = True
             self._report.problem(error.message, file=file.name, at=place.stretch)
             return None
         reason = difference(place.entry, place.region.sizes, record)

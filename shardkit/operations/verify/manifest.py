@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -45,6 +46,10 @@ class Described:
     """Shard file -> its chunk list."""
     is_metadata_damaged: bool = False
     """`.metadata` is not what was written, so nothing that it says counts."""
+
+    def says_of(self, name: str) -> bool:
+        """True if a file that the manifest lists is not as it says, which was reported."""
+        return name not in self.files and any(file.name == name for file in manifest.all_files(self.content))
 
     @property
     def is_of_dcp(self) -> bool:
@@ -125,7 +130,12 @@ def _report_unlike(described: Described, file: manifest.SavedFile, held: int | N
     if held is None:
         is_there = storage.lexists(path_in(described.directory, file.name))
         reason = "it is no regular file of the directory" if is_there else "there is no such file"
-        report.problem(f"{escape(os.path.basename(described.where))} lists it, and {reason}", file=where)
+        report.problem(
+            f"{escape(os.path.basename(described.where))} lists it, and {reason}",
+            file=where,
+            num_bytes=file.size,
+            is_missing=not is_there,
+        )
     else:
         report.problem(SIZE, file=where, expected=str(file.size), found=str(held))
 
@@ -138,6 +148,7 @@ def _has_own_list(described: Described, file: manifest.ShardFile, report: Report
             file=described.where,
             expected=escape(name),
             found=escape(file.chunks.name),
+            is_contradiction=True,
         )
     return file.chunks.name == name
 
@@ -190,6 +201,7 @@ def _check_unlisted(described: Described, report: Report) -> None:
             report.problem(
                 f"{escape(os.path.basename(described.where))} does not list it",
                 file=os.path.join(described.folder, name),
+                is_contradiction=True,
             )
     elif found:
         report.warnings.append(
@@ -238,16 +250,17 @@ def _add_crcs_of_chunks(described: Described, recorded: manifest.File, file: Fil
 
 def check_tensors(described: Described, catalog: Catalog, report: Report) -> None:
     """Compare names, dtypes and shapes in the manifest with those of the stored tensors."""
-    content, where = described.content, described.where
+    content = described.content
     if isinstance(content, manifest.SavedState):
         return
+    contradict = partial(report.problem, file=described.where, is_contradiction=True)
     tensors = manifest.all_tensors(content)
     for fqn, said, entry in unlike_stored(tensors, catalog):
         if entry is None:
-            report.problem("the manifest lists it, and it is not stored", file=where, tensor=fqn)
+            contradict("the manifest lists it, and it is not stored", tensor=fqn)
         else:
             expected, found = f"{said.dtype} {list(said.shape)}", f"{entry.dtype.name} {list(entry.shape)}"
-            report.problem("dtype and shape", file=where, tensor=fqn, expected=escape(expected), found=found)
+            contradict("dtype and shape", tensor=fqn, expected=escape(expected), found=found)
     # Only a pre-sharded directory leaves out the other names of a tensor.
     tied = (
         {name for group in content.ties for name in group}
@@ -255,7 +268,7 @@ def check_tensors(described: Described, catalog: Catalog, report: Report) -> Non
         else set()
     )
     for fqn in catalog.tensors.keys() - tensors.keys() - tied:
-        report.problem("it is stored, and the manifest does not list it", file=where, tensor=fqn)
+        contradict("it is stored, and the manifest does not list it", tensor=fqn)
 
 
 def tensor_crc(described: Described, fqn: str, nbytes: int) -> int | None:

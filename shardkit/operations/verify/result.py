@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -14,7 +15,10 @@ from shardkit.core.result import Result
 from shardkit.core.text import count, escape
 from shardkit.core.threads import NoProgress, Progress, run_all
 from shardkit.errors import ResourceError, ShardkitError
+from shardkit.files import storage
 from shardkit.files.digest import Stretch
+from shardkit.files.home import path_in
+from shardkit.formats.contract import DamagedFiles
 from shardkit.operations.holdings import Holdings
 
 Level = Literal["structure", "sample", "full", "store"]
@@ -36,11 +40,16 @@ class VerifyProblem:
     start_byte: int | None = None
     """First byte in the file."""
     num_bytes: int | None = None
-    """How many bytes, from there on."""
+    """How many bytes, from there on; of a file that is missing all of them, where they are recorded."""
     expected: str | None = None
     found: str | None = None
     details: tuple[str, ...] = ()
     """One line for each instance, where opening found several at once."""
+    is_missing: bool = False
+    """There is no such file."""
+    is_contradiction: bool = False
+    """The file is as it was written, as far as is known: what is recorded of the checkpoint and what is there contradict
+    each other, and the same file once more would change nothing."""
     is_unreadable: bool = False
     """What is asked for is not known: the system could not read the file, a store keeps no checksum of it, or the
     model's class could not be asked."""
@@ -134,6 +143,14 @@ class VerifyResult(Result):
         """True if nothing is known to be wrong, but what some files hold could not be told."""
         return not self.ok and all(problem.is_unreadable for problem in self.problems)
 
+    @property
+    def bring_again(self) -> tuple[str, ...]:
+        """The files that are missing or whose bytes are damaged, relative to the checkpoint."""
+        wrong = (
+            problem for problem in self.problems if not (problem.is_contradiction or problem.is_unreadable)
+        )
+        return tuple(dict.fromkeys(problem.file for problem in wrong if problem.file is not None))
+
     def headline(self) -> str:
         """Return whether anything is wrong."""
         return f"{escape(self.path)}: {self._verdict()}"
@@ -151,7 +168,7 @@ class VerifyResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data, without `holdings`."""
-        return {"ok": self.ok, **Result.to_json(self)}
+        return {"ok": self.ok, "bring_again": list(self.bring_again), **Result.to_json(self)}
 
 
 _COUNTS = ("num_checked_chunks", "num_checked_files", "read_bytes")
@@ -210,6 +227,9 @@ class Report:
             region = at.region and (tuple(at.region.offsets), tuple(at.region.sizes))
             place = {"tensor": at.tensor, "region": region, "start_byte": at.start, "num_bytes": at.nbytes}
             fields = {**place, **fields}
+        if (name := fields.get("file")) is not None:  # it stands before the message
+            for own in (escape(name), escape(os.path.basename(name))):
+                message = message.removeprefix(f"{own}: ").removeprefix(f"{own}, ")
         self.problems.append(VerifyProblem(message=message, **fields))
 
     def doubt(self, lines: Iterable[str]) -> None:
@@ -224,9 +244,7 @@ class Report:
 
     def unreadable(self, error: ResourceError, **fields: Any) -> None:
         """Add a file that the system could not read."""
-        name = fields.get("file")
-        message = error.message.removeprefix(f"{escape(name)}: ") if name is not None else error.message
-        self.problem(message, details=error.problems, is_unreadable=True, **fields)
+        self.problem(error.message, details=error.problems, is_unreadable=True, **fields)
 
     @contextmanager
     def failing(self, file: str) -> Iterator[None]:
@@ -265,6 +283,32 @@ class Report:
             raise CancelledError
         self.read_bytes += nbytes
         self.progress.advance(nbytes)
+
+
+def report_damaged(
+    error: DamagedFiles,
+    directory: str,
+    report: Report,
+    *,
+    folder: str = "",
+    is_known: Callable[[str], bool] = lambda _: False,
+) -> None:
+    """Report every file that kept a checkpoint from being opened.
+
+    Args:
+        error: names them.
+        directory: that their names are relative to.
+        report: gets them.
+        folder: the same directory, relative to the checkpoint.
+        is_known: True for a file of which a manifest has said the same.
+    """
+    for name, reason in error.files.items():
+        if not is_known(name):
+            report.problem(
+                reason or "there is no such file",
+                file=os.path.join(folder, name),
+                is_missing=not storage.lexists(path_in(directory, name)),
+            )
 
 
 Task = Callable[[Report], None]

@@ -55,7 +55,7 @@ def check_stored(path: str, manifest_path: str | None, report: Report) -> None:
         if isinstance(file, manifest.ShardFile):
             report.files.add(name)
         if stored is None:
-            report.problem("the manifest lists it, and there is no such object", file=name)
+            report.problem("the manifest lists it, and there is no such object", file=name, is_missing=True)
         elif stored.size != file.size:
             report.problem(SIZE, file=name, expected=str(file.size), found=str(stored.size))
         elif crc is None:

@@ -20,7 +20,7 @@ from shardkit.files.digest import Archive, FileBytes, Stretch, place_of
 from shardkit.files.home import home_of, path_in
 from shardkit.files.listing import walk
 from shardkit.files.strict_json import is_about_links, open_regular
-from shardkit.formats.contract import Checkpoint, absent
+from shardkit.formats.contract import Checkpoint, DamagedFiles, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
@@ -36,7 +36,7 @@ from shardkit.operations.verify.manifest import (
     check_tensors,
     read_manifest,
 )
-from shardkit.operations.verify.result import Report
+from shardkit.operations.verify.result import Report, report_damaged
 
 
 class Structure(NamedTuple):
@@ -52,6 +52,8 @@ class Structure(NamedTuple):
     """It was opened; or it is whole, but its weights are in a form that shardkit cannot take."""
     manifests: tuple[manifest.Manifest, ...]
     """What describes it. Whoever needs one later finds it parsed."""
+    folders: tuple[str, ...] = ()
+    """Its DCP directories, relative to it."""
 
 
 def check_structure(
@@ -106,7 +108,7 @@ def check_structure(
     if not is_new:
         report.add_notes(_lacking(directory, folders, described, files, checkpoint, report))
     manifests = tuple(each.content for each in described)
-    return Structure(checkpoint, directory, files, is_whole, manifests)
+    return Structure(checkpoint, directory, files, is_whole, manifests, tuple(folders))
 
 
 def _manifest_beside(directory: str, manifest_path: str | None, report: Report) -> str | None:
@@ -219,6 +221,8 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
         return True
     if any(problem.message == failure.message for problem in report.problems):
         return False
+    if has_folders and isinstance(failure, DamagedFiles):  # each of them was reported
+        return False
     report_failure(failure, directory, report)
     return False
 
@@ -327,6 +331,9 @@ def report_failure(error: ShardkitError, directory: str, report: Report) -> None
     """Report what kept a checkpoint from being opened; what is said of a single file is a problem of that file."""
     if isinstance(error, ResourceError):
         report.unreadable(error, file=named_file(error.message, directory))
+        return
+    if isinstance(error, DamagedFiles):
+        report_damaged(error, directory, report)
         return
     others = []
     for line in error.problems:

@@ -303,8 +303,44 @@ def test_files_that_are_cut_short_or_missing(copied: Callable[[str], Path], name
             assert (
                 "index is missing" if file.endswith("index.json") and damage == "missing" else file
             ) in lines(result), (file, damage)
+            is_recognised = (name, file, damage) != ("stock", ".metadata", "missing")
+            assert result.bring_again == ((file,) if is_recognised else ()), (file, damage)
             (directory / file).write_bytes(data)
     assert verify(directory, full=True).ok
+
+
+def test_each_file_to_bring_again_is_named_once_and_no_other(copied: Callable[[str], Path]) -> None:
+    for name in ("presharded", "stock"):
+        directory = copied(name)
+        shards = sorted(file for file in os.listdir(directory) if file.endswith(".distcp"))
+        for file in shards:
+            os.remove(directory / file)
+        result = verify(directory)
+        assert [
+            problem.file for problem in result.problems
+        ] == shards  # `.metadata`, which names them, is whole
+        assert result.bring_again == tuple(shards)
+
+
+def test_shards_of_a_hub_model_that_are_missing_are_named(made: Path, tmp_path: Path) -> None:
+    consolidate(made / "stock", tmp_path / "hub", max_shard_size="100KB", root="model")
+    gone = sorted(file for file in os.listdir(tmp_path / "hub") if file.endswith(".safetensors"))[0]
+    os.remove(tmp_path / "hub" / gone)
+    result = verify(tmp_path / "hub")
+    assert [(problem.file, problem.message) for problem in result.problems] == [
+        (gone, "there is no such file")
+    ]
+    assert result.bring_again == (gone,)
+
+
+def test_a_damaged_header_of_a_record_is_one_problem(copied: Callable[[str], Path]) -> None:
+    directory = copied("presharded")
+    at = (directory / SHARD).read_bytes().index(b"archive/data.pkl")
+    flip(directory / SHARD, at)
+    result = verify(directory, full=True)
+    (problem,) = result.problems
+    assert problem.line().count(SHARD) == 1
+    assert result.bring_again == (SHARD,)
 
 
 def test_all_problems_are_listed(copied: Callable[[str], Path]) -> None:
@@ -407,6 +443,7 @@ def test_manifest_against_the_tensors(copied: Callable[[str], Path]) -> None:
     rewrite(directory, change)
     found = {(problem.tensor, problem.expected) for problem in verify(directory).problems}
     assert found == {("model.steps", "int32 [5]"), ("more", None), ("model.empty", None)}
+    assert verify(directory).bring_again == ()  # the same file once more would change nothing
 
 
 @pytest.mark.parametrize("key", ["files", "metadata", "tensors"])
