@@ -53,7 +53,7 @@ RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100  # fcntl.h
 _FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range)
 _NO_SUCH_CALL = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = _ASKED_BYTES = 1 << 20
 _CONFIGS, _MAX_CONFIG = (".json", ".py"), 16 << 20
 _copies: dict[tuple[str, frozenset[tuple[str, int]]], str] = {}
 
@@ -184,9 +184,14 @@ def lock(fd: int) -> bool:
 
 
 def will_need(fd: int, start: int, nbytes: int) -> None:
-    """Have the system fetch a part of a file, if it can; of a store it is fetched when it is read."""
+    """Have the system fetch a part of a file, if it can; of a store it is fetched when it is read.
+
+    For one call Linux fetches no more than it reads ahead, or than one request may have: with NFS and disks about 1 MiB.
+    """
     if fd < FIRST_NUMBER and hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_WILLNEED)
+        with contextlib.suppress(OSError):  # reading says what is wrong
+            for at in range(start, start + nbytes, _ASKED_BYTES):
+                os.posix_fadvise(fd, at, min(_ASKED_BYTES, start + nbytes - at), os.POSIX_FADV_WILLNEED)
 
 
 def will_read(

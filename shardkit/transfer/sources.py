@@ -143,6 +143,13 @@ class SourceFiles:
         """
         self._expected, self._num_places = ranges, num_places
 
+    def will_need(self, file: int, start: int, nbytes: int) -> None:
+        """Have the system fetch a part of a file on disk; one that cannot be opened is left to whoever reads it."""
+        if self.made(file) is None and not location_of(self.path(file)).plans_reads:
+            with suppress(ResourceError, IntegrityError):
+                storage.will_need(self.borrow(file), start, nbytes)
+                self.give_back(file)
+
     def made(self, file: int) -> Decoded | Computed | None:
         """Return how a file's bytes come to be; None if they lie in it as they are."""
         return self._files[file].made

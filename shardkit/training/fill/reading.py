@@ -71,6 +71,7 @@ and puts some there."""
 
 _APART_NBYTES = 256 << 10  # runs of a box that begin so far from each other are fetched one by one
 _SHORT_NBYTES = 6 << 20  # a shorter read, such as a large tensor's end, is done together with the next one
+_AHEAD_NBYTES = 32 << 20  # are being fetched; they take no memory of this process
 _ALIGNED_NBYTES = 16  # of what neighbours share a buffer: torch makes no other view of a dtype
 _NUM_BUFFERS = 2  # of a device: one is filled from storage while the other is copied
 _NUM_THREADS = 2  # one waits or converts while the other reads; more threads gain nothing on local files
@@ -423,14 +424,17 @@ def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _N
             ReadWorker(stack.enter_context(sources.reader())) for _ in range(min(num_threads, len(ordered)))
         ]
         idle = list(workers)  # one for each thread that runs
+        groups = [*_neighbours(ordered)]
+        ahead = _Ahead(groups, sources)
 
         def fill(reads: Sequence[Read]) -> None:
+            ahead.goes_on(reads)
             worker = idle.pop()
             with torch.no_grad():
                 worker.fill(reads)
             idle.append(worker)
 
-        jobs = [partial(fill, group) for group in _neighbours(ordered)]
+        jobs = [partial(fill, group) for group in groups]
         run_all(jobs, num_threads, threading.Event(), name="shardkit-fill")
         for worker in workers:
             worker.finish()
@@ -464,6 +468,34 @@ def _neighbours(ordered: Iterable[Read]) -> Iterator[list[Read]]:
         end = stop
     if group:
         yield group
+
+
+class _Ahead:
+    """Has the system fetch what is read next while something is read: one by one, each request is a wait.
+
+    It fetches nothing else: what the system reads ahead by itself goes beyond the ranges of a Hub file that a rank needs.
+
+    Args:
+        groups: what is read, in order.
+        sources: the files.
+    """
+
+    def __init__(self, groups: Iterable[Sequence[Read]], sources: SourceFiles) -> None:
+        self._left, self._sources = iter(groups), sources
+        self._asked = self._begun = 0
+        self._lock = threading.Lock()
+
+    def goes_on(self, reads: Sequence[Read]) -> None:
+        """Begin to fetch as much as reading has gone on, since these reads begin."""
+        with self._lock:
+            self._begun += sum(read.nbytes for read in reads)
+            while self._asked < self._begun + _AHEAD_NBYTES and (following := next(self._left, None)):
+                self._asked += sum(read.nbytes for read in following)
+                file, start = following[0].first
+                stop = following[-1].first[1] + following[-1].nbytes
+                ranges = [(start, stop)] if len(following) > 1 else _ranges(following)[file]
+                for begin, end in ranges:
+                    self._sources.will_need(file, begin, end - begin)
 
 
 def _ranges(reads: Iterable[Read]) -> Ranges:

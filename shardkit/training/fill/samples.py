@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from shardkit.core.catalog import Catalog, FileStamp
+from shardkit.core.catalog import Catalog, FileStamp, SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError
 from shardkit.files import storage
@@ -62,19 +62,29 @@ def take_samples(weights: Weights) -> str:
     """
     digest, opened = hashlib.sha256(), weights.opened
     assert opened is not None
-    for file, start, nbytes in _places(weights.catalog, weights.identity, weights.sampled_files):
-        source = weights.catalog.files[file]
-        try:
-            fd = opened.get(source.path)
-            if fd is None:
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-                fd = opened[source.path] = storage.open_fd(source.path, flags)
-                if source.stamp not in (None, FileStamp.of(storage.fstat(fd))):
-                    raise changed([source.name])
-            digest.update(storage.pread(fd, nbytes, start))
-        except OSError as error:
-            raise ResourceError(f"{escape(source.name)}: {error.strerror}") from error
+    places = [
+        (weights.catalog.files[file], start, nbytes)
+        for file, start, nbytes in _places(weights.catalog, weights.identity, weights.sampled_files)
+    ]
+    try:
+        # All at once: one by one, each is a wait on storage over a network.
+        for source, start, nbytes in places:
+            storage.will_need(_open(source, opened), start, nbytes)
+        for source, start, nbytes in places:
+            digest.update(storage.pread(opened[source.path], nbytes, start))
+    except OSError as error:
+        raise ResourceError(f"{escape(source.name)}: {error.strerror}") from error
     return digest.hexdigest()
+
+
+def _open(source: SourceFile, opened: dict[str, int]) -> int:
+    fd = opened.get(source.path)
+    if fd is None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = opened[source.path] = storage.open_fd(source.path, flags)
+        if source.stamp not in (None, FileStamp.of(storage.fstat(fd))):
+            raise changed([source.name])
+    return fd
 
 
 def _places(catalog: Catalog, identity: str, most_files: int) -> Iterator[tuple[int, int, int]]:

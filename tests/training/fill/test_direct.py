@@ -332,3 +332,34 @@ def test_a_neighbour_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ]
         with pytest.raises(IntegrityError, match=rf"ends at byte {last + 1} while {name} is read"):
             run_reads(reads, sources)
+
+
+def test_what_is_read_next_is_being_fetched_and_nothing_else(
+    sharded: tuple[Path, dict[str, torch.Tensor]], calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On storage over a network each request is a wait: they are under way together."""
+    directory, state = sharded
+    presharded = open_presharded(str(directory))
+    assert presharded is not None
+    asked, advise = list[tuple[int, int, int]](), os.posix_fadvise
+
+    def heard(fd: int, start: int, nbytes: int, advice: int) -> None:
+        asked.append((len(calls), start, start + nbytes))
+        advise(fd, start, nbytes, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", heard)
+    with SourceFiles((catalog := presharded.open_chunks()).files) as sources:
+        reads = [
+            read
+            for name, value in state.items()
+            for read in plan_reads(
+                catalog.tensors[name], catalog, full_region(tuple(value.shape)), torch.empty_like(value), name
+            )
+        ]
+        run_reads(reads, sources, num_threads=1)
+    assert max(stop - start for _, start, stop in asked) == 1 << 20
+    for number, (start, nbytes) in enumerate(calls):
+        before = [(max(first, start), min(stop, start + nbytes)) for at, first, stop in asked if at <= number]
+        assert sum(max(stop - first, 0) for first, stop in before) == nbytes
+    assert sum(stop - start for _, start, stop in asked) == sum(nbytes for _, nbytes in calls)
+    assert sum(at == 0 for at, _, _ in asked) >= 32  # MiB before the first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
+from shardkit.files import storage
 from shardkit.training.fill.reading import Supply, Weights
 from shardkit.training.fill.samples import kept_open, take_samples
 
@@ -68,3 +71,35 @@ def test_other_content_has_other_places(tmp_path: Path) -> None:
     catalog = source(tmp_path / "many", 300, 1)
     assert sampled(catalog, "a", 4)[1] != sampled(catalog, "b", 4)[1]
     assert sampled(catalog, "a", 0)[1] == set()
+
+
+def test_all_places_are_being_fetched_before_the_first_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, each is a wait on storage over a network."""
+    asked, read = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
+    pread = storage.pread
+
+    def heard(fd: int, start: int, nbytes: int, _: int) -> None:
+        assert not read
+        asked.append((fd, start, nbytes))
+
+    def counted(fd: int, nbytes: int, start: int) -> bytes:
+        read.append((fd, start, nbytes))
+        return pread(fd, nbytes, start)
+
+    monkeypatch.setattr(os, "posix_fadvise", heard)
+    monkeypatch.setattr(storage, "pread", counted)
+    sampled(source(tmp_path / "places", 3, 40))
+    assert asked == read
+    assert len(read) >= 64
+
+
+def test_a_system_that_takes_no_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    catalog = source(tmp_path / "places", 3, 40)
+    expected = sampled(catalog)
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    assert sampled(catalog) == expected
