@@ -102,9 +102,9 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
     """Write CHECKPOINT, sharded by any trainer, as a Hub model: safetensors, config, tokenizer.
 
     CHECKPOINT is what a trainer saved, or a run's directory, whose newest complete checkpoint is taken.
-    OUTPUT is the directory to make; by default it lies beside the checkpoint: last.ckpt/ -> last-hf/.
-    Optimizer and trainer state are neither read nor written. To continue an interrupted run, run the
-    same command again.
+    OUTPUT is the directory to make; by default it is in the working directory, and its name is the checkpoint's:
+    last.ckpt/ -> last-hf/. Optimizer and trainer state are neither read nor written. To continue an interrupted run, run
+    the same command again.
     """
     if not out.shows_bars and (options["base"] or options["push_to_hub"]):
         opt.silence_hub()

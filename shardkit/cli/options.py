@@ -249,7 +249,7 @@ def answering(function: Function) -> Function:
         "-q",
         first=True,
         is_flag=True,
-        help="Print no result and no notes; warnings and errors remain.",
+        help="Print warnings and errors alone; with --json the result too.",
     )
     @option(
         "General",
@@ -265,8 +265,6 @@ def answering(function: Function) -> Function:
     ) -> None:
         if quiet and verbose:
             raise click.UsageError("--quiet and --verbose exclude each other")
-        if quiet and as_json:
-            raise click.UsageError("--quiet prints no result, and --json is one: give one of them")
         show_whole_lists(verbose)
         if verbose:
             show_details()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
@@ -43,6 +45,8 @@ UNEVEN = 1.01
 """The largest file over the mean, below which nobody would notice."""
 
 _GAP = "  "
+_STAYS = "\0"
+"""Takes the place of a space at which no line is broken."""
 
 
 def show_whole_lists(whole: bool) -> None:
@@ -76,12 +80,14 @@ def max_lines() -> int:
 
 
 def check_facts(result: WriteResult | CommitResult) -> Iterator[tuple[str, str]]:
-    """Yield what was compared, and what could not be compared and why."""
+    """Yield what was compared, and what could not be compared and why; of a Hub model the latter with -v alone."""
     if result.checked_bytes:
         size = format_size(result.checked_bytes)
         yield "checked", f"{size} against the CRC-32s in the source"
     yield from limited("held against", [escape(path) for path in result.source_manifests])
-    for part in result.unchecked:
+    # Safetensors have no checksum: of a Hub model that is no news.
+    is_plain = getattr(result, "source_format", "") == "safetensors" and not result.checked_bytes
+    for part in () if is_plain and not LISTS_WHOLE.get() else result.unchecked:
         yield (
             "unchecked",
             f"{count(part.num_entries, 'tensor')}, {format_size(part.entry_bytes)}: {part.reason}",
@@ -288,7 +294,10 @@ class Output:
 
     def say(self, label: str, text: str) -> None:
         """Print `label: text` on stderr, e.g. a warning, an error or a hint."""
-        remark(f"{painted(label, sys.stderr)}: {printable(text, sys.stderr)}")
+        said = printable(text, sys.stderr)
+        if label != "resume":  # a command, to be copied
+            said = "\n  ".join(wrapped(said, sys.stderr, used=len(label) + 2, indent=2))
+        remark(f"{painted(label, sys.stderr)}: {said}")
 
     def progress(self) -> Progress:
         """Return a bar on a terminal, lines elsewhere, or what shows nothing if nobody wants to see it."""
@@ -382,6 +391,32 @@ def printable(text: str, stream: TextIO) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
+def wrapped(text: str, stream: TextIO, *, used: int, indent: int) -> list[str]:
+    """Return a text as lines that fit a terminal, broken between words; as one line for what is no terminal.
+
+    A command in backticks stays on one line, to be copied.
+
+    Args:
+        text: one line.
+        stream: where it is printed.
+        used: columns before the first line.
+        indent: columns before the others.
+    """
+    width = shutil.get_terminal_size().columns
+    if not stream.isatty() or used + len(text) <= width:
+        return [text]
+    whole = re.sub("`[^`]*`", lambda code: code[0].replace(" ", _STAYS), text)
+    first, *others = textwrap.wrap(
+        whole,
+        width,
+        initial_indent=" " * used,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_STAYS, " ") for line in (first[used:], *(other[indent:] for other in others))]
+
+
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent: str = "  ") -> list[str]:
     """Return rows as aligned lines, without the columns that are empty in every row.
 
@@ -406,10 +441,12 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent: s
 
 def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
     """Return (label, text) pairs as aligned lines. A label that repeats is shown once."""
-    rows: list[tuple[str, str]] = []
+    rows, labels = list[tuple[str, str]](), [*pairs]
+    indent = max((len(label) for label, _ in labels), default=0) + 2 * len(_GAP)
     previous = None
-    for label, text in pairs:
-        rows.append(("" if label == previous else label, text))
+    for label, text in labels:
+        first, *others = wrapped(text, sys.stdout, used=indent, indent=indent)
+        rows += [("" if label == previous else label, first), *(("", other) for other in others)]
         previous = label
     return table(rows)
 

@@ -166,7 +166,7 @@ def label_of(checkpoint: str) -> str:
 def default_output(label: str, source: str | None, mesh: Mesh) -> str:
     """Return a name made of label and mesh: "Qwen3-8B-dp_shard32", "last-dp_replicate2-dp_shard16".
 
-    The mesh takes the place of another one in the label: "last-dp_shard16" becomes "last-dp_shard32". It is one in the working directory, or beside the source where that lies around the working directory.
+    The mesh takes the place of another one in the label: "last-dp_shard16" becomes "last-dp_shard32".
 
     Args:
         label: of what is written.
@@ -177,6 +177,16 @@ def default_output(label: str, source: str | None, mesh: Mesh) -> str:
     name = "-".join([_OF_A_MESH.sub("", label), *axes])
     if name == label:  # the source's own name
         name = "-".join([label, *axes])
+    return default_place(name, source)
+
+
+def default_place(name: str, source: str | None) -> str:
+    """Return where an output lies that nobody has named: in the working directory, or beside a source that lies around it.
+
+    Args:
+        name: of the output.
+        source: what is read; None if it lies in a cache.
+    """
     if source is None or is_snapshot(source):  # beside it lies the Hub's cache
         return name
     home = storage.realpath(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -71,7 +72,7 @@ def test_files_that_are_copied_have_one_form(run, tiny):
         (tiny / f"tokenizer_{letter}.json").write_text("{}")
     names = "config.json, " + ", ".join(f"tokenizer_{letter}.json" for letter in "abcdefg")
     preshard = run("preshard", "tiny", "again", "--world-size", "2", "--wrap", "none")
-    assert f"  copy       9 files: {names}, ...\n" in preshard.stdout
+    assert f"  copy     9 files: {names}, ...\n" in preshard.stdout
     consolidate = run("consolidate", "ck", "hub", "--base", "tiny", "-n")
     assert f"  base       tiny, 9 files: {names}, ...\n" in consolidate.stdout
 
@@ -210,3 +211,60 @@ def test_a_line_stands_above_a_bar_that_is_on_its_way(terminal, clock):
     assert shown[0].endswith("\r")  # the bar was cleared
     assert "preshard:   0%" in shown[2]  # and is drawn again
     bar.finish()
+
+
+def test_quiet_json_is_the_document_alone(run, tiny):
+    (tiny / "config.json").write_text("{}")
+    args = ("preshard", "tiny", "a", "--world-size", "2", "--wrap", "none", "-n", "--json")
+    both, alone = run(*args, "-q"), run(*args)
+    assert (both.exit_code, both.stderr) == (0, "")
+    assert json.loads(both.stdout).keys() == json.loads(alone.stdout).keys()
+    page = run("inspect", "tiny", "--html", "page.html", "-q")
+    assert (page.exit_code, page.output) == (0, "")
+    assert (tiny.parent / "page.html").exists()
+
+
+def test_what_is_good_news_each_time_is_said_with_v_alone(run, tiny):
+    """That safetensors have no checksum; that names and shapes are the base's."""
+    (tiny / "config.json").write_text('{"model_type": "llama"}')
+    preshard = ("preshard", "tiny", "--world-size", "2", "--wrap", "none")
+    assert "no CRC-32 is recorded" not in run(*preshard, "a").output
+    assert "  unchecked  4 tensors, 116 B: no CRC-32 is recorded\n" in run(*preshard, "b", "-v").stdout
+    assert json.loads(run(*preshard, "c", "--json").stdout)["unchecked"]
+    same = "names and shapes are the same as in tiny\n"
+    assert same not in run("consolidate", "a", "d", "--base", "tiny").output
+    assert same in run("consolidate", "a", "e", "--base", "tiny", "-v").stderr
+
+
+TEXT = "a long note names `shardkit verify last.ckpt` at its end"
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (80, [f"note: {TEXT}"]),
+        (44, ["note: a long note names", "  `shardkit verify last.ckpt` at its end"]),
+        (20, ["note: a long note", "  names", "  `shardkit verify last.ckpt`", "  at its end"]),
+    ],
+)
+def test_a_note_is_broken_between_words_and_not_in_a_command(terminal, monkeypatch, width, lines):
+    screen = terminal()
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    Output().say("note", TEXT)
+    assert screen.getvalue().splitlines() == lines
+    Output().say("resume", TEXT)  # a command, to be copied
+    assert screen.getvalue().splitlines()[len(lines) :] == [f"resume: {TEXT}"]
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    Output().say("note", TEXT)  # a log, in which each note is one line
+    assert sys.stderr.getvalue() == f"note: {TEXT}\n"
+
+
+def test_a_fact_is_broken_below_itself(monkeypatch):
+    pairs = [("copy", "3 files: config.json, tokenizer.json"), ("time", "1 s"), ("time", "2 s")]
+    assert output.facts(pairs)[0] == "  copy  3 files: config.json, tokenizer.json"
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    found = output.facts(pairs)
+    assert found[:2] == ["  copy  3 files: config.json,", "        tokenizer.json"]
+    assert found[2:] == ["  time  1 s", "        2 s"]

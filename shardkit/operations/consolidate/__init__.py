@@ -31,7 +31,13 @@ from shardkit.operations.consolidate.assets import earlier_assets
 from shardkit.operations.consolidate.job import ConsolidateJob, build_job
 from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.consolidate.run import ClassCheck, HubDescriptions
-from shardkit.operations.destination import check_sidecar, is_file_of, label_of, write_sidecar
+from shardkit.operations.destination import (
+    check_sidecar,
+    default_place,
+    is_file_of,
+    label_of,
+    write_sidecar,
+)
 from shardkit.operations.parts.pool import in_pool
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken, adapter_file, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
@@ -45,7 +51,7 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
 
     Args:
         checkpoint: a checkpoint, or a run's directory, whose newest complete checkpoint is taken.
-        output: the directory to make; by default beside the checkpoint and named after it.
+        output: the directory to make; by default in the working directory, named after the checkpoint.
         base: the model that it was trained from, a directory or a repo id. Config and tokenizer are taken from it, and
             names and shapes must be the same. By default it is what the trainer put into the checkpoint.
         base_revision: branch, tag or commit of a repo id.
@@ -121,10 +127,9 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
     taken = take(checkpoint, strict=options.strict)
     resolved = taken.resolved
     writer.warn(resolved.warnings)
-    output = (
-        default_output(checkpoint if beside else resolved.path) if options.output is None else options.output
-    )
-    path = writer.check_destination(os.fspath(output), resolved.path)
+    named, output = checkpoint if beside else resolved.path, options.output
+    chosen = default_output(named) if output is None else output
+    path = writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
     sidecar = _find_sidecar(options, writer, resolved.path)
     writer.describes_elsewhere = sidecar is not None
     opened, base = _open(taken, options)
@@ -242,8 +247,8 @@ def _write_record(path: str, data: bytes, *, overwrite: bool) -> None:
 
 
 def default_output(checkpoint: str) -> str:
-    """Return a sibling named after a checkpoint: `run/last.ckpt` -> `run/last-hf`."""
-    return os.path.join(os.path.dirname(storage.absolute(checkpoint)), label_of(checkpoint) + EXPORT_ENDING)
+    """Return a name made of a checkpoint's: `run/last.ckpt` -> `last-hf`."""
+    return default_place(label_of(checkpoint) + EXPORT_ENDING, checkpoint)
 
 
 def _open(taken: Taken, options: ConsolidateOptions) -> tuple[Checkpoint, Base | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from shardkit.keys.tokens import TokenRows
 from shardkit.layout.traced import ModelNames
 from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.consolidate.vocabulary import RowsChange
+
+_log = logging.getLogger("shardkit")
 
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
 _OTHER_NAMES = (
@@ -118,11 +121,10 @@ def check_fit(
         notes=tuple(said), is_whole=not (found.missing or found.wrong_shapes), carried=tuple(carried)
     )
     if found.is_equal and not filling.refused and (allow_missing or not short):
-        what = (
-            "names, and shapes but for the rows of the vocabulary,"
-            if vocabulary.changed
-            else "names and shapes"
-        )
+        if not vocabulary.changed:
+            _log.debug("names and shapes are the same as in %s", label)
+            return fit
+        what = "names, and shapes but for the rows of the vocabulary,"
         return replace(fit, notes=(f"{what} are the same as in {label}", *said))
     if not base.is_given:
         told = tuple(_differences(found, f"the weights in {label}"))

@@ -717,24 +717,41 @@ class TestDestination:
     @pytest.mark.parametrize(
         ("checkpoint", "output"),
         [
-            ("/run/last.ckpt", "/run/last-hf"),
-            ("/run/last.ckpt/", "/run/last-hf"),
-            ("/run/epoch=0-step=2.ckpt", "/run/epoch=0-step=2-hf"),
-            ("/run/step-1000", "/run/step-1000-hf"),
-            ("/run/pytorch_model.bin", "/run/pytorch_model-hf"),
+            ("/run/last.ckpt", "last-hf"),
+            ("/run/last.ckpt/", "last-hf"),
+            ("/run/epoch=0-step=2.ckpt", "epoch=0-step=2-hf"),
+            ("/run/step-1000", "step-1000-hf"),
+            ("/run/pytorch_model.bin", "pytorch_model-hf"),
+            ("s3://bucket/run/step-1000", "step-1000-hf"),
         ],
     )
     def test_default(self, checkpoint: str, output: str) -> None:
         assert default_output(checkpoint) == output
 
+    def test_a_checkpoint_around_the_working_directory_gets_a_sibling(
+        self, trained: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(trained)
+        assert default_output(str(trained)) == f"{trained}-hf"
+
     def test_a_runs_newest_checkpoint_is_taken(self, tmp_path: Path) -> None:
         for step in (9, 10):
             save({"model": {"w.weight": torch.full((2,), float(step))}}, tmp_path / "run" / f"step-{step}")
         result = shardkit.consolidate(tmp_path / "run")
-        assert result.output == str(tmp_path / "run" / "step-10-hf")
+        assert result.output == str(tmp_path / "step-10-hf")
         assert result.step == 10
         (value,) = load(result.output).values()
         assert value[0] == 10
+
+    def test_the_same_step_of_another_run_gets_a_longer_name(self, tmp_path: Path) -> None:
+        for run in ("one", "two"):
+            save({"model": {"w.weight": torch.ones(2)}}, tmp_path / run / "step-9")
+        assert shardkit.consolidate(tmp_path / "one").output == str(tmp_path / "step-9-hf")
+        save({"model": {"w.weight": torch.zeros(2)}}, tmp_path / "two" / "step-9")
+        with pytest.raises(UsageError, match="exists") as caught:
+            shardkit.consolidate(tmp_path / "two")
+        assert caught.value.hint is not None
+        assert "two-step-9-hf" in caught.value.hint
 
     def test_an_earlier_output_is_replaced_whole(self, trained: Path) -> None:
         old = shardkit.consolidate(trained, max_shard_size=4000)
