@@ -250,7 +250,7 @@ def _foreign(rules: RuleSet, model_type: object) -> str:
 
 def foreign_type(rules: RuleSet, config: Mapping[str, Any] | None) -> tuple[str, ...]:
     """Return a warning if rules that a person named were written for another architecture than a config's."""
-    model_type = (config or {}).get("model_type")
+    model_type = (config_for([rules], config) or {}).get("model_type")
     if not _foreign(rules, model_type):
         return ()
     return (

@@ -15,8 +15,8 @@ from shardkit.errors import ShardkitError
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.base import Base, saved_derived
 from shardkit.keys.expressions import Opaque
-from shardkit.keys.rule_sets import choose_shipped
 from shardkit.keys.select import Globs, Naming, Selection
+from shardkit.layout.decided import decide_names
 from shardkit.layout.traced import ModelNames, may_differ_in_memory
 from shardkit.operations.consolidate.adapter import Chosen
 from shardkit.operations.keys import AUTO, NONE
@@ -105,9 +105,9 @@ def make_sieve(
     if keys != NONE:
         shapes = _all_shapes(checkpoint, naming, select)
         config = base.config if base is not None else None
-        fits = keys == AUTO and len(choose_shipped(shapes, config, side="model").fitting) == 1
+        fits = keys == AUTO and decide_names(shapes, side="model", takes_shipped=True, config=config).rules
         if keys != AUTO or fits:
-            return Sieve(globs=globs, undecided=frozenset(shapes), takes_rules=fits)
+            return Sieve(globs=globs, undecided=frozenset(shapes), takes_rules=bool(fits))
     changed = {fqn for fqn, made in saved_derived(checkpoint).items() if not isinstance(made, Opaque)}
     asked = None
     if (

@@ -44,10 +44,11 @@ from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, made_n
 from shardkit.keys.names import in_order
 from shardkit.keys.quantised import may_be_quantised
 from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
-from shardkit.keys.rule_sets import Padding, bind_in_form, choose_shipped, config_for, foreign_type
-from shardkit.keys.rules import Binding, RuleSet
+from shardkit.keys.rule_sets import Padding
+from shardkit.keys.rules import RuleSet
 from shardkit.keys.select import Naming, Selection, select_model
 from shardkit.keys.ties import is_output, may_be_untied, ties_embeddings
+from shardkit.layout.decided import DecidedNames, as_tensors, decide_names
 from shardkit.layout.traced import (
     ClassAnswer,
     HubForm,
@@ -459,17 +460,18 @@ def _choose_rules(
 ) -> tuple[Selection, Chosen]:
     """Apply the shipped key rules that know all of a trainer's own names, if there is one such set."""
     config = base.config if base else None
-    choice = choose_shipped(_live_shapes(selection, chosen), config, side="model", padding=padding)
-    for rules, _ in choice.fitting:
+    shapes = _live_shapes(selection, chosen)
+    decided = decide_names(shapes, side="model", takes_shipped=True, config=config, padding=padding)
+    for rules in decided.candidates:
         _log.debug("key rules %s fit all names", escape(rules.name))
-    for reason in choice.reasons:
+    for reason in decided.why_not:
         _log.debug("key rules: %s", reason)
-    if len(choice.fitting) == 1:
-        return _bound(selection, chosen, *choice.fitting[0])
+    if decided.rules is not None:
+        return _bound(selection, chosen, decided.rules, decided)
     # Without a config all of them lack the same thing, which the warning about the names asks for.
-    reasons = choice.reasons if _has_config(base) or not selection.unloadable else ()
-    if choice.fitting:
-        names = " and ".join(rules.name for rules, _ in choice.fitting)
+    reasons = decided.why_not if _has_config(base) or not selection.unloadable else ()
+    if decided.candidates:
+        names = " and ".join(rules.name for rules in decided.candidates)
         reasons = (f"several sets of key rules fit: {names}; choose one with --keys",)
     warnings = (*chosen.warnings, *(f"key rules: {reason}" for reason in reasons))
     return selection, replace(chosen, warnings=warnings, why_not_rules=tuple(reasons))
@@ -497,17 +499,22 @@ def _apply_rules(
             "--keys gives the names, and --strip-prefix, --add-prefix and --rename would have no effect",
             hint="leave them out, and write the names into the rules; --root says where the model begins",
         )
-    config = config_for([rules], base.config if base else None)
+    config = base.config if base else None
+
+    def decide(chosen: Chosen) -> DecidedNames:
+        shapes = _live_shapes(selection, chosen)
+        return decide_names(shapes, side="model", rules=rules, config=config, padding=padding)
+
     fewer = sieve.without(chosen, selection)
     try:
-        binding = bind_in_form(rules, _live_shapes(selection, chosen), config, side="model", padding=padding)
+        decided = decide(chosen)
     except LayoutError:
         if len(fewer.names) == len(chosen.names):
             raise
         chosen = fewer
-        binding = bind_in_form(rules, _live_shapes(selection, chosen), config, side="model", padding=padding)
-    chosen = replace(chosen, warnings=(*chosen.warnings, *foreign_type(rules, config)))
-    return _bound(selection, chosen, rules, binding)
+        decided = decide(chosen)
+    chosen = replace(chosen, warnings=(*chosen.warnings, *decided.warnings))
+    return _bound(selection, chosen, rules, decided)
 
 
 def _live_shapes(selection: Selection, chosen: Chosen) -> dict[str, Shape]:
@@ -516,15 +523,15 @@ def _live_shapes(selection: Selection, chosen: Chosen) -> dict[str, Shape]:
 
 
 def _bound(
-    selection: Selection, chosen: Chosen, rules: RuleSet, binding: Binding
+    selection: Selection, chosen: Chosen, rules: RuleSet, decided: DecidedNames
 ) -> tuple[Selection, Chosen]:
     """Return the tensors to write under key rules."""
     sources = {selection.live.get(source, name): source for source, name in chosen.names.items()}
     notes = [f"names turned into the Hub's by the key rules of {escape(rules.title)}"]
-    if binding.dropped:
-        notes.append(f"left out by the key rules: {listed(binding.dropped)}")
-    notes += binding.notes
-    chosen = replace(_made(chosen, binding.made, sources), keys=rules.name, notes=(*chosen.notes, *notes))
+    if decided.dropped:
+        notes.append(f"left out by the key rules: {listed(decided.dropped)}")
+    notes += decided.notes
+    chosen = replace(_made(chosen, decided.made, sources), keys=rules.name, notes=(*chosen.notes, *notes))
     return replace(selection, renaming=(), renamed=(), are_hubs=True), chosen
 
 
@@ -535,17 +542,13 @@ def _made(chosen: Chosen, made: Mapping[str, Expression], sources: Mapping[str, 
         made: name in the output -> an expression of names in memory.
         sources: name in memory -> name in the catalog.
     """
-    tensors = chosen.catalog.tensors
-    plain = {sources[each.name]: name for name, each in made.items() if isinstance(each, Stored)}
-    others = {name: under_names(each, sources) for name, each in made.items() if not isinstance(each, Stored)}
-    made_names = {name: made_name(name, tensors) for name in others}
-    origins = {
-        made_names[name]: frozenset(leaf.name for leaf in leaves(each)) for name, each in others.items()
-    }
+    stored = {name: under_names(each, sources) for name, each in made.items()}
+    names, others = as_tensors(stored, chosen.catalog.tensors)
+    origins = {source: frozenset(leaf.name for leaf in leaves(each)) for source, each in others.items()}
     return replace(
         chosen,
-        catalog=bind(chosen.catalog, {made_names[name]: each for name, each in others.items()}),
-        names={**plain, **{made_names[name]: name for name in others}},
+        catalog=bind(chosen.catalog, others),
+        names={source: name for name, source in names.items()},
         origins={**chosen.origins, **origins},
     )
 

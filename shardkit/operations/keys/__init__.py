@@ -35,9 +35,10 @@ from shardkit.keys.expressions import (
     leaves,
     pieces,
 )
-from shardkit.keys.rule_sets import bind_in_form, choose_shipped, find_shipped, foreign_type, shipped
-from shardkit.keys.rules import Binding, RuleSet, Side, parse_rules
+from shardkit.keys.rule_sets import find_shipped, foreign_type, shipped
+from shardkit.keys.rules import RuleSet, Side, parse_rules
 from shardkit.keys.select import select_model
+from shardkit.layout.decided import DecidedNames, decide_names
 from shardkit.layout.traced import ask_names
 from shardkit.operations.resolve import take
 
@@ -156,16 +157,11 @@ def check_keys(
     """
     found, opened = load_rules(rules), _open(os.fspath(source), base)
     try:
-        binding, problems = (
-            bind_in_form(
-                found, opened.shapes, opened.config, side=opened.side, padding=opened.checkpoint.padding
-            ),
-            tuple[str, ...](),
-        )
+        decided, problems = _decide(opened, rules=found), tuple[str, ...]()
     except LayoutError as error:
-        binding, problems = Binding(made={}), tuple(error.problems)
-    foreign = foreign_type(found, opened.config)
-    return _result(opened, found.name, found.title, binding, problems=problems, warnings=foreign)
+        foreign, problems = foreign_type(found, opened.config), tuple(error.problems)
+        decided = DecidedNames(made={}, by={}, warnings=foreign)
+    return _result(opened, found.name, found.title, decided, problems=problems)
 
 
 @may_follow_links
@@ -189,25 +185,20 @@ def show_keys(
     hub = opened.checkpoint.hub
     if hub is not None and (hub.config or {}).get("architectures"):
         try:
-            asked = ask_names(hub.directory, opened.shapes)
+            decided = _decide(opened, asked=ask_names(hub.directory, opened.shapes))
         except ShardkitError as error:
             reason = error.message
         else:
-            renamed = {fqn: Stored(name, opened.shapes[name]) for fqn, name in asked.names.items()}
-            binding = Binding(
-                made={**renamed, **asked.converted}, dropped=tuple(sorted({*asked.unused, *asked.ignored}))
-            )
-            return _result(opened, "transformers", "the model's class in transformers", binding)
+            return _result(opened, "transformers", "the model's class in transformers", decided)
     else:
         reason = "there is no config.json that names an architecture"
-    choice = choose_shipped(opened.shapes, opened.config, side=opened.side, padding=opened.checkpoint.padding)
-    if len(choice.fitting) == 1:
-        ((rules, binding),) = choice.fitting
-        return _result(opened, rules.name, rules.title, binding, notes=choice.reasons)
-    said = [f"{rules.name} fits: {rules.title}" for rules, _ in choice.fitting]
-    if choice.reasons:
+    decided = _decide(opened, takes_shipped=True)
+    if decided.rules is not None:
+        return _result(opened, decided.rules.name, decided.rules.title, decided, notes=decided.why_not)
+    said = [f"{rules.name} fits: {rules.title}" for rules in decided.candidates]
+    if decided.why_not:
         give = "" if opened.config is not None else "; give one with --base MODEL"
-        said += [f"{why}{give}" for why in choice.reasons]
+        said += [f"{why}{give}" for why in decided.why_not]
     elif not said:
         said.append(f"no shipped rule set knows all of these names{'' if hub is None else f', and {reason}'}")
     apart = (
@@ -217,8 +208,12 @@ def show_keys(
         said.append(
             f"consolidate takes {count(len(apart), 'tensor')} apart, as the manifest says: {listed(apart)}"
         )
-    same = Binding(made={name: Stored(name, shape) for name, shape in opened.shapes.items()})
-    return _result(opened, None, "names as they are", same, notes=tuple(said))
+    return _result(opened, None, "names as they are", decided, notes=tuple(said))
+
+
+def _decide(opened: _OpenedSide, **who: Any) -> DecidedNames:
+    config, padding = opened.config, opened.checkpoint.padding
+    return decide_names(opened.shapes, side=opened.side, config=config, padding=padding, **who)
 
 
 def _open(path: str, base: str | os.PathLike[str] | None) -> _OpenedSide:
@@ -261,11 +256,10 @@ def _result(
     opened: _OpenedSide,
     rules: str | None,
     title: str,
-    binding: Binding,
+    decided: DecidedNames,
     *,
     problems: tuple[str, ...] = (),
     notes: Iterable[str] = (),
-    warnings: tuple[str, ...] = (),
 ) -> KeysResult:
     return KeysResult(
         source=opened.path,
@@ -282,12 +276,12 @@ def _result(
                 sources=tuple(each.pattern for each in fold((n, None) for n in _names(made))),
                 is_reordered=_is_reordered(made),
             )
-            for name, made in binding.made.items()
+            for name, made in decided.made.items()
         ),
-        dropped=binding.dropped,
+        dropped=decided.dropped,
         problems=problems,
         notes=(*opened.checkpoint.notes, *notes),
-        warnings=warnings,
+        warnings=decided.warnings,
     )
 
 

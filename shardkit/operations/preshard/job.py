@@ -22,12 +22,13 @@ from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
 from shardkit.formats.gaps import gaps_of
 from shardkit.formats.trainers.verl_writer import placed_by_verl, rank_images
-from shardkit.keys.expressions import Expression, Opaque, Stored, made_name
+from shardkit.keys.expressions import Expression, Opaque
 from shardkit.keys.rule_sets import foreign_type
-from shardkit.keys.rules import RuleSet, bind_names
+from shardkit.keys.rules import RuleSet
 from shardkit.layout.choice.choose import make_layout
 from shardkit.layout.choice.factored import factor_layout
 from shardkit.layout.choice.parallel_rules import data_axes, parallelise
+from shardkit.layout.decided import as_tensors, decide_names
 from shardkit.layout.layout import Layout, declare
 from shardkit.layout.own_code import of_directory
 from shardkit.operations.casts import (
@@ -421,14 +422,9 @@ def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleS
         LayoutError: the rules do not fit; lists every problem.
     """
     stored = model.catalog.tensors
-    binding = bind_names(
-        rules, {name: entry.shape for name, entry in stored.items()}, model.config, side="hub"
-    )
-    sources = {
-        fqn: made.name if isinstance(made, Stored) else made_name(fqn, stored)
-        for fqn, made in binding.made.items()
-    }
-    made = {sources[fqn]: each for fqn, each in binding.made.items() if not isinstance(each, Stored)}
+    shapes = {name: entry.shape for name, entry in stored.items()}
+    decided = decide_names(shapes, side="hub", rules=rules, config=model.config)
+    sources, made = as_tensors(decided.made, stored)
     bound = bind(model.catalog, made).tensors
     layout = declare(
         {fqn: replace(bound[source], fqn=fqn) for fqn, source in sources.items()},
@@ -448,7 +444,7 @@ def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleS
         ties=(*layout.ties, *ties),
         sources=sources,
         made=made,
-        omitted=tuple((name, f"the key rules of {rules.title} leave it out") for name in binding.dropped),
+        omitted=tuple((name, f"the key rules of {rules.title} leave it out") for name in decided.dropped),
     )
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardkit import formats
 from shardkit._version import major
-from shardkit.core.catalog import Catalog, TensorEntry, subset
+from shardkit.core.catalog import Catalog, subset
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
@@ -41,10 +41,10 @@ from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
 from shardkit.keys.quantised import why_quantised, why_scales
 from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
-from shardkit.keys.rule_sets import bind_in_form
 from shardkit.keys.rules import RuleSet
 from shardkit.keys.select import select_model
 from shardkit.layout.classes import transformers_model
+from shardkit.layout.decided import DecidedNames, decide_names
 from shardkit.layout.naming import NameMatch, match_names
 from shardkit.layout.own_code import OwnCode
 from shardkit.operations.environment import package_version
@@ -255,7 +255,8 @@ def find_weights(
     tensors = source.catalog.tensors
     own = transformers_model(model)
     config = stored.config or (None if own is None else own.config.to_dict())
-    bound = None if rules is None else _by_rules(rules, stored.names, tensors, wanted, config)
+    decided = None if rules is None else _by_rules(rules, stored.names, source, wanted, config)
+    bound = None if decided is None else decided.made
     shapes = {name: tensors[name].shape for name in stored.names}
     if bound is not None:
         shapes = {name: made.shape for name, made in bound.items()}
@@ -284,7 +285,7 @@ def find_weights(
         unused={name: shapes[name] for name in found.unused},
         match=found,
         quantised=stored.quantised or why_scales(found.unused) or _why_scaled(source, found.unused),
-        notes=(*stored.notes, *_match_notes(found)),
+        notes=(*stored.notes, *(decided.warnings if decided else ()), *_match_notes(found)),
         naming=_naming(stored, found, ties),
         assets=stored.assets,
         open_chunks=stored.open_chunks,
@@ -301,24 +302,16 @@ def _why_scaled(source: Source, unused: Collection[str]) -> str | None:
 def _by_rules(
     rules: RuleSet,
     stored: Mapping[str, str],
-    tensors: Mapping[str, TensorEntry],
+    source: Source,
     wanted: Collection[str],
     config: Mapping[str, object] | None,
-) -> dict[str, Expression]:
-    """Apply key rules to a source's tensors; return name on the other side -> expression of stored names."""
-    shapes = {below: tensors[name].shape for name, below in stored.items()}
+) -> DecidedNames:
+    """Apply key rules to a source's tensors, whichever side they are of; what they make is of stored names."""
+    shapes = {below: source.catalog.tensors[name].shape for name, below in stored.items()}
     names = {below: name for name, below in stored.items()}
-    # The names at hand are of the side that the rules know; if they know both, that of which the model has the other.
-    errors = list[LayoutError]()
-    for side in ("hub", "model"):
-        try:
-            binding = bind_in_form(rules, shapes, config, side=side, wanted=wanted)
-        except LayoutError as error:
-            errors.append(error)
-            continue
-        if side == "model" or any(name in wanted for name in binding.made):
-            return {name: under_names(made, names) for name, made in binding.made.items()}
-    raise min(errors, key=lambda error: len(error.problems))
+    padding = None if source.checkpoint is None else source.checkpoint.padding
+    decided = decide_names(shapes, side=None, rules=rules, config=config, padding=padding, wanted=wanted)
+    return replace(decided, made={name: under_names(made, names) for name, made in decided.made.items()})
 
 
 def _once(found: NameMatch, source: Source, stored: _Stored) -> NameMatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+import shardkit
 from shardkit.errors import LayoutError
 from shardkit.operations.consolidate import consolidate
 from tests.keys.trainers import SETS, VOCAB, config, layers_one_by_one, megatron, numbered, padded
 from tests.operations.consolidate.checkpoints import hub, load, save, tokenizer
+from tests.operations.keys.test_keys import Tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 
@@ -77,6 +80,16 @@ def test_padding_is_cut_as_the_arguments_say(tmp_path: Path) -> None:
     assert rows_of(made) == (VOCAB, VOCAB)
     found = load(made.output)
     assert all(np.array_equal(found[name].numpy(), value) for name, value in MODEL.items())
+
+
+def test_training_cuts_the_same_padding(tmp_path: Path) -> None:
+    sizes = {"padded_vocab_size": 42, **ARGS}
+    checkpoint, base = trained(tmp_path, padded(layers_one_by_one(megatron(MODEL)), 42), sizes)
+    shutil.copy(base / "config.json", checkpoint)
+    expected = {name: torch.from_numpy(value.astype(np.float32)) for name, value in MODEL.items()}
+    model = Tree(expected)
+    shardkit.load_into(model, checkpoint, keys="megatron-llama")
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,44 @@ def test_a_language_model_is_known_in_the_config_of_a_larger_one(
     assert all(torch.equal(found[key], value) for key, value in whole.items())
 
 
+@pytest.mark.parametrize("name", ["torchtitan-llama3", "megatron-mixtral"])
+def test_all_verbs_find_the_numbers_of_a_language_model_in_the_config_of_a_larger_one(
+    name: str, tmp_path: Path
+) -> None:
+    hub, theirs = make(name, tmp_path)
+    text = json.loads((hub / "config.json").read_text())
+    (hub / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
+    checked = shardkit.check_keys(name, hub)
+    assert (checked.problems, checked.warnings) == ((), ())
+    done = shardkit.preshard(hub, tmp_path / "sharded", world_size=1, keys=name, wrap="none", layout="auto")
+    assert not any(title(name) in warning for warning in done.warnings)
+    read = {key: torch.zeros_like(value) for key, value in theirs.items()}
+    dcp.load(read, checkpoint_id=tmp_path / "sharded", no_dist=True)
+    model = Tree(theirs)
+    shardkit.load_into(model, hub, keys=name)
+    for key, value in theirs.items():
+        assert torch.equal(read[key], value)
+        assert torch.equal(model.state_dict()[key], value)
+
+
+def test_all_verbs_say_that_rules_are_for_another_architecture(tmp_path: Path) -> None:
+    hub, theirs = make("torchtitan-llama3", tmp_path)
+    values = json.loads((hub / "config.json").read_text())
+    (hub / "config.json").write_text(json.dumps({**values, "model_type": "phi3"}))
+    dcp.save({"model": theirs}, checkpoint_id=tmp_path / "trained", no_dist=True)
+    keys, out = "torchtitan-llama3", str(tmp_path / "out")
+    context = shardkit.prepare(lambda: Tree(theirs), hub, keys=keys)
+    assert context.weights is not None
+    told = [
+        shardkit.check_keys(keys, hub).warnings,
+        shardkit.preshard(hub, out, world_size=1, keys=keys, dry_run=True).warnings,
+        shardkit.consolidate(tmp_path / "trained", out, base=hub, keys=keys, dry_run=True).warnings,
+        context.weights.notes,
+    ]
+    for lines in told:
+        assert sum("and phi3 is none of these" in line for line in lines) == 1
+
+
 def test_a_model_that_a_person_built_is_filled_through_rules(tmp_path: Path) -> None:
     hub, theirs = make("torchtitan-llama3", tmp_path)
     model = Tree(theirs)
@@ -144,6 +182,12 @@ def test_a_model_that_a_person_built_is_filled_through_rules(tmp_path: Path) -> 
     assert len(context.expected) == len(theirs)
     with pytest.raises(LayoutError):
         shardkit.load_into(Tree(theirs), hub)
+
+
+def title(name: str) -> str:
+    found = find_shipped(name)
+    assert found is not None
+    return found.title
 
 
 class Tree(torch.nn.Module):
