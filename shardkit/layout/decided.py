@@ -1,26 +1,42 @@
-"""What tensors are on the other side, whoever asks: one order of those who may know, and who decided each name.
+"""What tensors are on the other side: the same order of sources for every verb, and who decided each name.
 
-    a person      rules that a person gave: they fit all names, or are refused
-    shipped       the one set of rules that knows all names of a model in memory
+    person      rules that a person gave; they fit all names, or are refused
+    manifest    what tensors were made of when they were read from the Hub's files
+    shipped     the one set of rules that knows all names of a model in memory
+    class       what the class of a config makes of the names in its files
 
-`keys.select` has found the tensors before, and their names below the model's root.
+Before that, `keys.select` names tensors by a person's prefixes, by recorded rules, and by the names and shapes of a
+base. Each of these here begins with the result of the one before. Where it is known which names are wanted, the next one
+is asked only if some of them are missing, and its answer is taken only if more of them are there with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardkit.core.regions import Shape
-from shardkit.errors import LayoutError
-from shardkit.keys.expressions import Expression, Stored, made_name
+from shardkit.core.text import count, escape
+from shardkit.errors import LayoutError, SourceError
+from shardkit.keys.expressions import (
+    Cut,
+    Expression,
+    Stored,
+    Zeros,
+    concat,
+    leaves,
+    made_name,
+    substitute,
+)
+from shardkit.keys.inverse import invert
 from shardkit.keys.rule_sets import Padding, bind_in_form, choose_shipped, config_for, foreign_type
 from shardkit.keys.rules import RuleSet, Side
 from shardkit.layout.traced import ModelNames
 
-Decider = Literal["person", "shipped", "class", "nobody"]
-"""Who decides what a tensor is on the other side, in the order in which they are asked."""
+Decider = Literal["selection", "person", "manifest", "shipped", "class"]
+"""Who decided what a tensor is on the other side; "selection" where it has the name that it was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +51,10 @@ class DecidedNames:
     """Those that decided."""
     dropped: tuple[str, ...] = ()
     """Names at hand that the rules leave out."""
+    apart: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Name on the other side -> names at hand of what it is a part of, or made of."""
+    padded: Mapping[str, int] = field(default_factory=dict)
+    """Name on the other side -> rows at its end that the model drops, and that are zeros."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     candidates: tuple[RuleSet, ...] = ()
@@ -42,54 +62,69 @@ class DecidedNames:
     why_not: tuple[str, ...] = ()
     """Why other shipped sets that know all names, or most, do not fit."""
 
+    @property
+    def gone(self) -> frozenset[str]:
+        """Names at hand of tensors that were taken apart."""
+        return frozenset[str]().union(*self.apart.values())
+
 
 def decide_names(
     shapes: Mapping[str, Shape],
     *,
     side: Side | None,
+    names: Mapping[str, str] | None = None,
     rules: RuleSet | None = None,
+    derived: Mapping[str, Expression] | None = None,
     takes_shipped: bool = False,
-    asked: ModelNames | None = None,
+    ask: Callable[[], ModelNames | None] | None = None,
     config: Mapping[str, Any] | None = None,
     padding: Padding | None = None,
-    wanted: Collection[str] = (),
+    wanted: Mapping[str, Shape | None] | None = None,
+    theirs: Collection[str] = (),
 ) -> DecidedNames:
-    """Return what tensors are on the other side; where nobody knows, they keep their names.
+    """Return what tensors are on the other side; what nobody knows keeps the name that it was given.
 
     Args:
-        shapes: by name.
-        side: which side the names are of. None leaves that to a person's rules: it is the side that they know; if they
+        shapes: by name at hand: on the Hub, or below the root of a model in memory.
+        side: which side these names are of. None leaves that to a person's rules: it is the side that they know; if they
             know both, that of which the other one is wanted.
+        names: name at hand -> name that `keys.select` gave; None changes none.
         rules: what a person asks for.
+        derived: what a manifest says that names in memory were made of.
         takes_shipped: a shipped set may decide, if it is the only one that fits.
-        asked: what the model's class says of the Hub's names.
+        ask: asks the class; it may return None, and is called last, as this may take seconds.
         config: config.json, for numbers and the type of the model; None if there is none.
         padding: what is known of a padded vocabulary.
-        wanted: names on the other side, where they are known.
+        wanted: shape by name on the other side, None for one that is not known; None if it does not matter.
+        theirs: names of the other side that the class does not change.
 
     Raises:
         LayoutError: a person's rules do not fit; lists every problem.
+        SourceError: a tensor would be there under its own name, and as a part of another.
     """
     if rules is not None:
-        return _by_person(shapes, side, rules, config, padding, wanted)
-    if asked is not None:
-        return _by_class(shapes, asked)
-    if takes_shipped and side is not None:
-        choice = choose_shipped(shapes, config, side=side, padding=padding)
-        candidates = tuple(each for each, _ in choice.fitting)
-        if len(candidates) > 1 or not candidates:
-            return _as_they_are(shapes, candidates=candidates, why_not=choice.reasons)
-        ((rules, binding),) = choice.fitting
-        return DecidedNames(
-            made=binding.made,
-            by=dict.fromkeys(binding.made, "shipped"),
-            rules=rules,
-            dropped=binding.dropped,
-            notes=binding.notes,
-            candidates=candidates,
-            why_not=choice.reasons,
+        return _by_person(shapes, side, rules, config, padding, wanted or {})
+    decided = _as_given(shapes, names or {})
+
+    def manifest() -> DecidedNames:
+        return _taken_apart(decided, derived or {}, "manifest")
+
+    def shipped() -> DecidedNames:
+        return _by_shipped(decided, side or "model", config, padding) if takes_shipped else decided
+
+    def model_class() -> DecidedNames:
+        asked = None if ask is None else ask()
+        return (
+            decided if asked is None else _by_class(decided, side or "model", asked, theirs or wanted or ())
         )
-    return _as_they_are(shapes)
+
+    for answer in (manifest, shipped, model_class):
+        if decided.rules is not None or (wanted is not None and wanted.items() <= _shapes(decided).items()):
+            break
+        found = answer()
+        if wanted is None or _num_wanted(found, wanted) > _num_wanted(decided, wanted):
+            decided = found
+    return decided
 
 
 def _by_person(
@@ -121,22 +156,111 @@ def _by_person(
     raise min(errors, key=lambda error: len(error.problems))
 
 
-def _by_class(shapes: Mapping[str, Shape], asked: ModelNames) -> DecidedNames:
-    made = {fqn: Stored(name, tuple(shapes[name])) for fqn, name in asked.names.items()} | dict(
-        asked.converted
+def _as_given(shapes: Mapping[str, Shape], names: Mapping[str, str]) -> DecidedNames:
+    made = {names.get(name, name): Stored(name, tuple(shape)) for name, shape in shapes.items()}
+    assert len(made) == len(shapes)
+    return DecidedNames(made=made, by=dict.fromkeys(made, "selection"))
+
+
+def _shapes(decided: DecidedNames) -> dict[str, Shape]:
+    return {name: made.shape for name, made in decided.made.items()}
+
+
+def _num_wanted(decided: DecidedNames, wanted: Mapping[str, Shape | None]) -> int:
+    return sum(name in wanted and wanted[name] in (made.shape, None) for name, made in decided.made.items())
+
+
+def _at_hand(decided: DecidedNames) -> dict[str, str]:
+    """Return the names by which others know tensors: in memory, or on the Hub where one is made -> its name so far."""
+    return {made.name if isinstance(made, Stored) else name: name for name, made in decided.made.items()}
+
+
+def _taken_apart(decided: DecidedNames, derived: Mapping[str, Expression], by: Decider) -> DecidedNames:
+    """Make the Hub's tensors of those that a model in memory holds in another form.
+
+    A tensor of another shape than it was made with, or of which a part is missing, is left as it is.
+    """
+    at_hand = {known: decided.made[name] for known, name in _at_hand(decided).items()}
+    held = {fqn: made for fqn, made in derived.items() if fqn in at_hand and at_hand[fqn].shape == made.shape}
+    padded = dict(_padded(held))
+    back = {**padded, **invert(held).made}
+    whole = {fqn for fqn, made in held.items() if all(leaf.name in back for leaf in leaves(made))}
+    parts = {name: made for name, made in back.items() if all(leaf.name in whole for leaf in leaves(made))}
+    if not parts:
+        return decided
+    kept = {name: decided.made[name] for known, name in _at_hand(decided).items() if known not in whole}
+    twice = sorted(kept.keys() & parts.keys())
+    SourceError.raise_for(
+        [escape(name) for name in twice],
+        f"{count(len(twice), 'tensor')} would be there twice: under {'its' if len(twice) == 1 else 'their'} own "
+        "name, and as a part of another",
+        hint="leave one of the two out with --exclude",
     )
-    dropped = tuple(sorted({*asked.unused, *asked.ignored}))
-    return DecidedNames(made=made, by=dict.fromkeys(made, "class"), dropped=dropped)
+    return replace(
+        decided,
+        made=kept | {name: substitute(made, at_hand) for name, made in parts.items()},
+        by={name: decided.by[name] for name in kept} | dict.fromkeys(parts, by),
+        apart={name: frozenset(leaf.name for leaf in leaves(made)) for name, made in parts.items()},
+        padded={
+            name: made.shape[0] - next(leaves(made)).shape[0]
+            for name, made in padded.items()
+            if name in parts
+        },
+    )
 
 
-def _as_they_are(
-    shapes: Mapping[str, Shape], *, candidates: tuple[RuleSet, ...] = (), why_not: tuple[str, ...] = ()
+def _padded(held: Mapping[str, Expression]) -> Iterator[tuple[str, Expression]]:
+    """Yield the tensors of which a model has the first rows alone, with zeros for the others.
+
+    Inkling 2 has a head of `unpadded_vocab_size` rows, and `save_pretrained` of transformers 5.24 writes the rest of the
+    `vocab_size` as zeros.
+    """
+    users = Counter(leaf.name for made in held.values() for leaf in leaves(made))
+    for fqn, made in held.items():
+        match made:
+            case Cut(Stored(name, (rows, *others)), ((*offsets,), (first, *sizes))):
+                if users[name] == 1 and not any(offsets) and sizes == others:
+                    yield name, concat([Stored(fqn, made.shape), Zeros((rows - first, *others))], 0)
+
+
+def _by_shipped(
+    decided: DecidedNames, side: Side, config: Mapping[str, Any] | None, padding: Padding | None
 ) -> DecidedNames:
-    return DecidedNames(
-        made={name: Stored(name, tuple(shape)) for name, shape in shapes.items()},
-        by=dict.fromkeys(shapes, "nobody"),
-        candidates=candidates,
-        why_not=why_not,
+    at_hand = {known: decided.made[name] for known, name in _at_hand(decided).items()}
+    shapes = {known: made.shape for known, made in at_hand.items()}
+    choice = choose_shipped(shapes, config, side=side, padding=padding)
+    found = replace(decided, candidates=tuple(rules for rules, _ in choice.fitting), why_not=choice.reasons)
+    if len(choice.fitting) != 1:
+        return found
+    ((rules, binding),) = choice.fitting
+    return replace(
+        found,
+        made={name: substitute(made, at_hand) for name, made in binding.made.items()},
+        by=dict.fromkeys(binding.made, "shipped"),
+        rules=rules,
+        dropped=binding.dropped,
+        notes=binding.notes,
+    )
+
+
+def _by_class(decided: DecidedNames, side: Side, asked: ModelNames, theirs: Collection[str]) -> DecidedNames:
+    if side == "hub":
+        shapes = _shapes(decided)
+        renamed = {fqn: Stored(name, shapes[name]) for fqn, name in asked.names.items()}
+        made = {**renamed, **asked.converted}
+        dropped = tuple(sorted({*asked.unused, *asked.ignored}))
+        return DecidedNames(made=made, by=dict.fromkeys(made, "class"), dropped=dropped)
+    found = _taken_apart(decided, asked.converted, "class")
+    changed = {
+        name: name if name in theirs else asked.names.get(name) or asked.names.get(known, name)
+        for known, name in _at_hand(found).items()
+    }
+    if len(set(changed.values())) < len(changed):
+        return found
+    return replace(
+        found,
+        made={changed[name]: made for name, made in found.made.items()},
+        by={changed[name]: by if changed[name] == name else "class" for name, by in found.by.items()},
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from shardkit.core.catalog import Catalog, carry
 from shardkit.core.regions import Shape
@@ -58,7 +59,6 @@ from shardkit.layout.traced import (
     asking,
     may_differ_in_memory,
 )
-from shardkit.operations.apart import take_apart
 from shardkit.operations.casts import (
     BASE,
     KEEP,
@@ -439,13 +439,16 @@ def _choose(
         rules, padding = load_rules(options.key_rules), _padding(checkpoint, options)
         return _apply_rules(selection, chosen, base, rules, sieve, naming, padding)
     if chosen.kind != "adapter" and naming.root is None and not naming.changes_names:
-        chosen = _take_apart(chosen, selection.live, saved_derived(checkpoint))
-        if (
-            options.key_rules == AUTO
-            and chosen.kind == "model"
-            and (sieve.takes_rules or not naming.chooses_names)
-        ):
-            return _choose_rules(selection, chosen, base, _padding(checkpoint, options))
+        is_plain = chosen.kind == "model" and (sieve.takes_rules or not naming.chooses_names)
+        chosen, decided = _decided(
+            chosen,
+            selection.live,
+            derived=saved_derived(checkpoint),
+            takes_shipped=is_plain and options.key_rules == AUTO,
+            config=base.config if base else None,
+            padding=_padding(checkpoint, options),
+        )
+        return _with_rules(selection, chosen, base, decided)
     return selection, chosen
 
 
@@ -455,13 +458,10 @@ def _padding(checkpoint: Checkpoint, options: ConsolidateOptions) -> Padding:
     return replace(checkpoint.padding or Padding(), tokens=tokens)
 
 
-def _choose_rules(
-    selection: Selection, chosen: Chosen, base: Base | None, padding: Padding
+def _with_rules(
+    selection: Selection, chosen: Chosen, base: Base | None, decided: DecidedNames
 ) -> tuple[Selection, Chosen]:
-    """Apply the shipped key rules that know all of a trainer's own names, if there is one such set."""
-    config = base.config if base else None
-    shapes = _live_shapes(selection, chosen)
-    decided = decide_names(shapes, side="model", takes_shipped=True, config=config, padding=padding)
+    """Note what shipped key rules did with a trainer's own names, or why they did nothing."""
     for rules in decided.candidates:
         _log.debug("key rules %s fit all names", escape(rules.name))
     for reason in decided.why_not:
@@ -501,37 +501,84 @@ def _apply_rules(
         )
     config = base.config if base else None
 
-    def decide(chosen: Chosen) -> DecidedNames:
-        shapes = _live_shapes(selection, chosen)
-        return decide_names(shapes, side="model", rules=rules, config=config, padding=padding)
-
+    decide = partial(_decided, live=selection.live, rules=rules, config=config, padding=padding)
     fewer = sieve.without(chosen, selection)
     try:
-        decided = decide(chosen)
+        chosen, decided = decide(chosen)
     except LayoutError:
         if len(fewer.names) == len(chosen.names):
             raise
-        chosen = fewer
-        decided = decide(chosen)
+        chosen, decided = decide(fewer)
     chosen = replace(chosen, warnings=(*chosen.warnings, *decided.warnings))
     return _bound(selection, chosen, rules, decided)
 
 
-def _live_shapes(selection: Selection, chosen: Chosen) -> dict[str, Shape]:
+def _decided(
+    chosen: Chosen,
+    live: Mapping[str, str],
+    *,
+    derived: Mapping[str, Expression] | None = None,
+    asked: ModelNames | None = None,
+    **who: Any,
+) -> tuple[Chosen, DecidedNames]:
+    """Give tensors the names and forms of the Hub, as those decide who may know.
+
+    Args:
+        chosen: what is written.
+        live: name in the catalog -> name in memory.
+        derived: what names in memory were made of.
+        asked: what the class says of the base's names.
+        who: more of `decide_names`.
+
+    Raises:
+        LayoutError: transformers' own code made some of them, which nothing here can undo, or rules do not fit; lists all.
+        SourceError: a tensor would be there twice.
+    """
     tensors = chosen.catalog.tensors
-    return {selection.live.get(source, name): tensors[source].shape for source, name in chosen.names.items()}
+    sources = {live.get(source, name): source for source, name in chosen.names.items()}
+    shapes = {name: tensors[source].shape for name, source in sources.items()}
+    names = {live.get(source, name): name for source, name in chosen.names.items()}
+    for made in (derived, asked and asked.converted):
+        _refuse_opaque(made or {}, shapes)
+    decided = decide_names(shapes, side="model", names=names, derived=derived, ask=lambda: asked, **who)
+    if {*decided.by.values()} <= {"selection"}:
+        return chosen, decided
+    notes = list[str]()
+    if decided.apart:
+        notes.append(
+            f"{count(len(decided.gone), 'tensor')} taken apart into {count(len(decided.apart), 'tensor')}, as on the Hub: "
+            f"{listed(sorted(decided.gone))}"
+        )
+    notes += [
+        f"{count(rows, 'row')} of {escape(name)} that the model drops {'is' if rows == 1 else 'are'} zeros"
+        for name, rows in decided.padded.items()
+    ]
+    return replace(_made(chosen, decided.made, sources), notes=(*chosen.notes, *notes)), decided
+
+
+def _refuse_opaque(derived: Mapping[str, Expression], shapes: Mapping[str, Shape]) -> None:
+    LayoutError.raise_for(
+        [
+            escape(fqn)
+            for fqn, made in derived.items()
+            if isinstance(made, Opaque) and shapes.get(fqn) == made.shape
+        ],
+        "the Hub has tensors in another form, and shardkit does not know the way back: transformers' own code made "
+        "them, by operations that shardkit does not know",
+        hint="load the checkpoint into the model with shardkit.load_into, and call its save_pretrained; or leave the "
+        "tensors out with --exclude",
+    )
 
 
 def _bound(
     selection: Selection, chosen: Chosen, rules: RuleSet, decided: DecidedNames
 ) -> tuple[Selection, Chosen]:
-    """Return the tensors to write under key rules."""
-    sources = {selection.live.get(source, name): source for source, name in chosen.names.items()}
+    """Note that key rules gave the names."""
     notes = [f"names turned into the Hub's by the key rules of {escape(rules.title)}"]
     if decided.dropped:
         notes.append(f"left out by the key rules: {listed(decided.dropped)}")
     notes += decided.notes
-    chosen = replace(_made(chosen, decided.made, sources), keys=rules.name, notes=(*chosen.notes, *notes))
+    chosen = replace(chosen, keys=rules.name, notes=(*chosen.notes, *notes))
     return replace(selection, renaming=(), renamed=(), are_hubs=True), chosen
 
 
@@ -550,59 +597,6 @@ def _made(chosen: Chosen, made: Mapping[str, Expression], sources: Mapping[str, 
         catalog=bind(chosen.catalog, others),
         names={source: name for name, source in names.items()},
         origins={**chosen.origins, **origins},
-    )
-
-
-def _take_apart(chosen: Chosen, live: Mapping[str, str], derived: Mapping[str, Expression]) -> Chosen:
-    """Make the Hub's tensors of those that a model in memory holds in another form.
-
-    Args:
-        live: name in the catalog -> name in memory.
-        derived: what names in memory were made of.
-
-    Raises:
-        LayoutError: transformers' own code made some of them, which nothing here can undo; lists them all.
-        SourceError: a tensor would be there twice.
-    """
-    sources = {live.get(source, name): source for source, name in chosen.names.items()}
-    tensors = chosen.catalog.tensors
-    LayoutError.raise_for(
-        [
-            escape(fqn)
-            for fqn, made in derived.items()
-            if isinstance(made, Opaque) and fqn in sources and tensors[sources[fqn]].shape == made.shape
-        ],
-        "the Hub has tensors in another form, and shardkit does not know the way back: transformers' own code made "
-        "them, by operations that shardkit does not know",
-        hint="load the checkpoint into the model with shardkit.load_into, and call its save_pretrained; or leave the "
-        "tensors out with --exclude",
-    )
-    apart = take_apart(chosen.catalog, sources, derived)
-    if not apart.made:
-        return chosen
-    gone = {sources[fqn] for fqn in apart.gone}
-    names = {source: name for source, name in chosen.names.items() if source not in gone}
-    twice = sorted(set(names.values()) & apart.made.keys())
-    SourceError.raise_for(
-        [escape(name) for name in twice],
-        f"{count(len(twice), 'tensor')} would be there twice: under {'its' if len(twice) == 1 else 'their'} own "
-        "name, and as a part of another",
-        hint="leave one of the two out with --exclude",
-    )
-    note = (
-        f"{count(len(apart.gone), 'tensor')} taken apart into {count(len(apart.made), 'tensor')}, as on the Hub: "
-        f"{listed(sorted(apart.gone))}"
-    )
-    zeros = [
-        f"{count(rows, 'row')} of {escape(name)} that the model drops {'is' if rows == 1 else 'are'} zeros"
-        for name, rows in apart.padded.items()
-    ]
-    return replace(
-        chosen,
-        catalog=apart.catalog,
-        names={**names, **{source: name for name, source in apart.made.items()}},
-        notes=(*chosen.notes, note, *zeros),
-        origins={**chosen.origins, **apart.origins},
     )
 
 
@@ -759,9 +753,10 @@ def _fit_class(
         live = selection.live
         if _may_be_part(_shapes_in(chosen), base, options):
             live = _live_in_whole(chosen, live, base.tensors, options, asked)
-        chosen = _take_apart(chosen, live, asked.converted)
-        named = _name_by_class(chosen.names, live, base, asked)
-        chosen, rules = replace(chosen, names=named.names), named.rules
+        before = chosen.names
+        chosen, _ = _decided(chosen, live, asked=asked, theirs=base.tensors)
+        rules = find_rules({before.get(source, name): name for source, name in chosen.names.items()})
+        chosen = replace(chosen, names=_in_order(chosen.names, base.tensors) or chosen.names)
     unsaved = [name for name in chosen.names.values() if name in asked.unsaved and name not in base.tensors]
     kept = {source: name for source, name in chosen.names.items() if name not in unsaved}
     notes = [f"not written, the model computes them: {listed(unsaved)}"] if unsaved else []
@@ -1034,32 +1029,6 @@ def _may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Coll
         return False
     found = compare_with_base(shapes, theirs, ties=ties)
     return not found.is_equal
-
-
-def _name_by_class(
-    names: Mapping[str, str], live: Mapping[str, str], base: Base, asked: ModelNames
-) -> HubNames:
-    """Name a model's tensors as its class finds them in the base's files.
-
-    Args:
-        names: name in the catalog -> name in the output.
-        live: name in the catalog -> name in memory.
-        base: with known tensors.
-        asked: what its class says.
-    """
-    assert base.tensors is not None
-    theirs = base.tensors
-    changed = {
-        source: name
-        if name in theirs
-        else asked.names.get(name) or asked.names.get(live.get(source, name), name)
-        for source, name in names.items()
-    }
-    ordered = _in_order(changed, theirs)
-    if changed == names or ordered is None:
-        return HubNames(names=dict(names), rules=(), is_whole=False)
-    rules = find_rules({name: changed[source] for source, name in names.items()})
-    return HubNames(names=ordered, rules=rules, is_whole=False)
 
 
 def _ask_class(base: Base, on_step: OnStep) -> ModelNames | None:

@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.regions import Shape, blocks, full_region
-from shardkit.core.text import MIB, count, nothing_left
+from shardkit.core.text import MIB, count, escape, nothing_left
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage, stores
 from shardkit.files.links import link_notes
@@ -28,17 +29,18 @@ from shardkit.formats.hub.base import (
     saved_derived,
     saved_key_rules,
 )
-from shardkit.keys.expressions import Expression
+from shardkit.keys.expressions import under_names
 from shardkit.keys.names import natural
 from shardkit.keys.quantised import can_dequantize, of_nvfp4, why_narrow, why_quantised
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import select_model
+from shardkit.layout.decided import as_tensors, decide_names
 from shardkit.layout.traced import ModelNames, ask_names, may_differ_in_memory
-from shardkit.operations.apart import take_apart
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
 from shardkit.osft.plan import factor_of
+from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.derive import made_by
 from shardkit.transfer.codecs.fold import Fold
 from shardkit.transfer.plan import flat_source
@@ -59,6 +61,8 @@ class Side:
     checkpoint: Checkpoint
     names: Names
     """Of the tensors that are compared."""
+    live: Mapping[str, str]
+    """Stored name -> name in memory, where that is known."""
     catalog: Catalog
     """Of the same tensors; extents are raw bytes."""
 
@@ -171,7 +175,8 @@ def open_sides(
         for alike in (_both_plain, _in_one_state):
             opened, told = alike(opened, wording)
             notes += told
-    names, said = (_name_all if options.all_tensors else _name_model)(opened, wording)
+    named, said = (_name_all if options.all_tensors else _name_model)(opened, wording)
+    names = [each.names for each in named]
     kept = tuple(_filter(each, options.include, options.exclude) for each in names)
     if not any(kept) and any(names):
         known = [name for each in names for pair in each.items() for name in pair]
@@ -182,12 +187,17 @@ def open_sides(
             resolved=resolved.resolved,
             checkpoint=checkpoint,
             names=each,
+            live=tensors.live,
             catalog=checkpoint.select(list(each.values())),
         )
-        for path, resolved, checkpoint, each in zip((options.a, options.b), taken, opened, kept, strict=True)
+        for path, resolved, checkpoint, tensors, each in zip(
+            (options.a, options.b), taken, opened, named, kept, strict=True
+        )
     )
     if not options.all_tensors:
-        a, b = _in_one_form(a, b), _in_one_form(b, a)
+        a, by_rules = _in_one_form(a, b, wording.sides[0])
+        b, also = _in_one_form(b, a, wording.sides[1])
+        said += [*by_rules, *also]
     return a, b, [*notes, *said]
 
 
@@ -231,11 +241,11 @@ def _in_one_state(
     folded = (take_folded(opened[0]), take_folded(opened[1]))
     held = [side.folded is not None for side in folded]
     if all(held):
-        names, _ = _name_model(opened, wording)
+        named, _ = _name_model(opened, wording)
         one, two = (
             {
                 name: each.catalog.tensors[stored].shape
-                for name, stored in names[side].items()
+                for name, stored in named[side].names.items()
                 if factor_of(name) is not None
             }
             for side, each in enumerate(opened)
@@ -250,39 +260,48 @@ def _in_one_state(
     return folded, notes
 
 
-def _in_one_form(side: Side, other: Side) -> Side:
-    """Take tensors apart that one side holds as a model does in memory, and the other one as the Hub has them."""
+def _in_one_form(side: Side, other: Side, label: str) -> tuple[Side, list[str]]:
+    """Name and form the tensors of one side as the other one has them, where its own are a trainer's or a model's in memory.
+
+    Returns:
+        The side, and what a person should know.
+    """
     lone, lacking = side.names.keys() - other.names.keys(), other.names.keys() - side.names.keys()
-    known, shapes = _shapes(side.catalog, side.names), _shapes(other.catalog, other.names)
-    is_turned = side.checkpoint.hub is None and any(
-        shapes.get(name, shape) != shape for name, shape in known.items()
-    )
+    known, wanted = _shapes(side.catalog, side.names), _shapes(other.catalog, other.names)
+    is_saved = side.checkpoint.hub is None
+    is_turned = is_saved and any(wanted.get(name, shape) != shape for name, shape in known.items())
     if not (lone and lacking) and not is_turned:
-        return side
-    for names, derived in _forms(side, other):
-        renamed = {names.get(name, name): stored for name, stored in side.names.items()}
-        apart = take_apart(side.catalog, side.names, derived)
-        found = {name: stored for name, stored in renamed.items() if name not in apart.gone} | dict(
-            apart.made
+        return side, []
+    stored = {side.live.get(each, name): each for name, each in side.names.items()}
+    names = {side.live.get(each, name): name for name, each in side.names.items()}
+    try:
+        decided = decide_names(
+            {live: side.catalog.tensors[each].shape for live, each in stored.items()},
+            side="model",
+            names=names,
+            derived=saved_derived(side.checkpoint),
+            takes_shipped=is_saved,
+            ask=partial(_ask_class, other),
+            config=other.checkpoint.hub.config if other.checkpoint.hub is not None else None,
+            padding=side.checkpoint.padding,
+            wanted=wanted,
         )
-        if len(_shapes(apart.catalog, found).items() & shapes.items()) > len(known.items() & shapes.items()):
-            return replace(side, names=found, catalog=apart.catalog)
-    return side
+    except SourceError:  # a tensor would be there twice
+        return side, []
+    if set(decided.by.values()) == {"selection"}:
+        return side, []
+    made = {name: under_names(each, stored) for name, each in decided.made.items()}
+    found, others = as_tensors(made, side.catalog.tensors)
+    notes = []
+    if decided.rules is not None:
+        notes.append(
+            f"{label}: names turned into the Hub's by the key rules of {escape(decided.rules.title)}"
+        )
+    return replace(side, names=found, catalog=bind(side.catalog, others)), notes
 
 
 def _shapes(catalog: Catalog, names: Names) -> dict[str, Shape]:
     return {name: catalog.tensors[stored].shape for name, stored in names.items()}
-
-
-def _forms(side: Side, other: Side) -> Iterator[tuple[Mapping[str, str], Mapping[str, Expression]]]:
-    """Yield what may tell how a side's tensors are made: its manifest; the class of the other side's config.
-
-    Each is (name in memory -> name on the Hub, name in memory -> what it is made of).
-    """
-    yield {}, saved_derived(side.checkpoint)
-    asked = _ask_class(other)
-    if asked is not None:
-        yield asked.names, asked.converted
 
 
 def _ask_class(side: Side) -> ModelNames | None:
@@ -360,9 +379,17 @@ def _tied_by_class(side: Side, other: Side) -> Iterator[tuple[str, str]]:
         yield from itertools.combinations([name for name in group if name in side.names], 2)
 
 
+class SideNames(NamedTuple):
+    """The tensors of a side that are compared."""
+
+    names: Names
+    live: Mapping[str, str]
+    """Stored name -> name in memory, where that is known."""
+
+
 def _name_all(
     opened: tuple[Checkpoint, Checkpoint], wording: ComparisonWording
-) -> tuple[tuple[Names, Names], list[str]]:
+) -> tuple[tuple[SideNames, SideNames], list[str]]:
     notes = [
         f"{label}: {count(len(checkpoint.catalog.objects), 'entry', 'entries')} that are no tensors are not compared"
         for label, checkpoint in zip(wording.sides, opened, strict=True)
@@ -373,65 +400,65 @@ def _name_all(
 
 def _name_model(
     opened: tuple[Checkpoint, Checkpoint], wording: ComparisonWording
-) -> tuple[tuple[Names, Names], list[str]]:
+) -> tuple[tuple[SideNames, SideNames], list[str]]:
     """Give the weights of both sides the same names: those of one side help to find the other's model."""
     first, second = (1, 0) if opened[1].hub is not None and opened[0].hub is None else (0, 1)
-    found: dict[int, Names | str] = {}
+    found: dict[int, SideNames | str] = {}
     for side, other in ((first, second), (second, first), (first, second)):
         base = found.get(other)
-        if not isinstance(found.get(side), Mapping):
-            found[side] = _select(opened[side], base if isinstance(base, Mapping) else None)
+        if not isinstance(found.get(side), SideNames):
+            found[side] = _select(opened[side], base.names if isinstance(base, SideNames) else None)
     for side, other in ((0, 1), (1, 0)):
         found[side] = _as_on_hub(opened[side], found[side], found[other])
-    names = dict[int, Names]()
+    named = dict[int, SideNames]()
     notes = []
     for side, label in enumerate(wording.sides):
         answer = found[side]
-        names[side] = _stored(opened[side]) if isinstance(answer, str) else answer
+        named[side] = _stored(opened[side]) if isinstance(answer, str) else answer
         if isinstance(answer, str):
             notes.append(f"{label}: tensors go by their stored names: {answer}")
-        left_out = len(opened[side].catalog.tensors) - len(names[side])
+        left_out = len(opened[side].catalog.tensors) - len(named[side].names)
         if left_out:
             notes.append(
                 f"{label}: {count(left_out, 'tensor')} beside the model's weights not compared; {wording.compares_all}"
             )
-    return (names[0], names[1]), notes
+    return (named[0], named[1]), notes
 
 
-def _select(checkpoint: Checkpoint, base: Names | None) -> Names | str:
+def _select(checkpoint: Checkpoint, base: Names | None) -> SideNames | str:
     """Return the names of a checkpoint's model, or the reason why they cannot be told."""
     catalog = checkpoint.catalog
     if not catalog.tensors:
-        return {}
+        return SideNames({}, {})
     try:
         selection = select_model(
             catalog.tensors, catalog.objects, catalog.paths, checkpoint.roots, base_names=base
         )
     except SourceError as error:
         return error.message
-    return {name: stored for stored, name in selection.names.items()}
+    return SideNames({name: stored for stored, name in selection.names.items()}, selection.live)
 
 
-def _as_on_hub(checkpoint: Checkpoint, names: Names | str, other: Names | str) -> Names | str:
+def _as_on_hub(checkpoint: Checkpoint, named: SideNames | str, other: SideNames | str) -> SideNames | str:
     """Return a side's names as its manifest knows them from the Hub, where more of the other side's match then."""
     own = hub_key_rules(checkpoint)
     rules = own or saved_key_rules(checkpoint)
     if not rules or isinstance(other, str):
-        return names
+        return named
     before = recorded_root(checkpoint) if own else f"{SAVED_ROOT}."
     below = {
-        stored.removeprefix(before): stored
+        stored: stored.removeprefix(before)
         for stored in checkpoint.catalog.tensors
         if stored.startswith(before)
     }
-    changed = apply_key_rules(rules, below).names
-    renamed = {changed.get(name, name): stored for name, stored in below.items()}
-    known = 0 if isinstance(names, str) else len(names.keys() & other.keys())
-    return renamed if len(renamed.keys() & other.keys()) > known else names
+    changed = apply_key_rules(rules, below.values()).names
+    renamed = {changed.get(name, name): stored for stored, name in below.items()}
+    known = 0 if isinstance(named, str) else len(named.names.keys() & other.names.keys())
+    return SideNames(renamed, below) if len(renamed.keys() & other.names.keys()) > known else named
 
 
-def _stored(checkpoint: Checkpoint) -> Names:
-    return {name: name for name in checkpoint.catalog.tensors}
+def _stored(checkpoint: Checkpoint) -> SideNames:
+    return SideNames({name: name for name in checkpoint.catalog.tensors}, {})
 
 
 def _filter(names: Names, include: Sequence[str], exclude: Sequence[str]) -> Names:

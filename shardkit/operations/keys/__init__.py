@@ -6,8 +6,9 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from shardkit import formats
@@ -39,7 +40,7 @@ from shardkit.keys.rule_sets import find_shipped, foreign_type, shipped
 from shardkit.keys.rules import RuleSet, Side, parse_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.decided import DecidedNames, decide_names
-from shardkit.layout.traced import ask_names
+from shardkit.layout.traced import ModelNames, ask_names
 from shardkit.operations.resolve import take
 
 AUTO, NONE = "auto", "none"
@@ -185,7 +186,7 @@ def show_keys(
     hub = opened.checkpoint.hub
     if hub is not None and (hub.config or {}).get("architectures"):
         try:
-            decided = _decide(opened, asked=ask_names(hub.directory, opened.shapes))
+            decided = _decide(opened, ask=partial(ask_names, hub.directory, opened.shapes))
         except ShardkitError as error:
             reason = error.message
         else:
@@ -211,9 +212,22 @@ def show_keys(
     return _result(opened, None, "names as they are", decided, notes=tuple(said))
 
 
-def _decide(opened: _OpenedSide, **who: Any) -> DecidedNames:
-    config, padding = opened.config, opened.checkpoint.padding
-    return decide_names(opened.shapes, side=opened.side, config=config, padding=padding, **who)
+def _decide(
+    opened: _OpenedSide,
+    *,
+    rules: RuleSet | None = None,
+    takes_shipped: bool = False,
+    ask: Callable[[], ModelNames] | None = None,
+) -> DecidedNames:
+    return decide_names(
+        opened.shapes,
+        side=opened.side,
+        rules=rules,
+        takes_shipped=takes_shipped,
+        ask=ask,
+        config=opened.config,
+        padding=opened.checkpoint.padding,
+    )
 
 
 def _open(path: str, base: str | os.PathLike[str] | None) -> _OpenedSide:

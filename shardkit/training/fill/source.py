@@ -303,7 +303,7 @@ def _by_rules(
     rules: RuleSet,
     stored: Mapping[str, str],
     source: Source,
-    wanted: Collection[str],
+    wanted: Mapping[str, None],
     config: Mapping[str, object] | None,
 ) -> DecidedNames:
     """Apply key rules to a source's tensors, whichever side they are of; what they make is of stored names."""

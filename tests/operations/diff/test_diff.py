@@ -28,6 +28,9 @@ from shardkit.operations.diff import DiffResult, TensorDiff, diff
 from shardkit.operations.diff.values import Measure, Tolerance, _table
 from shardkit.operations.preshard import preshard
 from shardkit.operations.verify import verify
+from shardkit.training.finalize import finalize
+from shardkit.training.prepare import prepare
+from shardkit.training.save import save as save_model
 from tests.models.zoo import ZOO, from_pretrained, make_hub
 from tests.operations.consolidate.checkpoints import (
     CONFIG,
@@ -39,6 +42,7 @@ from tests.operations.consolidate.checkpoints import (
     weights,
 )
 from tests.operations.consolidate.test_trainers import TRAINERS, write_run
+from tests.operations.keys.test_keys import make as make_trainers
 
 pytestmark = pytest.mark.usefixtures("fast_trace")
 
@@ -598,6 +602,40 @@ def test_fused_experts_are_compared_with_the_single_ones_of_the_hub(tmp_path: Pa
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "trained")  # nothing but the class tells
     changed = diff(tmp_path / "hub", tmp_path / "trained")
     assert [each.name for each in changed.differences] == ["model.layers.1.mlp.experts.2.up_proj.weight"]
+
+
+@pytest.mark.parametrize("name", ["torchtune-llama", "megatron-llama"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_trainers_own_names_are_the_hubs_where_one_set_of_key_rules_knows_them(
+    name: str, tmp_path: Path
+) -> None:
+    """As `consolidate` has it: names, forms and the padding of the vocabulary."""
+    source, theirs = make_trainers(name, tmp_path)
+    rows = {"output_layer.weight", "embedding.word_embeddings.weight"}
+    padded = {
+        key: torch.cat([value, value.new_zeros(128 - len(value), *value.shape[1:])]) if key in rows else value
+        for key, value in theirs.items()
+    }
+    dcp.save({"model": padded}, checkpoint_id=tmp_path / "trained")
+    for found in (diff(tmp_path / "trained", source), diff(source, tmp_path / "trained")):
+        assert found.is_equal
+        assert any("names turned into the Hub's by the key rules of" in note for note in found.notes)
+    assert verify(tmp_path / "trained", against=source).ok
+    padded = {key: value.clone() for key, value in padded.items()}
+    changed = next(key for key in padded if key not in rows)
+    padded[changed].view(-1)[0] += 1
+    dcp.save({"model": padded}, checkpoint_id=tmp_path / "changed")
+    assert len(diff(tmp_path / "changed", source).differences) == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_names_and_forms_change_together(tmp_path: Path) -> None:
+    """The manifest speaks of names in memory; its rules have given the tensors those of the Hub by then."""
+    make_hub(ZOO["mixtral"], tmp_path / "hub")
+    context = prepare(str(tmp_path / "hub"), str(tmp_path / "hub"))
+    save_model(finalize(context.model, context), tmp_path / "saved")
+    assert diff(tmp_path / "saved", tmp_path / "hub").is_equal
+    assert verify(tmp_path / "saved", against=tmp_path / "hub").ok
 
 
 def test_experts_that_lie_turned_in_the_files_are_compared(tmp_path: Path, fast_trace: object) -> None:

@@ -1,0 +1,100 @@
+"""Who decides what tensors are on the other side, and in which order they are asked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardkit.core.regions import Region, Shape
+from shardkit.errors import SourceError
+from shardkit.keys.expressions import Expression, Stored, concat, cut
+from shardkit.keys.rule_sets import find_shipped
+from shardkit.layout.decided import as_tensors, decide_names
+from tests.keys.trainers import SETS, config, megatron, numbered
+
+GATE, UP = Stored("h.gate", (2, 3)), Stored("h.up", (2, 3))
+FUSED = {"m.gate_up": concat([GATE, UP], 0)}
+HELD: dict[str, Shape] = {"m.gate_up": (4, 3), "m.norm": (3,)}
+
+
+def class_says(names: dict[str, str], converted: dict[str, Expression]) -> Any:
+    return SimpleNamespace(names=names, converted=converted, unused=(), ignored=())
+
+
+def never() -> None:
+    raise AssertionError("the class was asked")
+
+
+def test_what_nobody_knows_keeps_the_name_that_it_was_given() -> None:
+    decided = decide_names({"a": (2,)}, side="model", names={"a": "model.a"}, takes_shipped=True)
+    assert decided.made == {"model.a": Stored("a", (2,))}
+    assert decided.by == {"model.a": "selection"}
+
+
+def test_the_manifest_decides_before_the_class_and_by_names_in_memory() -> None:
+    """`keys.select` may have renamed what the manifest speaks of."""
+    names = {name: f"language.{name}" for name in HELD}
+    asked = class_says({"m.norm": "h.norm", "language.m.norm": "h.norm"}, {"m.gate_up": GATE})
+    decided = decide_names(HELD, side="model", names=names, derived=FUSED, ask=lambda: asked)
+    assert decided.by == {"h.norm": "class", "h.gate": "manifest", "h.up": "manifest"}
+    assert decided.made["h.up"] == cut(Stored("m.gate_up", (4, 3)), Region((2, 0), (2, 3)))
+    assert decided.apart == {"h.gate": {"m.gate_up"}, "h.up": {"m.gate_up"}}
+
+
+def test_nobody_is_asked_once_all_that_is_wanted_is_there() -> None:
+    wanted: dict[str, Shape | None] = {"m.norm": (3,), "h.gate": (2, 3), "h.up": (2, 3)}
+    decided = decide_names(HELD, side="model", derived=FUSED, ask=never, wanted=wanted)
+    assert decided.made.keys() == wanted.keys()
+    decided = decide_names(HELD, side="model", derived=FUSED, ask=never, wanted=HELD)  # type: ignore[arg-type]
+    assert set(decided.by.values()) == {"selection"}
+
+
+def test_an_answer_counts_only_if_more_of_what_is_wanted_is_there() -> None:
+    decided = decide_names(HELD, side="model", derived=FUSED, wanted={"m.gate_up": (4, 3), "x": (1,)})
+    assert decided.made.keys() == HELD.keys()
+
+
+def test_shipped_rules_decide_alone_where_one_set_knows_all_names() -> None:
+    model = numbered(SETS["megatron-llama"][1])
+    shapes = {name: value.shape for name, value in megatron(model).items()}
+    decided = decide_names(shapes, side="model", takes_shipped=True, config=config("qwen2"), ask=never)  # type: ignore[arg-type]
+    assert decided.rules == find_shipped("megatron-llama")
+    assert decided.made.keys() == model.keys()
+    assert set(decided.by.values()) == {"shipped"}
+    rules = decide_names(shapes, side="model", rules=find_shipped("megatron-llama"), config=config("qwen2"))
+    assert set(rules.by.values()) == {"person"}
+    assert rules.made == decided.made
+
+
+def test_the_class_says_what_a_model_makes_of_the_hubs_names() -> None:
+    shapes: dict[str, Shape] = {"h.gate": (2, 3), "h.up": (2, 3), "h.norm": (3,), "h.spare": (1,)}
+    asked = class_says({"m.norm": "h.norm"}, FUSED)
+    asked.unused = {"h.spare"}
+    decided = decide_names(shapes, side="hub", ask=lambda: asked)
+    assert decided.made == {"m.norm": Stored("h.norm", (3,)), **FUSED}
+    assert decided.dropped == ("h.spare",)
+    names, made = as_tensors(decided.made, [*shapes, "m.gate_up"])
+    assert names == {"m.norm": "h.norm", "m.gate_up": "m.gate_up (made)"}
+    assert made == {"m.gate_up (made)": FUSED["m.gate_up"]}
+
+
+def test_a_tensor_under_its_own_name_and_as_a_part_of_another_is_refused() -> None:
+    with pytest.raises(SourceError, match="would be there twice"):
+        decide_names({**HELD, "h.up": (2, 3)}, side="model", derived=FUSED)
+
+
+def test_rows_that_a_model_drops_are_zeros() -> None:
+    """Only where nothing else is made of the tensor, and the first rows are there: else a part of it is lost."""
+    shapes: dict[str, Shape] = {"head": (5, 3), "other": (1, 3), "last": (5, 3)}
+    made: dict[str, Expression] = {
+        "head": cut(Stored("files.head", (7, 3)), Region((0, 0), (5, 3))),
+        "last": cut(Stored("files.last", (7, 3)), Region((2, 0), (5, 3))),
+    }
+    decided = decide_names(shapes, side="model", derived=made)
+    assert decided.padded == {"files.head": 2}
+    assert decided.made.keys() == {"files.head", "other", "last"}
+    assert decided.made["files.head"].shape == (7, 3)
+    made["other"] = cut(Stored("files.head", (7, 3)), Region((5, 0), (1, 3)))
+    assert set(decide_names(shapes, side="model", derived=made).by.values()) == {"selection"}
