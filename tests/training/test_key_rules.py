@@ -208,6 +208,20 @@ def test_fused_experts_become_single_ones_with_a_base_and_are_warned_of_without(
     assert done.renamed == ()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_each_save_knows_the_hubs_form(tmp_path: Path) -> None:
+    """Also one of a training that began with what `save` wrote."""
+    models.save("qwen3-moe", tmp_path / "moe")
+    source = tmp_path / "moe"
+    for turn in ("once", "twice"):
+        ctx = prepare(str(tmp_path / "moe"), str(source))
+        source = tmp_path / turn
+        save(finalize(ctx.model, ctx), source)
+        shutil.rmtree(source / "huggingface")
+        shardkit.consolidate(source, tmp_path / f"{turn}-hub")
+        assert_is(tmp_path / f"{turn}-hub", tmp_path / "moe")
+
+
 def test_an_adapters_names_are_not_renamed() -> None:
     assert key_rules({"base_model.model.a.q.base_layer.weight": "b.q.weight"}) is None
     assert key_rules({"a.q.weight": "b.q.weight"}) == (("a.", "b."),)

@@ -180,18 +180,35 @@ def saved_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...] | None:
     return read_key_rules(_manifest_of(checkpoint))
 
 
-def hub_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...]:
-    """Return the rules from preshard's names to the Hub's; empty if it kept the names, or if `saved_key_rules` has them.
+class RecordedRules(NamedTuple):
+    """Rules from a model's names in memory to the Hub's, as a manifest has them."""
 
-    They apply to names below `recorded_root`.
+    rules: tuple[KeyRule, ...]
+    """None of them: the names are the Hub's."""
+    root: str | None
+    """What stands before the model's own names, dotted; None leaves it open."""
+
+    @property
+    def before(self) -> str:
+        """The same with its dot."""
+        return f"{self.root}." if self.root else ""
+
+
+def recorded_rules(checkpoint: Checkpoint) -> RecordedRules | None:
+    """Return the rules to the Hub's names that a checkpoint's manifest has; None if it does not tell these names.
+
+    `shardkit.save` records rules, and preshard the names that tensors had in their files.
 
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
     """
+    saved = saved_key_rules(checkpoint)
+    if saved is not None:
+        return RecordedRules(saved, SAVED_ROOT)
     recorded = _manifest_of(checkpoint)
-    if not isinstance(recorded, manifest.Presharded) or recorded.key_rules:
-        return ()
-    return source_key_rules(recorded) or ()
+    if isinstance(recorded, manifest.Presharded) and (rules := source_key_rules(recorded)):
+        return RecordedRules(rules, (recorded.root or "").rstrip("."))
+    return RecordedRules((), None) if holds_hub_names(checkpoint) else None
 
 
 def recorded_file_names(checkpoint: Checkpoint) -> dict[str, str]:

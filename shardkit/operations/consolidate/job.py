@@ -25,18 +25,15 @@ from shardkit.files import manifest
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.assets import CONFIG
 from shardkit.formats.hub.base import (
-    SAVED_ROOT,
     Base,
     BaseTensor,
     RecordedNames,
     files_of,
     holds_equal,
     holds_hub_names,
-    hub_key_rules,
     recorded_names,
-    recorded_root,
+    recorded_rules,
     saved_derived,
-    saved_key_rules,
 )
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImage, SafetensorsImages
 from shardkit.formats.hub.tokenizer import Tokenizer
@@ -948,14 +945,9 @@ def _select(
     catalog = checkpoint.catalog
     if checkpoint.hub is not None and not catalog.tensors:  # even a file without tensors is a model
         return Selection(names={}, root="", stripped=(), skipped=(), candidates=())
-    rules = saved_key_rules(checkpoint) if naming.weights == "model" else None
-    root: str | None = SAVED_ROOT
-    if rules is None and (of_source := hub_key_rules(checkpoint)):
-        rules, root = of_source, recorded_root(checkpoint).rstrip(".")
-    elif rules is None and naming.weights == "model" and holds_hub_names(checkpoint):
-        rules, root = (), None  # they are the Hub's, wherever the model begins
-    if rules is not None and root is not None and naming.root is None and not naming.strip_prefix:
-        naming = replace(naming, root=root)
+    recorded = recorded_rules(checkpoint) if naming.weights == "model" else None
+    if recorded is not None and naming.root is None and not naming.strip_prefix:
+        naming = replace(naming, root=recorded.root)
     return select_model(
         catalog.tensors,
         catalog.objects,
@@ -963,7 +955,7 @@ def _select(
         checkpoint.roots,
         naming=naming,
         base_shapes=base_shapes(base),
-        key_rules=rules,
+        key_rules=None if recorded is None else recorded.rules,
         undecided=undecided,
     )
 

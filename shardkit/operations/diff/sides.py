@@ -22,13 +22,7 @@ from shardkit.files.links import link_notes
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import PLAIN, config_of, take_plain
 from shardkit.formats.fold import take_folded
-from shardkit.formats.hub.base import (
-    SAVED_ROOT,
-    hub_key_rules,
-    recorded_root,
-    saved_derived,
-    saved_key_rules,
-)
+from shardkit.formats.hub.base import recorded_rules, saved_derived
 from shardkit.keys.expressions import under_names
 from shardkit.keys.names import natural
 from shardkit.keys.quantised import can_dequantize, of_nvfp4, why_narrow, why_quantised
@@ -441,17 +435,15 @@ def _select(checkpoint: Checkpoint, base: Names | None) -> SideNames | str:
 
 def _as_on_hub(checkpoint: Checkpoint, named: SideNames | str, other: SideNames | str) -> SideNames | str:
     """Return a side's names as its manifest knows them from the Hub, where more of the other side's match then."""
-    own = hub_key_rules(checkpoint)
-    rules = own or saved_key_rules(checkpoint)
-    if not rules or isinstance(other, str):
+    recorded = recorded_rules(checkpoint)
+    if recorded is None or not recorded.rules or isinstance(other, str):
         return named
-    before = recorded_root(checkpoint) if own else f"{SAVED_ROOT}."
     below = {
-        stored: stored.removeprefix(before)
+        stored: stored.removeprefix(recorded.before)
         for stored in checkpoint.catalog.tensors
-        if stored.startswith(before)
+        if stored.startswith(recorded.before)
     }
-    changed = apply_key_rules(rules, below.values()).names
+    changed = apply_key_rules(recorded.rules, below.values()).names
     renamed = {changed.get(name, name): stored for stored, name in below.items()}
     known = 0 if isinstance(named, str) else len(named.names.keys() & other.names.keys())
     return SideNames(renamed, below) if len(renamed.keys() & other.names.keys()) > known else named

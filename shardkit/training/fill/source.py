@@ -23,7 +23,7 @@ from shardkit.errors import LayoutError
 from shardkit.files import manifest, storage
 from shardkit.formats.contract import Checkpoint, OpenedHubModel, inner
 from shardkit.formats.dequantize import take_plain, why_scaled
-from shardkit.formats.hub.base import SAVED_ASSETS, recorded_names, saved_derived, saved_key_rules
+from shardkit.formats.hub.base import SAVED_ASSETS, recorded_names, recorded_rules, saved_derived
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.recorded import add_checksums
 from shardkit.keys.check import refuse_factors
@@ -367,7 +367,7 @@ def _naming(stored: _Stored, found: NameMatch, ties: Iterable[Collection[str]]) 
         if not rules and stored.may_have_own_names and not stored.has_hub_names:
             rules = None
         if not stored.may_have_own_names:
-            made = {fqn: under_names(each, hub) for fqn, each in found.converted.items()}
+            made = {**made, **{fqn: under_names(each, hub) for fqn, each in found.converted.items()}}
     if rules is None and not made:
         return None
     tied = (fqn for group in ties for fqn in group if fqn in found.names)
@@ -448,13 +448,13 @@ def _of_hub(checkpoint: Checkpoint, model: OpenedHubModel) -> _Stored:
 def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) -> _Stored:
     names, notes = _select(source, wanted)
     config = next((read_config(directory) for directory in checkpoint.assets), None)
-    rules, dcp, save = saved_key_rules(checkpoint), checkpoint.dcp, checkpoint.catalog.metadata_crc32
+    recorded, dcp, save = recorded_rules(checkpoint), checkpoint.dcp, checkpoint.catalog.metadata_crc32
     has_records = dcp is not None and dcp.has_records
     # What `save` wrote beside them is the config of the live model, whose tensors these are.
     is_plain = checkpoint.dequantized is not None or checkpoint.writer == "shardkit"
     return _Stored(
         names=names,
-        hub_names=None if rules is None else _renamed(names, rules),
+        hub_names=None if recorded is None else _renamed(names, recorded.rules),
         derived=saved_derived(checkpoint),
         further_names=frozenset(name for _, *others in recorded_names(checkpoint).ties for name in others),
         select=partial(_selected, checkpoint) if not has_records else partial(subset, checkpoint.catalog),
