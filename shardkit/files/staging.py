@@ -2,7 +2,8 @@
 
     .<name>.shardkit-<owner>/    a sibling of the destination
         owner.json               whose it is, for people
-        data/                    what lies in it
+        data/                    what will lie in the shared directory
+        work/<owner>/            what its process writes for itself
         data.old/                of earlier versions: the old destination, moved aside while `data` got its name
 
 A run makes its shared directory (`files/shared`) in one, and removes it under the name of one. Earlier versions wrote
@@ -100,6 +101,20 @@ class Staging:
     def _write_owner(self) -> None:
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": str(self._owner)}
         storage.write_file(os.path.join(self.path, OWNER), json.dumps(owner).encode())
+
+    def scratch(self) -> str:
+        """Make a directory in it for files that nobody needs once this process is over; return its path.
+
+        Raises:
+            ResourceError: the system refuses.
+        """
+        try:
+            storage.make_folders(self.path, os.path.join("work", str(self._owner)))
+        except OSError as error:
+            raise ResourceError(
+                f"cannot write beside {escape(self.destination)}: {error.strerror}"
+            ) from error
+        return os.path.join(self.path, "work", str(self._owner))
 
     def release(self) -> None:
         """Leave the directory to whoever comes next, or under another name."""

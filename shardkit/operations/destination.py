@@ -312,12 +312,11 @@ def write_sidecar(
         UsageError: it exists, or is a person's.
         ResourceError: the system refuses.
     """
-    own = os.path.join("data", os.path.basename(path))
-    remove_abandoned(path, lambda left: [name for name in foreign_in(left) if name != own])
+    remove_abandoned(path, foreign_in)
     staging = Staging.create(path)
-    written = os.path.join(staging.data, os.path.basename(path))
     with contextlib.ExitStack() as stack:
         stack.callback(staging.discard)
+        written = os.path.join(staging.scratch(), os.path.basename(path))
         try:
             storage.write_file(written, data)
             if overwrite:

@@ -806,7 +806,8 @@ class Writer:
                     self._take(divided)
                 if result.is_committed:
                     self._say(divided.warnings())
-                if result.missing or result.is_committed:
+                # A run that lacks something could not read a note for a moment: `commit` looks once more.
+                if result.is_committed or (result.missing and self.writing.share is not None):
                     return result, CheckedSource()
             has_committed = divided.commit()
         except KeyboardInterrupt as interrupt:

@@ -126,8 +126,9 @@ class Existing:
         staging = Staging.create(self.path)
         with contextlib.ExitStack() as stack:
             stack.callback(staging.discard)
-            linked = set(self._link(staging.data))
-            with self.describe(staging.data) as descriptions:
+            work = staging.scratch()
+            linked = set(self._link(work))
+            with self.describe(work) as descriptions:
                 self.progress.start(self.plan.hole_bytes, "comparing")
                 execution = ComparingExecution(
                     self.plan.without_computed(),
@@ -140,9 +141,9 @@ class Existing:
                 )
                 digests, scattered = execution.run()
                 descriptions.finish(digests, {**scattered, **(self.factors.crcs if self.factors else {})})
-            for here, _, names in storage.walk(staging.data):
+            for here, _, names in storage.walk(work):
                 for name in sorted(names):
-                    relative = os.path.relpath(os.path.join(here, name), staging.data)
+                    relative = os.path.relpath(os.path.join(here, name), work)
                     made, there = os.path.join(here, name), os.path.join(self.path, relative)
                     if relative not in linked and not (_are_same(made, there) or _say_the_same(made, there)):
                         yield f"{escape(relative)}: missing, or with other content"

@@ -378,3 +378,23 @@ def test_a_dry_run_draws_no_page_of_what_is_there(found: Scenarios, server: Serv
     assert "exists" in answer.err
     assert not page.exists()
     shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("name", ["consolidate", "reshard two jobs"])
+def test_a_comparison_that_is_killed_leaves_nothing(
+    name: str, found: Scenarios, server: Server, place: Path
+) -> None:
+    """It writes what describes the files beside the output once more: what lies there then is nobody's."""
+    scenario, there = found[name], Place(found[name], place)
+    restore(there.out, scenario.expected)
+    num_calls = len(again(there, server).calls)
+    restore(there.out, scenario.expected)
+    num_left = 0
+    for back in range(1, 40, 5):
+        killed = scenario.run(server, there.out, fault={"at": num_calls - back, "do": "kill"})
+        assert killed.code == -9
+        num_left += len(there.staging())
+        assert again(there, server).code == 0
+        restore(there.out, scenario.expected)
+    assert num_left
+    there.remove()

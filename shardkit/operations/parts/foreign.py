@@ -57,7 +57,7 @@ def foreign_in(path: str) -> list[str]:
             continue
         elif top in _OF_FOLDERS and _OF_FOLDERS[top].fullmatch(below) and is_shared:
             continue
-        elif top == "work" and is_shared and Owner.parse(below.partition("/")[0]) is not None:
+        elif top == "work" and is_ours and Owner.parse(below.partition("/")[0]) is not None:
             continue
         elif top in ("factors", "work") and _OF_FACTORS.fullmatch(below):
             continue
