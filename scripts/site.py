@@ -50,8 +50,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links between files of the repository into links of the site."""
     outside = {to: path for path, to in OUTSIDE.items()}
-    if page.file.src_uri == "changelog.md":
-        page.meta["search"] = {"exclude": True}  # it has every word
     for beginning, boost in BOOSTS.items():
         if page.file.src_uri.startswith(beginning):
             page.meta.setdefault("search", {"boost": boost})
