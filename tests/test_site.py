@@ -31,6 +31,7 @@ ASKED = {
     "resume": {"cli.html"},
     "one box": {"guides/one-box.html"},
     "lightning private repo": {"guides/lightning-to-hub.html"},
+    "verl every 100 steps": {"guides/verl-to-hub.html"},
     "no space left": {"help.html"},
 }
 """What is typed -> where it is explained."""
