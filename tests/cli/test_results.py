@@ -184,7 +184,7 @@ def test_the_workers_of_a_pool_show_none(start, tiny):
 
 @pytest.mark.parametrize(("before", "shows"), [("", False), (KERNEL, True)], ids=["script", "notebook"])
 def test_without_a_terminal_only_a_notebook_has_a_bar(start, tiny, before, shows):
-    process = start("-c", before + CALL.format(""))
+    process = start("-c", before + CALL.format(""), env={"SHARDKIT_NO_PROGRESS": "0"})
     out, err = process.communicate()
     assert (process.returncode, out, "preshard: 100%" in err) == (0, "", shows)
     assert bool(err) == shows
