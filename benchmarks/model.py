@@ -1,6 +1,6 @@
 """Write a Qwen3-like Hub model of random bf16 weights, with nothing but numpy.
 
-python benchmarks/model.py OUTPUT --gigabytes 3 [--hidden 8192] [--experts 64] [--sparse]
+python benchmarks/model.py OUTPUT --gigabytes 3 [--hidden 8192] [--experts 64] [--sparse] [--file-megabytes 500]
 
 With --experts it is like Qwen3-MoE: every layer has so many experts, each stored by itself, of 768 rows. With
 --sparse files have no data, only their sizes: a terabyte takes no room, and serves what reads headers alone.
@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--sparse", action="store_true")
+    parser.add_argument("--file-megabytes", type=float, help="of each file; 500, or 5000 with --sparse")
     args = parser.parse_args()
     hidden: int = args.hidden
     experts: int = args.experts
@@ -102,9 +103,10 @@ def main() -> None:
     args.output.mkdir(parents=True)
     files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     held = 0
+    most = args.file_megabytes * 1e6 if args.file_megabytes else SPARSE_BYTES if args.sparse else FILE_BYTES
     for name, shape in tensors(num_layers, hidden, experts):
         nbytes = prod(shape) * itemsize
-        if files[-1] and held + nbytes > (SPARSE_BYTES if args.sparse else FILE_BYTES):
+        if files[-1] and held + nbytes > most:
             files.append([])
             held = 0
         files[-1].append((name, shape))

@@ -1,4 +1,4 @@
-"""Make the tables of docs/performance.md and benchmarks/RESULTS.md from what `benchmarks/all` has measured; `--check` only says where they differ.
+"""Make the tables of docs/performance.md, docs/loading.md and benchmarks/RESULTS.md from what `benchmarks/all` has measured; `--check` only says where they differ.
 
     python scripts/figures.py [--check] [--results benchmarks/results.json]
 
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results.json"
-PAGES = ("docs/performance.md", "benchmarks/RESULTS.md")
+PAGES = ("docs/performance.md", "docs/loading.md", "benchmarks/RESULTS.md")
 _BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 Row = Mapping[str, Any]
@@ -69,8 +69,20 @@ TO_COPY = {**SECONDS, "to cp": number("ratio", ".3g"), "(min-max)": between}
 RUNS = {"runs": number("runs", "d")}
 PEAK = {"peak MiB": number("peak_bytes", ".0f", MIB)}
 CPU = {"CPU s": number("cpu_s", ".1f")}
+COLD = {
+    "of": part,
+    "read": number("read"),
+    "worst rank": number("most_read"),
+    "requests a GiB": number("requests_per_gib", ".0f"),
+    "short ones": number("short", ".0f"),
+    "MiB each": number("request_bytes", ".2f", MIB),
+    "near, %": number("sequential", ".1f", 0.01),
+    "files": number("files", ".0f"),
+    "sent": number("sent"),
+}
 WHOLE = {**RUNS, **SECONDS, "(min-max)": between, **CPU, **PEAK}
 CONSOLIDATE = {"file system": place, "from": part, **RUNS, **TO_COPY, **PEAK, "read": number("read")}
+_WAYS = {"--profile transformers, transformers' loader": "`--profile transformers`, transformers' loader"}
 TABLES = {
     "preshard": Table(
         ("preshard-memory", "preshard-disk", "preshard-xfs"),
@@ -119,6 +131,18 @@ TABLES = {
             "accelerate": "accelerate's `fsdp2_load_full_state_dict`",
             "transformers": "transformers' `from_pretrained(distributed_config=...)`, which builds too",
         },
+    ),
+    "coldload": Table(("coldload",), COLD, _WAYS),
+    "coldload-slow": Table(
+        ("coldload-slow",),
+        {
+            "of": part,
+            "read": number("read"),
+            "requests": number("requests", ".0f"),
+            "waiting, s": number("waiting_s", ".2f"),
+            "whole start, s": number("start_s", ".1f"),
+        },
+        _WAYS,
     ),
     "gpu": Table(
         ("gpu",),
