@@ -132,7 +132,7 @@ TABLES = {
             "transformers": "transformers' `from_pretrained(distributed_config=...)`, which builds too",
         },
     ),
-    "coldload": Table(("coldload",), COLD, _WAYS),
+    "coldload": Table(("coldload", "coldload-many"), COLD, _WAYS),
     "coldload-slow": Table(
         ("coldload-slow",),
         {
