@@ -133,6 +133,11 @@ TABLES = {
         },
     ),
     "coldload": Table(("coldload", "coldload-many"), COLD, _WAYS),
+    "coldload-many": Table(
+        ("coldload-many",),
+        {name: COLD[name] for name in ("of", "read", "worst rank", "files", "sent")},
+        _WAYS,
+    ),
     "coldload-slow": Table(
         ("coldload-slow",),
         {
