@@ -224,7 +224,7 @@ def meshes(model: str, args: Any) -> list[str]:
 def cannot(way: str, model: str) -> str | None:
     """Return why a way does not exist."""
     if way == "torch's HF reader" and model == "moe":
-        return "it takes the names of the files, where experts are single; transformers has them fused"
+        return "it uses the names in the files, which have single experts; transformers fuses them"
     return None
 
 

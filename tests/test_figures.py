@@ -71,6 +71,8 @@ def test_a_measurement_replaces_what_stood_there_and_nothing_else() -> None:
     assert "| `--digest none` | xfs | same\\|bytes | 7 | 1.25 | 0.5 | 0.40-0.62 | 3 |" in made
     assert "```bash\npython benchmarks/x.py DIRECTORY\n```\n" in made
     assert "Left out: accelerate: not installed." in made
+    twice = figures.made(page, {"preshard-xfs": found, "preshard-disk": found})
+    assert twice.count("accelerate: not installed") == 1
     assert made.count("by hand") == 1
     assert figures.made(made, {"preshard-xfs": found}) == made
     assert figures.by_hand(made, {"preshard-xfs": found}) == ["load"]
