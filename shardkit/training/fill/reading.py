@@ -488,14 +488,18 @@ class _Ahead:
     def goes_on(self, reads: Sequence[Read]) -> None:
         """Begin to fetch as much as reading has gone on, since these reads begin."""
         with self._lock:
-            self._begun += sum(read.nbytes for read in reads)
+            self._begun += sum(end - begin for begin, end in _fetched(reads))
             while self._asked < self._begun + _AHEAD_NBYTES and (following := next(self._left, None)):
-                self._asked += sum(read.nbytes for read in following)
-                file, start = following[0].first
-                stop = following[-1].first[1] + following[-1].nbytes
-                ranges = [(start, stop)] if len(following) > 1 else _ranges(following)[file]
-                for begin, end in ranges:
-                    self._sources.will_need(file, begin, end - begin)
+                for begin, end in _fetched(following):
+                    self._asked += end - begin
+                    self._sources.will_need(following[0].file, begin, end - begin)
+
+
+def _fetched(group: Sequence[Read]) -> Sequence[tuple[int, int]]:
+    """Return the byte ranges that are fetched for a read or for neighbours: of columns, all of the rows they lie in."""
+    if len(group) > 1:
+        return [(group[0].first[1], group[-1].first[1] + group[-1].nbytes)]
+    return _ranges(group)[group[0].file]
 
 
 def _ranges(reads: Iterable[Read]) -> Ranges:

@@ -363,3 +363,20 @@ def test_what_is_read_next_is_being_fetched_and_nothing_else(
         assert sum(max(stop - first, 0) for first, stop in before) == nbytes
     assert sum(stop - start for _, start, stop in asked) == sum(nbytes for _, nbytes in calls)
     assert sum(at == 0 for at, _, _ in asked) >= 32  # MiB before the first
+
+
+def test_of_columns_the_rows_they_lie_in_are_fetched_and_no_more_of_them_at_once(
+    tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tensor parallelism of 64, 32 MiB of columns lie in 2 GiB."""
+    save_file({"w": torch.zeros(8192, 8192, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    catalog = formats.open(str(tmp_path)).catalog
+    asked = list[tuple[int, int]]()
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda fd, at, nbytes, advice: asked.append((len(calls), nbytes))
+    )
+    fill(catalog, Region((0, 128), (8192, 128)), torch.empty(8192, 128, dtype=torch.int8))
+    for number in range(len(calls)):
+        ahead = sum(nbytes for at, nbytes in asked if at <= number) - (number + 1) * READ_NBYTES
+        assert ahead <= 40 << 20
+    assert sum(nbytes for _, nbytes in asked) == 64 << 20
