@@ -67,7 +67,7 @@ def check_choice(dtype: str, base: Base | None) -> None:
     check_cast("--dtype", dtype, CHOICES)
     if dtype == BASE and (base is None or base.tensors is None):
         raise UsageError(
-            "--dtype base needs a base whose weights tell their dtypes",
+            "--dtype base needs a base with known dtypes",
             hint="name it with --base, or ask for bf16, fp16 or fp32",
         )
 

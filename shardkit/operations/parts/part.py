@@ -99,12 +99,12 @@ def _from_launcher(environ: Mapping[str, str]) -> tuple[int, int, str]:
         return found
     if _number(environ, _INDEX) is not None:
         raise UsageError(
-            f"--part env: {_told(environ, _INDEX)} does not tell how many parts there are",
+            f"--part env: {_told(environ, _INDEX)} does not say how many parts there are",
             hint="say --part env/N, with the completions of the Job as N",
         )
     names = ", ".join(" and ".join(names) for names in (*_RANKS, _ARRAY[:1], _STEP, (_INDEX,)))
     raise UsageError(
-        "--part env: no launcher has told which part this is",
+        "--part env: no launcher has set which part this is",
         problems=[f"looked for {names}"],
         hint="start it with torchrun, mpirun, srun or in an array job, or say --part K/N",
     )
