@@ -9,7 +9,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 from shardkit.core.catalog import FileStamp
@@ -96,7 +96,8 @@ def open_regular(
             assert opened is not None
             opened[path] = fd
         else:
-            storage.close_fd(fd)
+            with suppress(OSError):  # it says nothing of the bytes that were read
+                storage.close_fd(fd)
 
 
 def _is_at(fd: int, path: str) -> bool:

@@ -92,6 +92,20 @@ def test_somebody_put_something_else_there_meanwhile(found: Scenarios, server: S
     here.remove()
 
 
+def test_a_call_that_fails_once_the_output_is_there(found: Scenarios, server: Server, place: Path) -> None:
+    """Nothing that comes then makes the output less whole, and an error would say that there is none."""
+    scenario, of = found["preshard"], ("open_fd", "close_fd", "pread")
+    renamed = max(number for number, name in enumerate(scenario.calls) if name == "renameat2")
+    num_before = sum(name in of for name in scenario.calls[:renamed])
+    for at in range(num_before + 1, sum(name in of for name in scenario.calls) + 1):
+        here = Place(scenario, place)
+        answer = scenario.run(server, here.out, fault={"at": at, "do": "errno", "errno": errno.EIO, "of": of})
+        assert answer.code == 0 or "it is there, and whole" in answer.err, (at, answer)
+        here.check_is(scenario.expected)
+        here.check_ends_well(server, overwrite=False)
+        here.remove()
+
+
 @pytest.mark.root
 def test_a_small_disk(found: Scenarios, server: Server, place: Path) -> None:
     with conditions.small_disk(place, 512 << 10) as disk:
