@@ -15,7 +15,7 @@ from typing import NamedTuple
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.regions import Shape, blocks, full_region
-from shardkit.core.text import MIB, count, escape, nothing_left
+from shardkit.core.text import MIB, count, escape, listed, nothing_left
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage, stores
 from shardkit.files.links import link_notes
@@ -291,6 +291,9 @@ def _in_one_form(side: Side, other: Side, label: str) -> tuple[Side, list[str]]:
         notes.append(
             f"{label}: names turned into the Hub's by the key rules of {escape(decided.rules.title)}"
         )
+        if decided.dropped:
+            notes.append(f"{label}: not compared, the key rules leave them out: {listed(decided.dropped)}")
+    notes += [f"{label}: {note}" for note in decided.notes]
     return replace(side, names=found, catalog=bind(side.catalog, others)), notes
 
 

@@ -629,6 +629,16 @@ def test_a_trainers_own_names_are_the_hubs_where_one_set_of_key_rules_knows_them
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_key_rules_leave_out_is_named(tmp_path: Path) -> None:
+    """A result "equal" that is silent about a tensor of one side is no result."""
+    source, theirs = make_trainers("torchtitan-llama3-0.2", tmp_path)
+    dcp.save({"model": {**theirs, "freqs_cis": torch.randn(4)}}, checkpoint_id=tmp_path / "trained")
+    for found in (diff(tmp_path / "trained", source), diff(source, tmp_path / "trained")):
+        assert found.is_equal
+        assert any("not compared, the key rules leave them out: freqs_cis" in note for note in found.notes)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_names_and_forms_change_together(tmp_path: Path) -> None:
     """The manifest speaks of names in memory; its rules have given the tensors those of the Hub by then."""
     make_hub(ZOO["mixtral"], tmp_path / "hub")
