@@ -290,9 +290,15 @@ def identity_of(path: str) -> tuple[int, int] | None:
     """Return an identity of a file or directory that survives moves.
 
     It is None if there is none, or an empty directory: made before a job, it is as good as none.
+
+    Raises:
+        OSError: the system cannot say whether there is one.
     """
     try:
         status = storage.lstat(path)
+    except FileNotFoundError:
+        return None
+    try:
         if stat.S_ISDIR(status.st_mode) and not storage.listdir(path):
             return None
     except FileNotFoundError:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -29,7 +29,13 @@ from shardkit.keys.quantised import can_dequantize, of_nvfp4, why_narrow, why_qu
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.decided import as_tensors, decide_names
-from shardkit.layout.traced import ModelNames, ask_names, may_differ_in_memory
+from shardkit.layout.traced import (
+    SAME_IN_MEMORY,
+    ModelNames,
+    ask_names,
+    may_differ_in_memory,
+    why_no_class,
+)
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
@@ -268,6 +274,7 @@ def _in_one_form(side: Side, other: Side, label: str) -> tuple[Side, list[str]]:
         return side, []
     stored = {side.live.get(each, name): each for name, each in side.names.items()}
     names = {side.live.get(each, name): name for name, each in side.names.items()}
+    unasked = list[str]()
     try:
         decided = decide_names(
             {live: side.catalog.tensors[each].shape for live, each in stored.items()},
@@ -275,18 +282,22 @@ def _in_one_form(side: Side, other: Side, label: str) -> tuple[Side, list[str]]:
             names=names,
             derived=saved_derived(side.checkpoint),
             takes_shipped=is_saved,
-            ask=partial(_ask_class, other),
+            ask=partial(_ask_class, other, unasked.append),
             config=other.checkpoint.hub.config if other.checkpoint.hub is not None else None,
             padding=side.checkpoint.padding,
             wanted=wanted,
         )
     except SourceError:  # a tensor would be there twice
         return side, []
+    because = [
+        f"{label}: what the model's class stores in another form counts as another tensor: {why}"
+        for why in unasked
+    ]
     if set(decided.by.values()) == {"selection"}:
-        return side, []
+        return side, because
     made = {name: under_names(each, stored) for name, each in decided.made.items()}
     found, others = as_tensors(made, side.catalog.tensors)
-    notes = []
+    notes = because
     if decided.rules is not None:
         notes.append(
             f"{label}: names turned into the Hub's by the key rules of {escape(decided.rules.title)}"
@@ -301,10 +312,20 @@ def _shapes(catalog: Catalog, names: Names) -> dict[str, Shape]:
     return {name: catalog.tensors[stored].shape for name, stored in names.items()}
 
 
-def _ask_class(side: Side) -> ModelNames | None:
-    """Return the answer of a Hub model's class about its names; None if the class cannot be asked, or need not be."""
+def _ask_class(side: Side, on_unasked: Callable[[str], object] = lambda why: None) -> ModelNames | None:
+    """Return the answer of a Hub model's class about its names; None if the class cannot be asked, or need not be.
+
+    Args:
+        side: of the Hub model.
+        on_unasked: told why the class cannot be asked.
+    """
     hub = side.checkpoint.hub
-    if hub is not None and may_differ_in_memory(hub.config or {}):
+    config = {} if hub is None else hub.config or {}
+    names_class = config.get("architectures") and config.get("model_type") not in (None, *SAME_IN_MEMORY)
+    if names_class and (why := why_no_class(config)) is not None:
+        on_unasked(why)
+        return None
+    if hub is not None and may_differ_in_memory(config):
         shapes = {name: entry.shape for name, entry in hub.catalog.tensors.items()}
         with contextlib.suppress(ShardkitError):  # no transformers, or no such class
             return ask_names(hub.directory, shapes)

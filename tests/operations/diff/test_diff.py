@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -587,7 +588,9 @@ def test_config_is_not_weights(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_fused_experts_are_compared_with_the_single_ones_of_the_hub(tmp_path: Path) -> None:
+def test_fused_experts_are_compared_with_the_single_ones_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import transformers
 
     shape = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
@@ -602,6 +605,14 @@ def test_fused_experts_are_compared_with_the_single_ones_of_the_hub(tmp_path: Pa
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "trained")  # nothing but the class tells
     changed = diff(tmp_path / "hub", tmp_path / "trained")
     assert [each.name for each in changed.differences] == ["model.layers.1.mlp.experts.2.up_proj.weight"]
+    # Where the class cannot be asked, that is said: the weights may be the same.
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name)
+    )
+    unasked = diff(tmp_path / "hub", tmp_path / "trained")
+    assert not unasked.is_equal
+    assert any("torch is not installed (`pip install 'shardkit[trace]'`)" in note for note in unasked.notes)
 
 
 @pytest.mark.parametrize("name", ["torchtune-llama", "megatron-llama"])
