@@ -33,7 +33,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import socket
 import statistics
 import struct
@@ -51,7 +50,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import HERE, Report, json_option, run, work_in
+from common import HERE, Report, json_option, run, wait_for, work_in
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
@@ -331,13 +330,7 @@ def run_world(job: Job) -> None:
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1"
     )
     children = [fork(lambda rank=rank: one_rank(job, rank)) for rank in range(len(job.mounts))]
-    while children:
-        child, status = os.wait()
-        children.remove(child)
-        if status:  # the others may wait for it for ever
-            for other in children:
-                os.kill(other, signal.SIGKILL)
-            raise RuntimeError(f"a rank failed: {status}")
+    wait_for(children)
 
 
 @contextlib.contextmanager

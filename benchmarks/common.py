@@ -21,6 +21,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -106,6 +107,17 @@ def process(command: list[str], **variables: str) -> Found:
         "peak_bytes": used.ru_maxrss * 1024,
         "cpu_s": used.ru_utime + used.ru_stime,
     }
+
+
+def wait_for(children: list[int]) -> None:
+    """Wait for forked ranks; end the others where one fails: they may wait for it for ever."""
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"a rank failed: {status}")
 
 
 def copy(source: Path, output: Path, *flags: str) -> float:

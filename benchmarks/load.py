@@ -21,7 +21,6 @@ import json
 import mmap
 import os
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -36,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import HERE, Report, common_options, run, spread, work_in
+from common import HERE, Report, common_options, run, spread, wait_for, work_in
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -262,13 +261,7 @@ def in_ranks(variant: Variant | None, sources: Sources, num_ranks: int) -> list[
                     os._exit(one_rank(variant, sources, Path(scratch), rank, num_ranks))
                 os._exit(1)
             children.append(child)
-        while children:
-            child, status = os.wait()
-            children.remove(child)
-            if status:  # the others may wait for it for ever
-                for other in children:
-                    os.kill(other, signal.SIGKILL)
-                sys.exit(f"a rank failed: {status}")
+        wait_for(children)
         return [json.loads((Path(scratch) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 

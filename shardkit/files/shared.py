@@ -411,9 +411,8 @@ class SharedStaging:
         try:
             with contextlib.suppress(OSError):  # all of it may be gone
                 storage.mkdir(path)
-            with contextlib.suppress(
-                OSError, ShardkitError
-            ):  # the output is there; whoever comes next removes the rest
+            # The output is there, and whoever comes next removes the rest.
+            with contextlib.suppress(OSError, ShardkitError):
                 self._empty()
             yield
         finally:

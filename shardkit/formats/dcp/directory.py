@@ -202,6 +202,10 @@ def told_catalog(directory: str) -> Catalog:
         SourceFile(name=name, path=path, size=_file_size(path)[0])
         for name, path in zip(metadata.files, paths, strict=True)
     ]
+    return _catalog(directory, metadata, files)
+
+
+def _catalog(directory: str, metadata: DcpMetadata, files: list[SourceFile]) -> Catalog:
     return Catalog(
         format="dcp",
         directory=directory,
@@ -209,6 +213,10 @@ def told_catalog(directory: str) -> Catalog:
         files=files,
         tensors=metadata.tensors,
         chunks=metadata.chunks,
+        objects=tuple(metadata.objects),
+        paths=metadata.paths,
+        metadata_crc32=metadata.crc32,
+        notes=(*_orphan_notes(metadata), *_stale_notes(directory, metadata)),
     )
 
 
@@ -233,18 +241,7 @@ def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
         point_at_parts(metadata, files)
     check_extents(metadata, files)
     check_tiling(metadata, _ANOTHER_COPY if metadata.where == METADATA else _OTHER_RANKS)
-    catalog = Catalog(
-        format="dcp",
-        directory=directory,
-        encoding=metadata.encoding,
-        files=files,
-        tensors=metadata.tensors,
-        chunks=metadata.chunks,
-        objects=tuple(metadata.objects),
-        paths=metadata.paths,
-        metadata_crc32=metadata.crc32,
-        notes=(*_orphan_notes(metadata), *_stale_notes(directory, metadata)),
-    )
+    catalog = _catalog(directory, metadata, files)
     return DcpDirectory(
         catalog=catalog,
         transforms=metadata.transforms,
@@ -469,11 +466,14 @@ def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
             extents.append((place.file, place.start, place.start + place.nbytes, -1 - index))
     extents.sort()
 
+    def raw_name(row: int) -> str:
+        return owner(row) if row >= 0 else objects[-1 - row][0]
+
     def name(row: int) -> str:
-        return escape(owner(row) if row >= 0 else objects[-1 - row][0])
+        return escape(raw_name(row))
 
     problems: list[str] = []
-    needed, num_short = dict[int, int](), 0
+    needed, lost = dict[int, int](), dict[int, list[str]]()
     previous = (-1, 0, 0, 0)
     for extent in extents:
         file, start, stop, row = extent
@@ -483,7 +483,7 @@ def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
             )
             if 0 <= start < stop:
                 needed[file] = max(needed.get(file, 0), stop)
-                num_short += 1
+                lost.setdefault(file, []).append(raw_name(row))
             continue
         if file == previous[0] and start < previous[2] and (start, stop) != previous[1:3]:
             problems.append(
@@ -492,9 +492,13 @@ def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
         if file != previous[0] or stop > previous[2]:
             previous = extent
     message = f"{metadata.where} places {len(problems)} entries where their bytes cannot be"
-    if problems and num_short == len(problems):
-        reason = "it has {} bytes, and needs at least {}"
-        short = {files[at].name: reason.format(files[at].size, stop) for at, stop in needed.items()}
+    if problems and sum(map(len, lost.values())) == len(problems):
+        short = {
+            files[
+                at
+            ].name: f"it has {files[at].size} bytes, and needs at least {stop} (for {listed(lost[at])})"
+            for at, stop in needed.items()
+        }
         raise DamagedFiles(message, short, problems=problems, hint=_ANOTHER_COPY)
     SourceError.raise_for(problems, message, hint=_ANOTHER_COPY)
 
