@@ -31,7 +31,8 @@ from pathlib import Path
 
 from common import TORCH, Report, json_option, run, spread, work_in
 
-from shardkit.osft.plan import Target
+from shardkit.core.factored import Target
+from shardkit.osft.svd import svd_nbytes
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 MODEL = """
@@ -78,7 +79,7 @@ with safe_open(sys.argv[1], "pt") as file:
 BARE = """
 import sys, torch
 from safetensors import safe_open
-from shardkit.osft.plan import Target
+from shardkit.core.factored import Target
 from shardkit.osft.svd import factorise
 torch.set_num_threads(1)
 print(flush=True)
@@ -238,7 +239,7 @@ def add_workers(report: Report, runs: int, jobs: int, source: Path, output: Path
     bare_s, elapsed_s, ratio, peak = medians(runs, beside)
     modules = json.loads((output / "shardkit.json").read_text())["osft"]["modules"]
     formula = max(
-        Target(path="", rows=each["shape"][0], columns=each["shape"][1], rank=each["rank"]).svd_nbytes
+        svd_nbytes(Target(path="", rows=each["shape"][0], columns=each["shape"][1], rank=each["rank"]))
         for each in modules.values()
     )
     base = int(run([sys.executable, "-c", TORCH]))

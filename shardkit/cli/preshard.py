@@ -23,10 +23,10 @@ from shardkit.cli.output import (
     uneven,
     written,
 )
+from shardkit.core.factored import FACTORS
 from shardkit.core.text import escape, format_duration, format_size
 from shardkit.files import storage
 from shardkit.files.location import location_of
-from shardkit.osft.plan import FACTORS
 
 if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult

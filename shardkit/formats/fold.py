@@ -7,10 +7,10 @@ from dataclasses import replace
 from math import prod
 
 from shardkit.core.dtypes import most_bytes
+from shardkit.core.factored import Target, factor_of, stored_targets
 from shardkit.formats.contract import Checkpoint, Folded
 from shardkit.formats.derived import derive_base, derive_checkpoint
 from shardkit.formats.hub.base import Base
-from shardkit.osft.plan import Target, factor_of, stored_targets
 from shardkit.transfer.codecs.fold import Fold, refuse_other_dtypes
 
 

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from shardkit.core.catalog import TensorEntry
+from shardkit.core.factored import Target
 from shardkit.core.mesh import Mesh
 from shardkit.core.placements import REPLICATE, HeldRegion, Placement, Placements
 from shardkit.core.regions import Region, Shape
@@ -29,7 +30,6 @@ from shardkit.layout.wrap_policy import (
     path_templates,
     unknown_names,
 )
-from shardkit.osft.plan import Target
 
 
 class CannotBuildError(LayoutError):

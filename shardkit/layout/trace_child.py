@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import class_before_sharding, init_fake_world
+from shardkit.core.factored import Target
 from shardkit.core.mesh import Axis, Mesh
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError, SourceError, UsageError, speaking_options
@@ -64,7 +65,7 @@ from shardkit.layout.units import (
 )
 from shardkit.layout.wrap_policy import OPTION, WrapPolicy, list_candidates, parse_policy, parse_stages
 from shardkit.osft.modules import candidates, factor_modules, osft_modules, placement_fn
-from shardkit.osft.plan import Target, choose_targets, from_config
+from shardkit.osft.plan import choose_targets, from_config
 
 # Far above what the largest models need, which is 12 s and 400 MiB.
 _MAX_CPU_S, _MAX_DATA_BYTES = 300, 16 << 30

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from shardkit._folding import fold
 from shardkit.core.dtypes import DType
+from shardkit.core.factored import Target
 from shardkit.core.mesh import Axis, Mesh
 from shardkit.core.placements import Placement
 from shardkit.core.regions import Shape
@@ -42,7 +43,7 @@ from shardkit.keys.expressions import Expression, from_json
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout
 from shardkit.layout.trace_cache import Slot, slot_for
 from shardkit.layout.wrap_policy import parse_policy, parse_stages
-from shardkit.osft.plan import OsftPlan, Target, as_config
+from shardkit.osft.plan import OsftPlan, as_config
 
 T = TypeVar("T")
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.core.factored import factor_of
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError
 from shardkit.keys.names import clean_name
@@ -39,7 +40,6 @@ from shardkit.layout.wrap_policy import (
     path_templates,
     unknown_names,
 )
-from shardkit.osft.plan import factor_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MAX_SHOWN = 200

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from shardkit.core.factored import FACTORS, Target, factor_of, shard_dim
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError
 from shardkit.keys.names import clean_name
-from shardkit.osft.plan import FACTORS, Candidate, Target, factor_of, shard_dim
+from shardkit.osft.plan import Candidate
 
 
 class OsftParams(nn.Module):
@@ -158,7 +159,7 @@ def _factor_names(path: str) -> Iterator[str]:
 
 
 def factors_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a factored layer by the names of `plan.FACTORS`."""
+    """Return the parameters of a factored layer by the names of `core.factored.FACTORS`."""
     return {name: module.get_parameter(name) for name in FACTORS}
 
 

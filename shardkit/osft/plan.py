@@ -1,38 +1,20 @@
-"""Which weights of a model become factors, of which rank, and what that costs. Pure: names and shapes.
-
-A target is the weight W (N x M) of a linear layer at a module path P, with R = min(N, M). Of its singular value
-decomposition the first k triplets are frozen and the other R - k are trained:
-
-    P.osft_U_high  (N, k)     P.osft_params.U_low  (N, R-k)
-    P.osft_S_high  (k)        P.osft_params.S_low  (R-k)
-    P.osft_V_high  (k, M)     P.osft_params.V_low  (R-k, M)        V: rows of the transpose
-
-`P.weight` is gone, a bias stays. The names are those of mini_trainer, whose checkpoints are read too.
-
-Source: "Sculpting Subspaces", arXiv 2504.07097; mini_trainer 0.9.0, osft_utils.py.
-"""
+"""Which weights of a model become factors (`core.factored`), and of which rank. Pure: names and shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import floor
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from shardkit.core.factored import Svd, Target
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed, match_nothing, unmatched
 from shardkit.errors import LayoutError, UsageError
 
 AUTO = "auto"
-HIGH = ("osft_U_high", "osft_S_high", "osft_V_high")
-LOW = ("osft_params.U_low", "osft_params.S_low", "osft_params.V_low")
-FACTORS = (*HIGH, *LOW)
-"""What stands for `weight` in a module; the first three are frozen."""
-_ENDS = tuple(f".{name}" for name in FACTORS)
-
-Svd = Literal["exact", "fp32"]
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -151,60 +133,6 @@ def parse_ranks(texts: Iterable[str]) -> dict[str, int | float]:
             problems.append(f"{escape(text)}: neither GLOB=K nor GLOB=RATIO")
     UsageError.raise_for(problems, "--osft-rank", hint="--osft-rank '*.down_proj=256', or '*.down_proj=0.5'")
     return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A weight that becomes factors."""
-
-    path: str
-    """Of the linear module, e.g. "model.layers.0.mlp.up_proj"."""
-    rows: int
-    """N: what the layer returns."""
-    columns: int
-    """M: what the layer takes."""
-    rank: int
-    """k: directions that are frozen, at least 1 and less than min(N, M)."""
-
-    @property
-    def weight(self) -> str:
-        """FQN of the dense weight."""
-        return f"{self.path}.weight"
-
-    @property
-    def num_directions(self) -> int:
-        """R: frozen and trained ones together."""
-        return min(self.rows, self.columns)
-
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """Shape of each factor, by FQN."""
-        kept, trained = self.rank, self.num_directions - self.rank
-        shapes = [
-            shape for size in (kept, trained) for shape in ((self.rows, size), (size,), (size, self.columns))
-        ]
-        return {f"{self.path}.{name}": shape for name, shape in zip(FACTORS, shapes, strict=True)}
-
-    @property
-    def num_operations(self) -> int:
-        """Floating point operations of the decomposition, about: measured for the eigenvalues of the Gram matrix."""
-        small, large = self.num_directions, max(self.rows, self.columns)
-        return 4 * large * small**2 + 9 * small**3
-
-    @property
-    def svd_nbytes(self) -> int:
-        """Most bytes of memory that the decomposition takes: the matrix and its products in float64, factors in float32.
-
-        By the Gram matrix it is two matrices in float64 instead of three; a matrix that is nearly singular needs a
-        third, and which it is shows only on the way.
-        """
-        small = self.num_directions
-        return 8 * (3 * self.rows * self.columns + 3 * small**2) + 4 * small * (self.rows + self.columns)
-
-    @property
-    def factors_nbytes(self) -> int:
-        """Bytes of its factors, which are float32."""
-        return 4 * self.num_directions * (self.rows + self.columns + 1)
 
 
 class Candidate(NamedTuple):
@@ -370,114 +298,6 @@ def _check_ranks(plan: OsftPlan, targets: Sequence[Target], wording: PlanWording
             problems=unmatched(unused, names),
             hint=f"globs are compared with names of targets: {wording.ranks_value.format('*.mlp.up_proj', 256)}",
         )
-
-
-def factored_names(names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return the six names of each module that is factored, by its path.
-
-    Args:
-        names: of a checkpoint's tensors.
-
-    Raises:
-        LayoutError: a factor is missing, or the dense weight is there too; lists all.
-    """
-    held, found = frozenset(names), dict[str, tuple[str, ...]]()
-    for path in dict.fromkeys(path for name in names if (path := factor_of(name)) is not None):
-        found[path] = tuple(f"{path}.{name}" for name in FACTORS)
-    LayoutError.raise_for(
-        [
-            *_missing(found, held),
-            *(
-                f"{escape(path)}.weight: stored beside its factors"
-                for path in found
-                if f"{path}.weight" in held
-            ),
-        ],
-        "the factors of an OSFT checkpoint are not complete",
-        hint="the checkpoint was cut, filtered, or renamed; save it again from the run that made it",
-    )
-    return found
-
-
-def _missing(found: Mapping[str, Sequence[str]], held: Collection[str]) -> Iterator[str]:
-    for path, six in found.items():
-        missing = [name[len(path) + 1 :] for name in six if name not in held]
-        if missing:
-            yield f"{escape(path)}: lacks {', '.join(missing)}"
-
-
-def stored_targets(shapes: Mapping[str, Shape]) -> dict[str, Target]:
-    """Return the targets whose factors a checkpoint holds, by path, in its order.
-
-    Paths of which there are trained factors alone are passed over: they may be the names of an optimizer's state.
-
-    Args:
-        shapes: of all tensors, by name.
-
-    Raises:
-        LayoutError: a factor is missing, the dense weight is there too, or shapes do not fit; lists all.
-    """
-    frozen = {path for name in shapes if name.endswith(HIGH) and (path := factor_of(name)) is not None}
-    names = [name for name in shapes if weight_of(name).removesuffix(".weight") in frozen] if frozen else []
-    found, problems = dict[str, Target](), list[str]()
-    for path in factored_names(names):
-        try:
-            found[path] = target_of(path, shapes)
-        except LayoutError as error:
-            problems += [f"{error.message}: {', '.join(error.problems)}"]
-    LayoutError.raise_for(
-        problems,
-        f"factors of {count(len(problems), 'weight')} do not fit each other",
-        hint="the checkpoint was cut or changed; save it again from the run that made it",
-    )
-    return found
-
-
-def factor_of(name: str) -> str | None:
-    """Return the path of the module that a tensor is a factor of; None if it is none."""
-    if "osft_" not in name:  # quick: there may be 100,000 names
-        return None
-    if not name.endswith(_ENDS):  # nearly every name: there may be a hundred thousand
-        return None
-    return next(name[: -len(end)] for end in _ENDS if name.endswith(end))
-
-
-def shard_dim(name: str, shape: Shape, num_shards: int) -> int:
-    """Return the dim along which `fully_shard` cuts a parameter of an OSFT model.
-
-    V_* is cut along its second dim where that divides: then its projection sums r x k numbers over the shards, and
-    nobody gathers V_high. FSDP2 takes no uneven second dim.
-
-    Args:
-        name: FQN.
-        shape: of the parameter.
-        num_shards: size of the shard axis.
-    """
-    is_v = name.endswith((".osft_V_high", ".osft_params.V_low"))
-    return 1 if is_v and shape[-1] % num_shards == 0 else 0
-
-
-def weight_of(name: str) -> str:
-    """Return the name of the weight that a tensor is a factor of; a name of anything else as it is."""
-    path = factor_of(name)
-    return name if path is None else f"{path}.weight"
-
-
-def target_of(path: str, shapes: Mapping[str, Shape]) -> Target:
-    """Return the target whose factors have these shapes, by FQN.
-
-    Raises:
-        LayoutError: they do not fit each other.
-    """
-    wide, kept, tall = (shapes[f"{path}.{name}"] for name in ("osft_U_high", "osft_S_high", "osft_V_high"))
-    if len(wide) == 2 and len(tall) == 2 and len(kept) == 1:
-        target = Target(path=path, rows=wide[0], columns=tall[1], rank=kept[0])
-        if target.shapes == {name: shapes[name] for name in target.shapes}:
-            return target
-    raise LayoutError(
-        f"{escape(path)}: its factors do not fit each other",
-        problems=[f"{escape(name)}: {list(shapes[name])}" for name in (f"{path}.{each}" for each in FACTORS)],
-    )
 
 
 def as_config(plan: OsftPlan) -> dict[str, Any]:

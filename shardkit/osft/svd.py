@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING
 
+from shardkit.core.factored import FACTORS, Svd, Target
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.osft.plan import FACTORS, Svd, Target
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +30,28 @@ PROMISED: dict[Svd, float] = {"exact": MAX_ERROR, "fp32": 1e-4}
 """The same for each `svd`: rounding in float32 adds up with the size of the matrix."""
 
 
+def num_operations(target: Target) -> int:
+    """Return about how many floating point operations a decomposition takes: measured for the Gram matrix' eigenvalues."""
+    small, large = target.num_directions, max(target.rows, target.columns)
+    return 4 * large * small**2 + 9 * small**3
+
+
+def svd_nbytes(target: Target) -> int:
+    """Return the most bytes of memory that a decomposition takes: matrix and products in float64, factors in float32.
+
+    By the Gram matrix it is two matrices in float64 instead of three; a matrix that is nearly singular needs a third,
+    and which it is shows only on the way.
+    """
+    small = target.num_directions
+    return 8 * (3 * target.rows * target.columns + 3 * small**2) + 4 * small * (target.rows + target.columns)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
     """Factors of a weight, and how good they are."""
 
     tensors: dict[str, torch.Tensor]
-    """In float32, by the names of `plan.FACTORS`."""
+    """In float32, by the names of `core.factored.FACTORS`."""
     algorithm: str
     """"gram", "svd" or "svd fp32"."""
     error: float

@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import fsdp_shards
+from shardkit.core.factored import Target
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, ResourceError, SourceError
 from shardkit.files.links import may_follow_links
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties
 from shardkit.operations.keys import load_rules
-from shardkit.osft.plan import Target
 from shardkit.training.extras.optimizer import rebind_optimizer
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import (

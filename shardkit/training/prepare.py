@@ -17,6 +17,7 @@ from torch import nn
 
 from shardkit._torch import times_written
 from shardkit.core.dtypes import DTypeName
+from shardkit.core.factored import Target
 from shardkit.core.keywords import keywords_of
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
@@ -28,7 +29,7 @@ from shardkit.keys.names import clean_name
 from shardkit.keys.rules import RuleSet
 from shardkit.layout.classes import BrokenTie, broken_ties, tie
 from shardkit.operations.keys import load_rules
-from shardkit.osft.plan import OsftPlan, Target, as_plan
+from shardkit.osft.plan import OsftPlan, as_plan
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import Weights
 from shardkit.training.fill.source import (

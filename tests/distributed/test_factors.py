@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shardkit
+from shardkit.core.factored import FACTORS, Target, target_of
 from shardkit.layout import traced
 from shardkit.osft.modules import OsftLinear, candidates, factor_modules, osft_modules, placement_fn
-from shardkit.osft.plan import FACTORS, OsftPlan, Target, choose_targets, target_of
+from shardkit.osft.plan import OsftPlan, choose_targets
 from shardkit.osft.svd import factorise
 from shardkit.transfer.factors import fill
 from tests.distributed.meshes import Shape, device_mesh, mesh_text

@@ -21,9 +21,10 @@ import transformers
 from torch import nn
 
 import shardkit
+from shardkit.core.factored import FACTORS
 from shardkit.errors import LayoutError
 from shardkit.osft.modules import candidates, factor_modules, osft_modules
-from shardkit.osft.plan import FACTORS, OsftPlan, auto_targets, choose_targets
+from shardkit.osft.plan import OsftPlan, auto_targets, choose_targets
 from tests.operations.consolidate.checkpoints import load
 from tests.osft.factored import fold
 

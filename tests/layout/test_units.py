@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from shardkit.core.factored import Target
 from shardkit.layout.classes import ClassDtypes
 from shardkit.layout.units import UnitPlan, match_auto, plan_units, shard_units
 from shardkit.layout.wrap_policy import OPTION
 from shardkit.osft.modules import OsftLinear
-from shardkit.osft.plan import Target
 
 BF16 = ClassDtypes(wanted=torch.bfloat16)
 BLOCKS = ["blocks.0", "blocks.1"]

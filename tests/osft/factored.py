@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from shardkit.osft.plan import FACTORS, Target
+from shardkit.core.factored import FACTORS, Target
 from shardkit.osft.svd import factorise
 
 Q, K = (f"model.layers.0.self_attn.{name}_proj" for name in "qk")
@@ -22,7 +22,7 @@ def fold(factors: Mapping[str, torch.Tensor], rows: slice = slice(None)) -> torc
     """Return rows of the weight that factors are, in float64.
 
     Args:
-        factors: by the names of `plan.FACTORS`.
+        factors: by the names of `core.factored.FACTORS`.
         rows: of the weight; all by default.
     """
     u_high, s_high, v_high, u_low, s_low, v_low = (factors[name] for name in FACTORS)

@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from shardkit.core.factored import FACTORS, Target
 from shardkit.osft.modules import candidates, factor_modules, placement_fn
-from shardkit.osft.plan import FACTORS, OsftPlan, Target, choose_targets
+from shardkit.osft.plan import OsftPlan, choose_targets
 from shardkit.osft.svd import factorise
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardkit.core.factored import FACTORS, Target
 from shardkit.errors import LayoutError
 from shardkit.osft.modules import (
     OsftLinear,
@@ -18,7 +19,7 @@ from shardkit.osft.modules import (
     osft_modules,
     placement_fn,
 )
-from shardkit.osft.plan import FACTORS, OsftPlan, Target, choose_targets
+from shardkit.osft.plan import OsftPlan, choose_targets
 from shardkit.osft.svd import factorise
 
 

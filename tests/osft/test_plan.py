@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import pytest
 
 from shardkit.errors import LayoutError, UsageError
-from shardkit.osft.plan import (
-    FACTORS,
-    Candidate,
-    OsftPlan,
-    Target,
-    choose_targets,
-    factored_names,
-    parse_ranks,
-    target_of,
-)
+from shardkit.osft.plan import Candidate, OsftPlan, choose_targets, parse_ranks
 
 BLOCK = {
     "model.embed_tokens.weight": Candidate((64, 16), "Embedding"),
@@ -157,27 +146,3 @@ def test_ranks_of_the_command_line() -> None:
     with pytest.raises(UsageError, match=r"OsftPlan\.ranks") as caught:
         parse_ranks(["nothing", "a=b", "=3"])
     assert len(caught.value.problems) == 3
-
-
-def test_names_and_shapes() -> None:
-    target = Target(path="a.b", rows=40, columns=16, rank=11)
-    assert target.shapes == {
-        "a.b.osft_U_high": (40, 11),
-        "a.b.osft_S_high": (11,),
-        "a.b.osft_V_high": (11, 16),
-        "a.b.osft_params.U_low": (40, 5),
-        "a.b.osft_params.S_low": (5,),
-        "a.b.osft_params.V_low": (5, 16),
-    }
-    assert target.factors_nbytes == 4 * sum(map(prod, target.shapes.values()))
-    assert target_of("a.b", target.shapes) == target
-    with pytest.raises(LayoutError, match="do not fit each other"):
-        target_of("a.b", {**target.shapes, "a.b.osft_params.V_low": (4, 16)})
-
-
-def test_sextets_are_whole() -> None:
-    names = [f"a.b.{name}" for name in FACTORS]
-    assert factored_names([*names, "a.b.bias", "c.weight"]) == {"a.b": tuple(names)}
-    with pytest.raises(LayoutError, match="not complete") as caught:
-        factored_names([*names[1:], "a.b.weight"])
-    assert list(caught.value.problems) == ["a.b: lacks osft_U_high", "a.b.weight: stored beside its factors"]

@@ -23,10 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardkit
+from shardkit.core.factored import FACTORS, factor_of
 from shardkit.errors import ResourceError
 from shardkit.keys.names import clean_name
 from shardkit.osft.modules import osft_modules
-from shardkit.osft.plan import FACTORS, OsftPlan, factor_of
+from shardkit.osft.plan import OsftPlan
 from shardkit.osft.svd import Factors
 from shardkit.training.fill import factorise
 from shardkit.training.fill.orthogonal import prove_orthogonal

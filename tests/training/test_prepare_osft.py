@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardkit
+from shardkit.core.factored import factor_of
 from shardkit.errors import LayoutError, UsageError
 from shardkit.osft.modules import OsftLinear, factor_modules, osft_modules
-from shardkit.osft.plan import OsftPlan, factor_of
+from shardkit.osft.plan import OsftPlan
 from shardkit.training.prepare import prepare
 from tests.osft.models import factored, targets_of
 from tests.training.models import VOCABULARY, config_of, inputs, reference, save

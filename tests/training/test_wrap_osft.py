@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from shardkit.core.factored import FACTORS, factor_of
 from shardkit.osft.modules import osft_modules
-from shardkit.osft.plan import FACTORS, OsftPlan, factor_of
+from shardkit.osft.plan import OsftPlan
 from shardkit.training.wrap import wrap
 from tests.osft.models import factored
 from tests.training.models import inputs, reference

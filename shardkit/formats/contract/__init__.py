@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shardkit.core.catalog import Catalog
+from shardkit.core.factored import Target
 from shardkit.core.text import escape, nearest
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import manifest, storage
@@ -24,7 +25,6 @@ from shardkit.files.links import read_inside
 from shardkit.files.manifest import Manifest
 from shardkit.files.remote.hub import SCHEME, address_of, names_repo
 from shardkit.files.stores import READ_FROM, is_other_address
-from shardkit.osft.plan import Target
 
 if TYPE_CHECKING:
     from shardkit.core.regions import Region

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
+from shardkit.core.factored import weight_of
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape, in_shell
 from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
@@ -35,7 +36,6 @@ from shardkit.formats.hub.files import select_weights
 from shardkit.formats.hub.repo import fetch_files, named_repo, open_headers
 from shardkit.keys.expressions import Expression, from_json, leaves
 from shardkit.keys.renaming import KeyRule, find_rules
-from shardkit.osft.plan import weight_of
 from shardkit.transfer.sources import same_bytes
 
 SAVED_ROOT = "model"  # what `shardkit.save` puts a model's names under

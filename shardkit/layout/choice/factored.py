@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from shardkit.core.catalog import TensorEntry
+from shardkit.core.factored import Target, shard_dim
 from shardkit.core.mesh import Mesh
 from shardkit.core.placements import REPLICATE, Placement, Placements
 from shardkit.core.text import escape
 from shardkit.errors import MeshError
 from shardkit.keys.expressions import made_name
 from shardkit.layout.layout import Layout, TensorLayout
-from shardkit.osft.plan import Candidate, OsftPlan, Target, choose_targets, shard_dim
+from shardkit.osft.plan import Candidate, OsftPlan, choose_targets
 
 # Models whose linear layers are transformers' Conv1D, by model_type; and how the paths of these layers end.
 _WITH_CONV1D = frozenset(("gpt2", "openai-gpt", "imagegpt", "decision_transformer"))

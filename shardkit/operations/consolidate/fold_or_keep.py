@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, carry
+from shardkit.core.factored import Target
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.formats.contract import Folded
 from shardkit.formats.hub.safetensors import OutputTensor
 from shardkit.keys.expressions import made_name
-from shardkit.osft.plan import Target
 from shardkit.transfer.codecs.derive import made_among
 from shardkit.transfer.codecs.fold import Fold
 

@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardkit.core.dtypes import short_dtype
+from shardkit.core.factored import HIGH, factor_of
 from shardkit.core.keywords import keywords_of
 from shardkit.core.regions import Shape
 from shardkit.core.result import Result
@@ -31,7 +32,6 @@ from shardkit.operations.diff.sides import (
     pairs,
 )
 from shardkit.operations.resolve import Taken, take
-from shardkit.osft.plan import HIGH, factor_of
 from shardkit.transfer.plan import chunk_ranges
 from shardkit.transfer.sources import Reader, SourceFiles
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import CASTS, DType
+from shardkit.core.factored import factor_of
 from shardkit.core.regions import Shape, blocks, full_region
 from shardkit.core.text import MIB, count, escape, listed, nothing_left
 from shardkit.errors import ShardkitError, SourceError
@@ -39,7 +40,6 @@ from shardkit.layout.traced import (
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
-from shardkit.osft.plan import factor_of
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.derive import made_by
 from shardkit.transfer.codecs.fold import Fold

@@ -16,6 +16,7 @@ from shardkit import formats
 from shardkit._folding import fold
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, OF_CODES
+from shardkit.core.factored import stored_targets
 from shardkit.core.regions import Shape
 from shardkit.core.result import Result
 from shardkit.core.text import escape, format_name, listed
@@ -39,7 +40,6 @@ from shardkit.operations.casts import DTypeCount, count_dtypes
 from shardkit.operations.holdings import Holdings, hold, shared_extents, size_on_disk
 from shardkit.operations.leftovers import Leftover, finished_in, leftover_at, refuse
 from shardkit.operations.resolve import stands_for
-from shardkit.osft.plan import stored_targets
 
 _SHARD_SUFFIX = ".distcp"
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from shardkit.core.dtypes import DType
+from shardkit.core.factored import Target
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import parse_size
 from shardkit.errors import UsageError
@@ -21,7 +22,8 @@ from shardkit.operations.environment import package_version
 from shardkit.operations.keys import NONE
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.preshard.profiles import Profile
-from shardkit.osft.plan import OsftPlan, Target, parse_ranks
+from shardkit.osft.plan import OsftPlan, parse_ranks
+from shardkit.osft.svd import num_operations, svd_nbytes
 from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactorRecords
 from shardkit.transfer.factors.fill import choose_num_workers
 from shardkit.transfer.factors.job import FactoredJob
@@ -178,7 +180,7 @@ def osft_result(job: FactoredJob, part: Part | None, *, record_bytes: int) -> Os
     workers, seconds = job.num_workers, [_expected_s(target) for target in targets]
     found = [job.measured[target.path] for target in targets if target.path in job.measured]
     is_known = 0 < len(found) == len(targets)
-    largest = sorted((target.svd_nbytes for target in targets), reverse=True)[:workers]
+    largest = sorted((svd_nbytes(target) for target in targets), reverse=True)[:workers]
     return OsftResult(
         kinds=tuple(kinds_of(targets)),
         num_workers=workers,
@@ -193,7 +195,7 @@ def osft_result(job: FactoredJob, part: Part | None, *, record_bytes: int) -> Os
 
 
 def _expected_s(target: Target) -> float:
-    return target.num_operations / OPERATIONS_PER_S
+    return num_operations(target) / OPERATIONS_PER_S
 
 
 def kinds_of(targets: Iterable[Target]) -> list[OsftKind]:
@@ -210,8 +212,8 @@ def kinds_of(targets: Iterable[Target]) -> list[OsftKind]:
             columns=columns,
             rank=rank,
             factor_bytes=sum(target.factors_nbytes for target in each),
-            num_operations=sum(target.num_operations for target in each),
-            memory_bytes=each[0].svd_nbytes,
+            num_operations=sum(num_operations(target) for target in each),
+            memory_bytes=svd_nbytes(each[0]),
             expected_s=round(sum(map(_expected_s, each)), 3),
         )
         for (name, rows, columns, rank), each in groups.items()

@@ -27,6 +27,7 @@ from shardkit.core.catalog import (
     join_name,
 )
 from shardkit.core.dtypes import BY_NAME, CASTS, DType
+from shardkit.core.factored import factor_of, shard_dim
 from shardkit.core.mesh import Mesh
 from shardkit.core.placements import REPLICATE, Placement
 from shardkit.core.regions import Region, Shape
@@ -68,7 +69,6 @@ from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.reshard.left_out import OF_A_RANK, around, unread
 from shardkit.operations.reshard.options import ReshardOptions
 from shardkit.operations.resolve import Taken
-from shardkit.osft.plan import factor_of, shard_dim
 from shardkit.transfer.plan import TransferPlan, build_plan
 
 _ENTRY_OF_A_RANK = re.compile(r"(?:.*[._])?(?:dp_)?rank_?\d+(?:\..*)?")  # torchtitan: dataloader.dp_rank_0

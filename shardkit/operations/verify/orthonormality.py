@@ -12,12 +12,12 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from shardkit.core.catalog import Catalog
+from shardkit.core.factored import HIGH, stored_targets
 from shardkit.core.regions import full_region
 from shardkit.core.text import MIB, count
 from shardkit.errors import LayoutError
 from shardkit.formats.contract import Checkpoint
 from shardkit.operations.verify.result import Report
-from shardkit.osft.plan import HIGH, stored_targets
 from shardkit.transfer.codecs.fold import refuse_other_dtypes
 from shardkit.transfer.sources import Reader, SourceFiles, bands
 

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.factored import HIGH, LOW
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.osft.modules import factors_of, osft_modules
-from shardkit.osft.plan import HIGH, LOW
 from shardkit.training.extras.optimizer import refuse_copies, stepped_by, unwrapped
 from shardkit.training.ranks.local import cut_axes, local_tensor, refuse_fsdp1, reshard
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.factored import FACTORS, Target
 from shardkit.core.regions import Region, full_region
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
-from shardkit.osft.plan import FACTORS, Target
-from shardkit.osft.svd import Factors, check_factors, factorise
+from shardkit.osft.svd import Factors, check_factors, factorise, num_operations
 from shardkit.training.fill.broadcast import Sent, WeightReader, send_parts
 from shardkit.training.fill.orthogonal import prove_orthogonal
 from shardkit.training.fill.reading import (
@@ -48,7 +48,7 @@ def deal(targets: Sequence[Target], num_ranks: int) -> list[Round]:
 
     All of it takes at most the largest target's time more than an equal share of the operations.
     """
-    order = sorted(targets, key=lambda target: -target.num_operations)  # stable: the model's order
+    order = sorted(targets, key=lambda target: -num_operations(target))  # stable: the model's order
     rounds = (order[at : at + num_ranks] for at in range(0, len(order), num_ranks))
     return [(*each, *[None] * (num_ranks - len(each))) for each in rounds]
 

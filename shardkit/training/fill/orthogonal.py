@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.factored import LOW, Svd, Target
 from shardkit.core.regions import full_region
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError
-from shardkit.osft.plan import LOW, Svd, Target
 from shardkit.osft.svd import PROMISED
 from shardkit.training.ranks.agree import agreed, device_for, wire
 from shardkit.training.ranks.local import LocalShard, cut_axes, window

@@ -21,6 +21,7 @@ import torch
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
+from shardkit.core.factored import Svd, Target
 from shardkit.core.regions import (
     Region,
     Shape,
@@ -37,7 +38,6 @@ from shardkit.errors import LayoutError
 from shardkit.files.storage import BLOCK
 from shardkit.keys.expressions import Expression, leaves, pieces, read_regions
 from shardkit.layout.naming import NameMatch
-from shardkit.osft.plan import Svd, Target
 from shardkit.training.ranks.agree import agreed, gather_json, say, world
 from shardkit.training.ranks.local import LocalShard, memory_of, window
 from shardkit.transfer.checks import CheckedSource, SourceCheck, Unchecked

@@ -17,6 +17,7 @@ from shardkit import formats
 from shardkit._version import major
 from shardkit.core.catalog import Catalog, subset
 from shardkit.core.dtypes import BY_NAME
+from shardkit.core.factored import Target, factor_of, stored_targets
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError
@@ -48,7 +49,6 @@ from shardkit.layout.decided import DecidedNames, decide_names
 from shardkit.layout.naming import NameMatch, match_names
 from shardkit.layout.own_code import OwnCode
 from shardkit.operations.environment import package_version
-from shardkit.osft.plan import Target, factor_of, stored_targets
 from shardkit.training.fill.from_rank import RankSource
 from shardkit.training.fill.presharded import PreshardedSource, open_presharded
 from shardkit.training.fill.reading import HubNaming, KeyRules, OpenChunks, Weights

@@ -9,20 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.core.factored import Svd, Target, factor_of, target_of
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.layout.classes import transformers_model
 from shardkit.osft.modules import candidates, factor_modules, factors_of, osft_modules
-from shardkit.osft.plan import (
-    ARGUMENT,
-    Candidate,
-    OsftPlan,
-    Svd,
-    Target,
-    choose_targets,
-    factor_of,
-    target_of,
-)
+from shardkit.osft.plan import ARGUMENT, Candidate, OsftPlan, choose_targets
 from shardkit.training.fill.reading import Supply
 from shardkit.training.ranks.local import ExpectedTensor
 

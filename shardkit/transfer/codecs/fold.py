@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shardkit.core.catalog import StoredParts
 from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.factored import HIGH, LOW, Target
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import MIB, escape
 from shardkit.errors import LayoutError
 from shardkit.keys.quantised import Held
-from shardkit.osft.plan import HIGH, LOW, Target
 
 if TYPE_CHECKING:
     import numpy

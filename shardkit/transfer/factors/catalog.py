@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
+from shardkit.core.factored import FACTORS, Target
 from shardkit.core.regions import full_region
 from shardkit.files.storage import BLOCK
-from shardkit.osft.plan import FACTORS, Target
 from shardkit.transfer.images import Hole
 
 FACTOR_DTYPE = BY_NAME["float32"]
@@ -24,7 +24,7 @@ class FactoredWeight:
     source: str
     """Its name in the catalog."""
     factors: Mapping[str, str]
-    """Name of each factor in the catalog -> its name in `osft.plan.FACTORS`."""
+    """Name of each factor in the catalog -> its name in `core.factored.FACTORS`."""
 
 
 def factored_weight(target: Target, sources: Mapping[str, str]) -> FactoredWeight:

@@ -23,11 +23,11 @@ from typing import Any
 import numpy
 import torch
 
+from shardkit.core.factored import Svd, Target
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
-from shardkit.osft.plan import Svd, Target
 from shardkit.osft.svd import Factors, check_factors, factorise
 from shardkit.transfer.stream import write_all
 

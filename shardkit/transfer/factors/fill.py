@@ -12,11 +12,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from shardkit.core.factored import Target
 from shardkit.core.text import escape, format_size
 from shardkit.core.threads import run_all
 from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
-from shardkit.osft.plan import Target
+from shardkit.osft.svd import num_operations, svd_nbytes
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.factors.job import FactoredJob
 from shardkit.transfer.factors.workers import FactorWorker
@@ -49,17 +50,17 @@ def choose_num_workers(
     Raises:
         UsageError: the memory is too little for one.
     """
-    largest = max(targets, key=lambda target: target.svd_nbytes)
+    largest = max(targets, key=svd_nbytes)
     if memory_bytes is None:
-        return max(min(jobs, len(targets), (_available_bytes() - sending_bytes) // largest.svd_nbytes), 1)
-    if largest.svd_nbytes + sending_bytes > memory_bytes:
+        return max(min(jobs, len(targets), (_available_bytes() - sending_bytes) // svd_nbytes(largest)), 1)
+    if svd_nbytes(largest) + sending_bytes > memory_bytes:
         raise UsageError(
             f"--max-memory {format_size(memory_bytes)} is too little for the factors of {escape(largest.path)}: they "
-            f"take {format_size(largest.svd_nbytes)}"
+            f"take {format_size(svd_nbytes(largest))}"
             + (f", and {format_size(sending_bytes)} on their way into a store" if sending_bytes else ""),
             hint="give more, or leave such weights dense: --osft-targets 'auto,!GLOB'",
         )
-    return min(jobs, len(targets), (memory_bytes - sending_bytes) // largest.svd_nbytes)
+    return min(jobs, len(targets), (memory_bytes - sending_bytes) // svd_nbytes(largest))
 
 
 def _available_bytes() -> int:
@@ -198,7 +199,7 @@ class FactorRun:
                 finally:
                     storage.close_fd(fd)
         weights = self.job.records.weights
-        self._compute(sorted(self.numbers, key=lambda number: -weights[number].target.num_operations))
+        self._compute(sorted(self.numbers, key=lambda number: -num_operations(weights[number].target)))
         if self.check is not None:
             self.check.raise_differences(hint=_DAMAGED)
 

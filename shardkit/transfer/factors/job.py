@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 from shardkit.core.catalog import Catalog
+from shardkit.core.factored import Svd
 from shardkit.core.text import escape
 from shardkit.core.threads import run_all
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
-from shardkit.osft.plan import Svd
+from shardkit.osft.svd import num_operations
 from shardkit.transfer.existing import Unproven
 from shardkit.transfer.factors.catalog import FactoredWeight, FactorRecords
 from shardkit.transfer.factors.workers import rows_of
@@ -64,7 +65,7 @@ class FactoredJob:
     @property
     def weights(self) -> list[tuple[str, int]]:
         """Path of each weight, and the operations that it takes."""
-        return [(weight.target.path, weight.target.num_operations) for weight in self.records.weights]
+        return [(weight.target.path, num_operations(weight.target)) for weight in self.records.weights]
 
     @property
     def crcs(self) -> dict[str, int]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from shardkit.core.factored import FACTORS
 from shardkit.core.text import count
 from shardkit.core.threads import Progress
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError
@@ -25,7 +26,6 @@ from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.shared import RecordStat
 from shardkit.files.strict_json import parse_object
-from shardkit.osft.plan import FACTORS
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.digests import parse_versions
 from shardkit.transfer.factors.fill import FactorRun

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 import shardkit
+from shardkit.core.factored import FACTORS
 from shardkit.errors import IntegrityError, LayoutError, UsageError
 from shardkit.files import manifest
-from shardkit.osft.plan import FACTORS
 from tests.bits import flip, raw
 from tests.operations.consolidate.checkpoints import hub, load, save, training_state, weights
 from tests.osft.factored import K, Q, factored, folded

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 import shardkit
 from shardkit.cli import preshard as preshard_command
+from shardkit.core.factored import FACTORS, Target
 from shardkit.errors import (
     IncompleteError,
     IntegrityError,
@@ -32,8 +33,8 @@ from shardkit.errors import (
 from shardkit.files import manifest, storage
 from shardkit.files.shared import SharedRecords
 from shardkit.operations.preshard.decompose import computed_by
-from shardkit.osft.plan import FACTORS, OsftPlan, Target
-from shardkit.osft.svd import Factors, factorise
+from shardkit.osft.plan import OsftPlan
+from shardkit.osft.svd import Factors, factorise, svd_nbytes
 from shardkit.transfer.factors import fill
 from shardkit.transfer.factors.workers import FactorWorker
 from tests.worlds.factors import WorkerHere
@@ -365,7 +366,7 @@ def test_the_disk_has_to_hold_the_records_too(
 
 def test_the_memory_bounds_the_processes(tmp_path: Path) -> None:
     targets = [Target(path=str(size), rows=size, columns=size, rank=8) for size in (256, 512)]
-    largest = targets[1].svd_nbytes
+    largest = svd_nbytes(targets[1])
     assert fill.choose_num_workers(targets * 9, 8, 3 * largest + 1) == 3
     assert fill.choose_num_workers(targets * 9, 8, 3 * largest + 1, largest) == 2
     assert fill.choose_num_workers(targets, 8, 9 * largest) == 2  # there are no more targets

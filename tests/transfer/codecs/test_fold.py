@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from shardkit.core.catalog import Catalog
+from shardkit.core.factored import Target, stored_targets
 from shardkit.core.regions import Region
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.directory import open_model
-from shardkit.osft.plan import Target, stored_targets
 from shardkit.transfer.codecs.boxes import read_box
 from shardkit.transfer.codecs.derive import derive
 from shardkit.transfer.codecs.fold import Fold, refuse_other_dtypes, steps

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import shardkit
+from shardkit.core.factored import FACTORS
 from shardkit.errors import IncompleteError, IntegrityError, UsageError
 from shardkit.files import storage
 from shardkit.operations.parts import divided
-from shardkit.osft.plan import FACTORS, OsftPlan
+from shardkit.osft.plan import OsftPlan
 from shardkit.transfer.factors import fill
 from shardkit.transfer.factors.workers import FactorWorker
 from tests.worlds.factors import Counting, WorkerHere

@@ -12,9 +12,9 @@ import torch
 
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
+from shardkit.core.factored import FACTORS, Target
 from shardkit.core.regions import full_region
 from shardkit.errors import ResourceError, SourceError
-from shardkit.osft.plan import FACTORS, Target
 from shardkit.osft.svd import factorise
 from shardkit.transfer.factors.workers import FactorWorker
 from shardkit.transfer.sources import SourceFiles
