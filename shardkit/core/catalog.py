@@ -477,9 +477,9 @@ def beside(chosen: Catalog, whole: Catalog) -> Catalog:
         name: chosen.tensors.get(name) or replace(entry, first_chunk=0, num_chunks=0)
         for name, entry in whole.tensors.items()
     }
-    found = replace(chosen, tensors=tensors, paths=whole.paths)
-    found.late = chosen.late
-    return found
+    catalog = replace(chosen, tensors=tensors, paths=whole.paths)
+    catalog.late = chosen.late
+    return catalog
 
 
 def subset_within(catalog: Catalog, wanted: Mapping[str, Sequence[Region]]) -> Catalog:

@@ -23,9 +23,8 @@ def keywords_of(options: Callable[_P, _O]) -> Callable[[Callable[[_O], _R]], Cal
     """
     assert isinstance(options, type)
     inherited = {field.name for base in options.__bases__ if is_dataclass(base) for field in fields(base)}
-    shown = sorted(
-        inspect.signature(options).parameters.values(), key=lambda each: (each.kind, each.name in inherited)
-    )
+    params = inspect.signature(options).parameters.values()
+    shown = sorted(params, key=lambda param: (param.kind, param.name in inherited))
     hints = get_type_hints(options)
 
     def decorate(function: Callable[[_O], _R]) -> Callable[_P, _R]:
@@ -35,7 +34,7 @@ def keywords_of(options: Callable[_P, _O]) -> Callable[[Callable[[_O], _R]], Cal
 
         returned = inspect.signature(function).return_annotation
         call.__signature__ = inspect.Signature(shown, return_annotation=returned)  # type: ignore[attr-defined]
-        call.__annotations__ = {**{each.name: hints[each.name] for each in shown}, "return": returned}
+        call.__annotations__ = {**{param.name: hints[param.name] for param in shown}, "return": returned}
         return call
 
     return decorate

@@ -86,7 +86,9 @@ class Mesh:
     def file_ranks(self) -> list[int]:
         """The ranks that have files."""
         return [
-            first + at for first in range(0, self.size, self.size // self.pp) for at in range(self.num_shards)
+            first + shard
+            for first in range(0, self.size, self.size // self.pp)
+            for shard in range(self.num_shards)
         ]
 
     @property
@@ -103,7 +105,7 @@ class Mesh:
     def digits(self) -> tuple[Digits, ...]:
         """What each axis is made of."""
         return self.steps or tuple(
-            ((axis.size, prod(self.shape[at + 1 :])),) for at, axis in enumerate(self.axes)
+            ((axis.size, prod(self.shape[index + 1 :])),) for index, axis in enumerate(self.axes)
         )
 
     @property
@@ -127,14 +129,14 @@ class Mesh:
 
     def coord(self, rank: int) -> tuple[int, ...]:
         """Return a rank's position on each axis."""
-        found = []
+        coord = []
         rank -= self._first
         for digits in self.digits:
-            at = 0
+            position = 0
             for size, stride in digits:
-                at = at * size + rank // stride % size
-            found.append(at)
-        return tuple(found)
+                position = position * size + rank // stride % size
+            coord.append(position)
+        return tuple(coord)
 
     def held(self, shape: Shape, placements: Placements, rank: int) -> list[HeldRegion]:
         """Return the parts of a tensor that a rank holds: one, or several if a dim is packed; none on other stages.
@@ -150,7 +152,7 @@ class Mesh:
 
     def is_read_by_stock(self, shape: Shape, placements: Placements) -> bool:
         """True if stock `dcp.load` and `dcp.save` take each rank's memory for the region that it holds."""
-        return all(each.split_factor == 1 for each in placements) or _is_read_by_stock(
+        return all(placement.split_factor == 1 for placement in placements) or _is_read_by_stock(
             self, shape, placements
         )
 
@@ -193,7 +195,7 @@ def _lowest_ranks(mesh: Mesh, axis: int) -> tuple[int, ...]:
     """Return the lowest rank at each position of an axis."""
     digits = mesh.digits[axis]
     return tuple(
-        mesh._first + sum(at * stride for at, (_, stride) in zip(place, digits, strict=True))
+        mesh._first + sum(digit * stride for digit, (_, stride) in zip(place, digits, strict=True))
         for place in product(*(range(size) for size, _ in digits))
     )
 
@@ -202,7 +204,8 @@ def _lowest_ranks(mesh: Mesh, axis: int) -> tuple[int, ...]:
 def _is_read_by_stock(mesh: Mesh, shape: Shape, placements: Placements) -> bool:
     ordered = cuts(placements, mesh.shape)
     cutting = {cut.axis for cut in ordered}
-    for coord in product(*(range(axis.size if at in cutting else 1) for at, axis in enumerate(mesh.axes))):
+    sizes = [axis.size if index in cutting else 1 for index, axis in enumerate(mesh.axes)]
+    for coord in product(*map(range, sizes)):
         parts, stock = held(shape, ordered, coord), stock_region(shape, placements, mesh.shape, coord)
         is_empty = stock.num_elements == 0 and sum(part.region.num_elements for part in parts) == 0
         if not is_empty and [part.region for part in parts] != [stock]:
@@ -214,17 +217,17 @@ def _is_read_by_stock(mesh: Mesh, shape: Shape, placements: Placements) -> bool:
 def _owners(mesh: Mesh, shape: Shape, placements: Placements) -> tuple[tuple[int, Region], ...]:
     ordered = cuts(placements, mesh.shape)
     lowest = {cut.axis: _lowest_ranks(mesh, cut.axis) for cut in ordered}
-    coord, found = [0] * len(mesh.axes), dict[Shape, tuple[int, Region]]()
+    coord, owners = [0] * len(mesh.axes), dict[Shape, tuple[int, Region]]()
     for place in product(*(range(len(ranks)) for ranks in lowest.values())):
-        for axis, at in zip(lowest, place, strict=True):
-            coord[axis] = at
+        for axis, position in zip(lowest, place, strict=True):
+            coord[axis] = position
         rank = mesh._first + sum(ranks[coord[axis]] - mesh._first for axis, ranks in lowest.items())
         for region, _ in held(shape, ordered, coord):
-            known = found.get(region.offsets)
+            known = owners.get(region.offsets)
             # A region without elements may begin where one with elements does.
             if known is None or (region.num_elements == 0, rank) < (known[1].num_elements == 0, known[0]):
-                found[region.offsets] = rank, region
-    return tuple(sorted(found.values(), key=lambda item: item[1]))
+                owners[region.offsets] = rank, region
+    return tuple(sorted(owners.values(), key=lambda item: item[1]))
 
 
 def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
@@ -272,21 +275,21 @@ def _with_context(axes: list[Axis]) -> list[Axis]:
     Source: torchtitan, parallel_dims.py, and accelerate 1.15, parallelism_config.py: dp_shard and cp are flattened,
     dp_shard outermost.
     """
-    at = next((at for at, axis in enumerate(axes) if axis.name == _CONTEXT), None)
+    index = next((index for index, axis in enumerate(axes) if axis.name == _CONTEXT), None)
     others = [axis for axis in axes if axis.name != _CONTEXT]
     shards = [axis for axis in others if axis.role == "shard"]
-    if at is None or len(axes) > len(others) + 1 or len(shards) > 1:
+    if index is None or len(axes) > len(others) + 1 or len(shards) > 1:
         return axes
-    cp = axes[at]
+    cp = axes[index]
     if not shards:
-        return [*axes[:at], replace(cp, name="dp_shard"), *axes[at + 1 :]]
-    if axes[at - 1] != shards[0] or at == 0:
+        return [*axes[:index], replace(cp, name="dp_shard"), *axes[index + 1 :]]
+    if axes[index - 1] != shards[0] or index == 0:
         raise MeshError(
             f"mesh axis {_CONTEXT!r} comes right after {shards[0].name}: the ranks that share a sequence are neighbours",
             hint=f"write it there, as in {shards[0].name}={shards[0].size},{_CONTEXT}={cp.size}",
         )
     longer = replace(shards[0], size=shards[0].size * cp.size)
-    return [*axes[: at - 1], longer, *axes[at + 1 :]]
+    return [*axes[: index - 1], longer, *axes[index + 1 :]]
 
 
 def _with_experts(mesh: Mesh, ep: int) -> Mesh:

@@ -88,14 +88,14 @@ def cuts(placements: Sequence[Placement], sizes: Sequence[int]) -> list[DimSplit
         dim, factor = placements[axis].shard_dim, placements[axis].split_factor
         if dim is None:
             continue
-        parts, at = 1, 0
+        parts, index = 1, 0
         for place, cut in enumerate(ordered):
             if parts == factor:
                 break
             if cut.dim == dim:
-                parts, at = parts * cut.num_parts, place + 1
+                parts, index = parts * cut.num_parts, place + 1
         if parts == factor:
-            ordered.insert(at, DimSplit(axis, dim, sizes[axis]))
+            ordered.insert(index, DimSplit(axis, dim, sizes[axis]))
         else:
             ordered.insert(0, DimSplit(axis, dim, sizes[axis], factor))
     return ordered
@@ -118,13 +118,13 @@ def held(shape: Shape, ordered: Sequence[DimSplit], coord: Sequence[int]) -> lis
         before = ranges.get(dim, [(0, shape[dim])])
         ranges[dim] = _cut(before, num_parts, coord[axis], num_blocks) or [(shape[dim], 0)]
     by_dim = [ranges.get(dim, [(0, size)]) for dim, size in enumerate(shape)]
-    if any(each[0][1] == 0 for each in by_dim):
-        by_dim = [[(each[0][0], sum(length for _, length in each))] for each in by_dim]
-    if all(len(each) == 1 for each in by_dim):
-        offsets, held_sizes = tuple(each[0][0] for each in by_dim), tuple(each[0][1] for each in by_dim)
+    if any(spans[0][1] == 0 for spans in by_dim):
+        by_dim = [[(spans[0][0], sum(length for _, length in spans))] for spans in by_dim]
+    if all(len(spans) == 1 for spans in by_dim):
+        offsets, held_sizes = tuple(spans[0][0] for spans in by_dim), tuple(spans[0][1] for spans in by_dim)
         return [HeldRegion(Region(offsets, held_sizes), (0,) * len(shape))]
-    corners = [list(accumulate((length for _, length in each), initial=0)) for each in by_dim]
-    boxes = (zip(each, begins, strict=False) for each, begins in zip(by_dim, corners, strict=True))
+    corners = [list(accumulate((length for _, length in spans), initial=0)) for spans in by_dim]
+    boxes = (zip(spans, begins, strict=False) for spans, begins in zip(by_dim, corners, strict=True))
     return [
         HeldRegion(
             Region(tuple(start for (start, _), _ in box), tuple(length for (_, length), _ in box)),
@@ -137,16 +137,16 @@ def held(shape: Shape, ordered: Sequence[DimSplit], coord: Sequence[int]) -> lis
 def _cut(ranges: list[tuple[int, int]], num_parts: int, index: int, num_blocks: int) -> list[tuple[int, int]]:
     """Return part `index` of each block of a dim; a range is (start, length), none is empty."""
     total = sum(length for _, length in ranges)
-    found: list[tuple[int, int]] = []
+    kept: list[tuple[int, int]] = []
     for block in range(num_blocks):
         begin, size = split_dim(total, num_blocks, block)
         offset, length = split_dim(size, num_parts, index)
         for start, held_length in _narrow(ranges, begin + offset, length):
-            if found and sum(found[-1]) == start:
-                found[-1] = (found[-1][0], found[-1][1] + held_length)
+            if kept and sum(kept[-1]) == start:
+                kept[-1] = (kept[-1][0], kept[-1][1] + held_length)
             else:
-                found.append((start, held_length))
-    return found
+                kept.append((start, held_length))
+    return kept
 
 
 def _narrow(ranges: list[tuple[int, int]], begin: int, length: int) -> Iterator[tuple[int, int]]:
@@ -180,8 +180,8 @@ def stock_region(
         dim = placement.shard_dim
         if dim is None:
             continue
-        found = _cut(ranges.get(dim, [(0, shape[dim])]), size, index, placement.split_factor)
-        ranges[dim] = found
-        held_sizes[dim] = sum(length for _, length in found)
-        offsets[dim] = found[0][0] if found else shape[dim]
+        kept = _cut(ranges.get(dim, [(0, shape[dim])]), size, index, placement.split_factor)
+        ranges[dim] = kept
+        held_sizes[dim] = sum(length for _, length in kept)
+        offsets[dim] = kept[0][0] if kept else shape[dim]
     return Region(tuple(offsets), tuple(held_sizes))

@@ -82,7 +82,7 @@ def _listed(result: Result) -> list[str]:
 
 def _cell(name: str, value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
-        shown = "; ".join(_item(name, each) for each in value[:_MAX_SHOWN])
+        shown = "; ".join(_item(name, item) for item in value[:_MAX_SHOWN])
         return f"{count(len(value), 'entry', 'entries')}: {shown}" + (
             "; ..." if len(value) > _MAX_SHOWN else ""
         )
@@ -93,7 +93,7 @@ def _item(name: str, value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and name.endswith("_bytes"):
         return format_size(value)
     if isinstance(value, Mapping):
-        return "; ".join(f"{escape(str(key))}: {_item(key, each)}" for key, each in value.items() if each)
+        return "; ".join(f"{escape(str(key))}: {_item(key, item)}" for key, item in value.items() if item)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ": ".join(escape(str(each)) for each in value)
+        return ": ".join(escape(str(item)) for item in value)
     return escape(str(value))

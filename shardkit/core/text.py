@@ -82,8 +82,8 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
         return _nearest_glob(name, pool)
     below = [c for c in pool if f".{c}".endswith(f".{name}") or f".{name}".endswith(f".{c}")]
     close = difflib.get_close_matches(name, pool, n=_MAX_CLOSE, cutoff=0.6)
-    found = [*sorted((c for c in below if "." in c), key=len), *(c for c in close if _may_be_meant(name, c))]
-    return escape(found[0]) if found else None
+    meant = [*sorted((c for c in below if "." in c), key=len), *(c for c in close if _may_be_meant(name, c))]
+    return escape(meant[0]) if meant else None
 
 
 def _may_be_meant(name: str, other: str) -> bool:
@@ -119,12 +119,12 @@ def unmatched(globs: Iterable[str], names: Collection[str]) -> list[str]:
     """Return lines about globs that match no name: each with the closest one, then the names most like them, folded."""
     asked = list(globs)
     lines = [f"{escape(glob)}{suggestion(glob, names)}" for glob in asked]
-    there = [escape(each.pattern) for each in fold((name, None) for name in dict.fromkeys(names))]
+    there = [escape(folded.pattern) for folded in fold((name, None) for name in dict.fromkeys(names))]
     there.sort(key=lambda pattern: -max((likeness(pattern, glob) for glob in asked), default=0.0))
     rest = len(there) - _MAX_THERE
     return [
         *lines,
-        *(f"there is {each}" for each in there[:_MAX_THERE]),
+        *(f"there is {pattern}" for pattern in there[:_MAX_THERE]),
         *([f"... {rest} more"] if rest > 0 else []),
     ]
 
@@ -157,8 +157,8 @@ def nothing_left(include: Collection[str], names: Collection[str], number: int) 
 
 def suggestion(name: str, candidates: Iterable[str]) -> str:
     """Return `  (closest name: X)` for a problem line, or the empty string."""
-    found = nearest(name, candidates)
-    return f"  (closest name: {found})" if found else ""
+    closest = nearest(name, candidates)
+    return f"  (closest name: {closest})" if closest else ""
 
 
 def _is_spelt_alike(one: str, two: str) -> bool:
@@ -171,7 +171,7 @@ def suggestions(names: Iterable[str], candidates: Iterable[str]) -> dict[str, st
     known = set(candidates)
     forms = dict.fromkeys(map(_form, known))
     near = dict[str, str | None]()
-    found = dict[str, str]()
+    suggested = dict[str, str]()
     for name in names:
         form, numbers = _form(name), iter(part for part in name.split(".") if part.isdecimal())
         if form not in near:
@@ -180,8 +180,8 @@ def suggestions(names: Iterable[str], candidates: Iterable[str]) -> dict[str, st
             next(numbers, part) if part == "#" else part for part in (near[form] or "").split(".")
         )
         if other in known:
-            found[name] = f"  (closest name: {escape(other)})"
-    return found
+            suggested[name] = f"  (closest name: {escape(other)})"
+    return suggested
 
 
 def _form(name: str) -> str:

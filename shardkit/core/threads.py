@@ -106,10 +106,10 @@ def _manage(
             raise error
 
 
-def at_once(call: Callable[[T], R], each: Iterable[T]) -> list[R]:
+def at_once(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """Return the result of a call for each of many items; several calls, which wait for a network, run at a time."""
     with ThreadPoolExecutor(_NUM_WAITING, thread_name_prefix="shardkit-requests") as pool:
-        asked = [pool.submit(call, one) for one in each]
+        asked = [pool.submit(call, one) for one in items]
         try:
             until_done(asked)
         except BaseException:
