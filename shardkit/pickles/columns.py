@@ -183,16 +183,16 @@ class RunFinder:
             num_slots += head[1].count(_MEMOIZE)
             while data[pos : pos + 2] != _TAIL:
                 key = _key.match(data, pos, stop)
-                found = key and _field.match(data, key.end(), stop)
+                match = key and _field.match(data, key.end(), stop)
                 name = self._fetched(key.group()) if key else None
-                if key is None or not found or type(name) is not str or (record, name) in fields:
+                if key is None or not match or type(name) is not str or (record, name) in fields:
                     return None
-                kind, own = self._pattern_of(found)
+                kind, own = self._pattern_of(match)
                 if not own:
                     return None
                 fields[record, name] = _Field(record, name, kind, num_slots)
-                parts, pos = [*parts, re.escape(key.group()), *own], found.end()
-                num_slots += (found[3] or b"").count(_MEMOIZE)
+                parts, pos = [*parts, re.escape(key.group()), *own], match.end()
+                num_slots += (match[3] or b"").count(_MEMOIZE)
             parts, pos = [*parts, _TAIL], pos + 2
         if record + 1 != len(self.kind.classes) or pos != stop:
             return None
@@ -249,13 +249,15 @@ class RunFinder:
         text field is no string, or if anything else of it is fetched later.
         """
         own = [field for field in form.fields if field.kind]
-        texts = [(at, field.slot) for at, field in enumerate(own) if field.kind == "text"]
-        made = [at for at, field in enumerate(own) if field.kind == "made"]
+        texts = [(column, field.slot) for column, field in enumerate(own) if field.kind == "text"]
+        made = [column for column, field in enumerate(own) if field.kind == "made"]
         num_slots = form.num_slots
-        if None in map(self._made, {unit[at] for unit in units for at in made}):
-            wrong = (row for row, unit in enumerate(units) if None in (self._made(unit[at]) for at in made))
+        if None in map(self._made, {unit[column] for unit in units for column in made}):
+            wrong = (
+                row for row, unit in enumerate(units) if None in (self._made(unit[column]) for column in made)
+            )
             units = units[: next(wrong)]
-        raws = Counter(chain.from_iterable(map(itemgetter(at), units) for at, _ in texts))
+        raws = Counter(chain.from_iterable(map(itemgetter(column), units) for column, _ in texts))
         num_inline = sum(count for raw, count in raws.items() if raw[0] == _SHORT_TEXT)
         stop = first + num_slots * len(units) + num_inline
         # `_text` keeps what it found, so it must not be asked for a string that is not there yet. The first
@@ -265,8 +267,8 @@ class RunFinder:
         kept = self._keep.find(1, first, stop)
         for row, unit in enumerate(units):
             after, num_kept = first + num_slots, 0
-            for at, slot in texts:
-                raw = unit[at]
+            for column, slot in texts:
+                raw = unit[column]
                 text = self._text(raw)
                 if text is None:
                     return row, first

@@ -158,8 +158,8 @@ class Strict(Interpreter):
         """Name the last key of each dict that is open."""
         stacks = [*self.outer, self.stack]
         keys = [next((item for item in reversed(stack) if type(item) is str), None) for stack in stacks]
-        found = [escape(key) for key in keys if key is not None]
-        return f", in {' / '.join(found[:_MAX_KEYS_SHOWN])}" if found else ""
+        shown = [escape(key) for key in keys if key is not None]
+        return f", in {' / '.join(shown[:_MAX_KEYS_SHOWN])}" if shown else ""
 
     def put_items(self, target: dict[Any, Any], items: list[Any]) -> None:
         set_records = self.vocabulary.set_records
@@ -350,16 +350,17 @@ def _fetched_in_columns(data: bytes) -> bytearray:
     import numpy as np
 
     blocks = [
-        np.frombuffer(data, np.uint8, min(_BLOCK, len(data) - at), at) for at in range(0, len(data), _BLOCK)
+        np.frombuffer(data, np.uint8, min(_BLOCK, len(data) - offset), offset)
+        for offset in range(0, len(data), _BLOCK)
     ]
     num_slots = 256 + sum(int(np.count_nonzero(block == byte)) for block in blocks for byte in _FILLING)
     keep = bytearray(num_slots)
     keep[:256] = b"\1" * 256
     flags = np.frombuffer(keep, dtype=np.uint8)
     for place, block in enumerate(blocks):
-        at = np.flatnonzero(block == 0x6A) + place * _BLOCK  # LONG_BINGET
-        at = at[at < len(data) - 4]
-        slots = np.ndarray((len(data) - 4,), "<u4", data, 1, (1,))[at]
+        offsets = np.flatnonzero(block == 0x6A) + place * _BLOCK  # LONG_BINGET
+        offsets = offsets[offsets < len(data) - 4]
+        slots = np.ndarray((len(data) - 4,), "<u4", data, 1, (1,))[offsets]
         flags[slots[slots < num_slots]] = 1
     return keep
 
