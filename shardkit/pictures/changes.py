@@ -32,9 +32,9 @@ class MapPosition(NamedTuple):
 def place_of(name: str) -> MapPosition:
     """Return the module and the layer of a tensor, as its name tells: the first number between dots is the layer."""
     parts, layer = name.split("."), _OUTSIDE
-    for at, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if _NUMBER.fullmatch(part):
-            parts[at] = "#" if layer == _OUTSIDE else "*"
+            parts[index] = "#" if layer == _OUTSIDE else "*"
             layer = int(part) if layer == _OUTSIDE else layer
     return MapPosition(".".join(parts), layer)
 
@@ -67,10 +67,10 @@ def heat_of(tensors: Sequence[TensorDiff]) -> Heat:
         dict.fromkeys(place.row for place in sorted(places, key=lambda place: place.layer == _OUTSIDE))
     )
     columns = sorted({place.layer for place in places})
-    row_of, column_of = ({key: at for at, key in enumerate(keys)} for keys in (rows, columns))
+    row_of, column_of = ({key: index for index, key in enumerate(keys)} for keys in (rows, columns))
     cells: dict[tuple[int, int], list[int]] = {}
-    for at, place in enumerate(places):
-        cells.setdefault((row_of[place.row], column_of[place.layer]), []).append(at)
+    for index, place in enumerate(places):
+        cells.setdefault((row_of[place.row], column_of[place.layer]), []).append(index)
     return Heat(rows, columns, cells)
 
 
@@ -152,10 +152,12 @@ def _unusual(result: DiffResult) -> Iterator[str]:
 
 def _notable(result: DiffResult, heat: Heat) -> Iterator[str]:
     changed = {
-        row for (row, _), group in heat.cells.items() if any(result.tensors[at].is_difference for at in group)
+        row
+        for (row, _), group in heat.cells.items()
+        if any(result.tensors[index].is_difference for index in group)
     }
     if changed and len(changed) < len(heat.rows):
-        still = [escape(name) for at, name in enumerate(heat.rows) if at not in changed]
+        still = [escape(name) for row, name in enumerate(heat.rows) if row not in changed]
         yield f"Nothing differs in {count(len(still), 'kind')} of tensors: {_some(still)}."
     compared = [tensor for tensor in result.differences if amount_of(tensor)]
     if len(compared) > 1:
@@ -223,8 +225,8 @@ def _peak(result: DiffResult) -> float:
 
 
 def _row(tensor: TensorDiff, has_stats: bool) -> list[str | tuple[str, float]]:
-    dtypes = [short_dtype(each) for each in (tensor.dtype_a, tensor.dtype_b) if each is not None]
-    shapes = [str(list(each)) for each in (tensor.shape_a, tensor.shape_b) if each is not None]
+    dtypes = [short_dtype(dtype) for dtype in (tensor.dtype_a, tensor.dtype_b) if dtype is not None]
+    shapes = [str(list(shape)) for shape in (tensor.shape_a, tensor.shape_b) if shape is not None]
     row: list[str | tuple[str, float]] = [
         escape(tensor.name),
         " -> ".join(dict.fromkeys(dtypes)),
@@ -258,9 +260,9 @@ def _said(tensor: TensorDiff) -> tuple[str, float]:
 
 def _data(result: DiffResult, listed: Sequence[TensorDiff], heat: Heat, has_stats: bool) -> dict[str, Any]:
     rows, columns = heat.rows[:_MAX_ROWS], heat.columns[:_MAX_COLUMNS]
-    number_of = {tensor.name: at for at, tensor in enumerate(listed)}
+    number_of = {tensor.name: index for index, tensor in enumerate(listed)}
     cells = [
-        _cell([result.tensors[at] for at in heat.cells.get((row, column), ())], number_of, has_stats)
+        _cell([result.tensors[index] for index in heat.cells.get((row, column), ())], number_of, has_stats)
         for row in range(len(rows))
         for column in range(len(columns))
     ]
@@ -276,10 +278,10 @@ def _data(result: DiffResult, listed: Sequence[TensorDiff], heat: Heat, has_stat
 
 def _label(row: str) -> str:
     """Return the label of a row: the name behind the layer, as the part before it is nearly always the same."""
-    before, found, after = row.removesuffix(".weight").partition(".#.")
+    before, separator, after = row.removesuffix(".weight").partition(".#.")
     return (
         after
-        if found and after and before.count(".") <= 1 and before.startswith("model")
+        if separator and after and before.count(".") <= 1 and before.startswith("model")
         else row.removesuffix(".weight")
     )
 

@@ -184,10 +184,10 @@ def _extent(problem: VerifyProblem, size: int, whole: int) -> _Extent:
     if problem.start_byte is not None:
         num_bytes = problem.num_bytes or 1
         return _Extent(problem.start_byte, num_bytes, "here" if num_bytes == 1 else "somewhere")
-    expected, found = problem.expected or "", problem.found or ""
-    if problem.message == SIZE and expected.isdecimal() and found.isdecimal():
-        first, last = sorted((int(expected), int(found)))
-        return _Extent(first, last - first, "missing" if int(found) == first else "here")
+    expected, actual = problem.expected or "", problem.found or ""
+    if problem.message == SIZE and expected.isdecimal() and actual.isdecimal():
+        first, last = sorted((int(expected), int(actual)))
+        return _Extent(first, last - first, "missing" if int(actual) == first else "here")
     if size < whole:
         return _Extent(size, whole - size, "missing")
     return _Extent(0, size, "somewhere")
@@ -199,9 +199,9 @@ class _Drawn:
     def __init__(self, problems: Sequence[VerifyProblem], held: Holdings) -> None:
         self.problems, self._held = problems, held
         by_file: dict[str, list[int]] = {}
-        for at, problem in enumerate(problems):
+        for number, problem in enumerate(problems):
             if problem.file is not None:
-                by_file.setdefault(problem.file, []).append(at)
+                by_file.setdefault(problem.file, []).append(number)
         known = {file.name: file for file in held.files}
         self._names = [*known, *(name for name in by_file if name not in known)]
         self.num_bad, self.knows_all = len(by_file), bool(known)
@@ -213,14 +213,16 @@ class _Drawn:
             }
             for name in self._names
         ]
-        self.lanes = [self._lane(name, at, known) for name, at in list(by_file.items())[:_MAX_LANES]]
+        self.lanes = [
+            self._lane(name, numbers, known) for name, numbers in list(by_file.items())[:_MAX_LANES]
+        ]
         self._tensors = {tensor.name: tensor for tensor in held.tensors}
         self.places: list[dict[str, Any]] = []
         self._known_places: dict[str, int] = {}
         self._place_of = [self._place(problem) for problem in problems]
 
     def _tone(self, numbers: Sequence[int]) -> str:
-        if any(self.problems[at].is_missing for at in numbers):
+        if any(self.problems[number].is_missing for number in numbers):
             return "missing"
         return "mark" if numbers else "good"
 
@@ -229,15 +231,15 @@ class _Drawn:
         strip = None if file is None or file.strip is None else self._held.strips[file.strip]
         size = 0 if file is None else file.file_bytes or 0
         whole = 0 if strip is None else strip.starts[-1] + strip.nbytes[-1]
-        places = [_extent(self.problems[at], size, max(size, whole)) for at in numbers]
+        places = [_extent(self.problems[number], size, max(size, whole)) for number in numbers]
         size = max(size, *(place.start + place.nbytes for place in places), 0)
         damage = []
-        for at, (start, nbytes, tone) in zip(numbers, places, strict=True):
-            problem = self.problems[at]
+        for number, (start, nbytes, tone) in zip(numbers, places, strict=True):
+            problem = self.problems[number]
             said = f"{_tensor(problem)}: " if problem.tensor is not None else ""
             text = f"{said}{_message(problem)[:300]}" + (self._lost(size, strip) if tone == "missing" else "")
             # Of a file whose size nothing tells, all that can be drawn is the bar.
-            damage.append([start, nbytes or size, text, at, tone])
+            damage.append([start, nbytes or size, text, number, tone])
         return {
             "label": escape(name),
             "bytes": size,
@@ -261,9 +263,9 @@ class _Drawn:
                 return None
             self._known_places[tensor.name] = len(self.places)
             self.places.append(self._picture(tensor))
-        at = self._known_places[tensor.name]
-        self.places[at]["damage"].append([list(problem.region[0]), list(problem.region[1]), "somewhere"])
-        return at
+        index = self._known_places[tensor.name]
+        self.places[index]["damage"].append([list(problem.region[0]), list(problem.region[1]), "somewhere"])
+        return index
 
     def _picture(self, tensor: HeldTensor) -> dict[str, Any]:
         cut = self._held.cuts[tensor.cut]
@@ -277,7 +279,7 @@ class _Drawn:
 
     def data(self) -> dict[str, Any]:
         """Return the data that the script draws."""
-        first = next((at for at, place in enumerate(self._place_of) if place is not None), 0)
+        first = next((number for number, place in enumerate(self._place_of) if place is not None), 0)
         return {
             "kind": "damage",
             "files": self.files,

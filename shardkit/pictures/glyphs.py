@@ -73,11 +73,11 @@ def held_lines(held: Holdings, width: int, glyphs: Glyphs) -> Iterator[str]:
 def _runs(held: Holdings) -> Iterator[tuple[int, int, int, int]]:
     """Yield (first, last, cells, bytes of each) of neighbours that hold the same."""
     first = 0
-    for at, holder in enumerate(held.holders):
-        following = held.holders[at + 1] if at + 1 < len(held.holders) else None
+    for index, holder in enumerate(held.holders):
+        following = held.holders[index + 1] if index + 1 < len(held.holders) else None
         if following is None or following.cells != holder.cells:
-            yield first, at, holder.cells, holder.held_bytes
-            first = at + 1
+            yield first, index, holder.cells, holder.held_bytes
+            first = index + 1
 
 
 def _held_label(held: Holdings, first: int, last: int) -> str:
@@ -109,8 +109,8 @@ def changed_lines(result: DiffResult, width: int, glyphs: Glyphs) -> Iterator[st
 def _cell(cell: Sequence[int] | None, amounts: Sequence[float | None], peak: float) -> Amount:
     if not cell:
         return None
-    found = [amounts[at] for at in cell]
-    return "bad" if None in found else math.sqrt(max(n or 0.0 for n in found) / peak)
+    values = [amounts[index] for index in cell]
+    return "bad" if None in values else math.sqrt(max(n or 0.0 for n in values) / peak)
 
 
 def _drawn(rows: Sequence[Row], width: int, glyphs: Glyphs) -> Iterator[str]:
@@ -142,7 +142,9 @@ def _cut(label: str, width: int, glyphs: Glyphs) -> str:
 def _squeezed(amounts: Sequence[Amount], room: int) -> Sequence[Amount]:
     """Return at most so many amounts: of neighbours that share a character, the largest."""
     step = -(-len(amounts) // room)
-    return [_largest(amounts[at : at + step]) for at in range(0, len(amounts), step)] if step > 1 else amounts
+    if step <= 1:
+        return amounts
+    return [_largest(amounts[start : start + step]) for start in range(0, len(amounts), step)]
 
 
 def _largest(amounts: Sequence[Amount]) -> Amount:

@@ -126,7 +126,7 @@ def _has_empty(held: Holdings, cut: int) -> bool:
     of = held.cuts[cut]
     width = len(of.shape)
     return width > 0 and any(
-        0 in of.boxes[at + width : at + 2 * width] for at in range(0, len(of.boxes), 2 * width)
+        0 in of.boxes[start + width : start + 2 * width] for start in range(0, len(of.boxes), 2 * width)
     )
 
 
@@ -255,9 +255,9 @@ def _is_alike(held: Holdings) -> bool:
 def _lanes(held: Holdings) -> list[dict[str, Any]]:
     """Return one lane for all files that are filled alike, the first few."""
     lanes: dict[tuple[int, int | None], list[int]] = {}
-    for at, file in enumerate(held.files):
+    for number, file in enumerate(held.files):
         if file.strip is not None:
-            lanes.setdefault((file.strip, file.file_bytes), []).append(at)
+            lanes.setdefault((file.strip, file.file_bytes), []).append(number)
     return [
         {
             "label": escape(held.files[files[0]].name)
@@ -287,29 +287,29 @@ def _column_title(held: Holdings) -> str:
 
 def _readers(held: Holdings) -> list[list[int]]:
     """Return the ranks that read most from each file, the first few and one more."""
-    found: list[list[int]] = [[] for _ in held.files]
+    readers: list[list[int]] = [[] for _ in held.files]
     for rank, holder in enumerate(held.holders):
         if holder.reads:
-            found[holder.reads[0][0]].append(rank)
-    return found
+            readers[holder.reads[0][0]].append(rank)
+    return readers
 
 
 def _spread(number: int) -> list[int]:
     """Return so many of some things as can be drawn, evenly spread."""
     if number <= _MAX_DRAWN:
         return list(range(number))
-    return [at * (number - 1) // (_MAX_DRAWN - 1) for at in range(_MAX_DRAWN)]
+    return [index * (number - 1) // (_MAX_DRAWN - 1) for index in range(_MAX_DRAWN)]
 
 
 def _flow(held: Holdings) -> dict[str, Any]:
     ranks = _spread(len(held.holders))
     files = list(dict.fromkeys(file for rank in ranks for file, _ in held.holders[rank].reads))[:_MAX_DRAWN]
-    at = {file: place for place, file in enumerate(files)}
+    index_of = {file: place for place, file in enumerate(files)}
     ours = [
-        [at[file], place, nbytes]
+        [index_of[file], place, nbytes]
         for place, rank in enumerate(ranks)
         for file, nbytes in held.holders[rank].reads
-        if file in at
+        if file in index_of
     ]
     right = [f"rank {rank}" for rank in ranks]
     naive = [[0, place, 1] for place in range(len(ranks))]
@@ -333,14 +333,16 @@ def _flow(held: Holdings) -> dict[str, Any]:
 
 
 def _data(held: Holdings) -> dict[str, Any]:
-    most_pieces = max(range(len(held.tensors)), key=lambda at: held.tensors[at].tensor_bytes, default=0)
+    most_pieces = max(range(len(held.tensors)), key=lambda index: held.tensors[index].tensor_bytes, default=0)
     return {
         "kind": "held",
         "has_ranks": held.has_ranks,
         "units": [_unit_name(held, unit) for unit in held.units],
         "ticks": _ticks([unit.path for unit in held.units]),
         "column_title": _column_title(held),
-        "holders": [[each.cells, each.held_bytes, each.reads, each.num_files] for each in held.holders],
+        "holders": [
+            [holder.cells, holder.held_bytes, holder.reads, holder.num_files] for holder in held.holders
+        ],
         "cells": held.cells,
         "files": [{"name": escape(file.name)} for file in held.files],
         "readers": _readers(held) if held.has_ranks else [],

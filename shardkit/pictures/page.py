@@ -147,9 +147,9 @@ def short_names(*paths: str) -> list[str]:
     """Return names for a title, escaped: of absolute paths only the ends that tell them apart."""
     parts = [path.rstrip("/").split("/") for path in paths]
     most = max(map(len, parts))
-    ends = (["/".join(each[-length:]) for each in parts] for length in range(1, most + 1))
-    found = next((each for each in ends if len(set(each)) == len(set(paths))), list(paths))
-    return [escape(end if os.path.isabs(path) else path) for path, end in zip(paths, found, strict=True)]
+    ends = (["/".join(split[-length:]) for split in parts] for length in range(1, most + 1))
+    shown = next((names for names in ends if len(set(names)) == len(set(paths))), list(paths))
+    return [escape(end if os.path.isabs(path) else path) for path, end in zip(paths, shown, strict=True)]
 
 
 def picture(name: str, label: str) -> str:
@@ -192,13 +192,13 @@ def table(
         classes: of each row, if there are any.
     """
     rows, body = list(rows), []
-    numbers = {at for row in rows[:1] for at, cell in enumerate(row) if isinstance(cell, tuple)}
+    numbers = {index for row in rows[:1] for index, cell in enumerate(row) if isinstance(cell, tuple)}
     head = "".join(
-        f'<th scope="col"{" class=n" if at in numbers else ""}>{html(column)}</th>'
-        for at, column in enumerate(columns)
+        f'<th scope="col"{" class=n" if index in numbers else ""}>{html(column)}</th>'
+        for index, column in enumerate(columns)
     )
-    for at, row in enumerate(rows):
-        kind = f' class="{html(classes[at])}"' if classes and classes[at] else ""
+    for index, row in enumerate(rows):
+        kind = f' class="{html(classes[index])}"' if classes and classes[index] else ""
         body.append(f"<tr{kind}>{''.join(map(_cell, row))}</tr>")
     search = (
         f'<p class="search" hidden><label>{html(searchable)} <input type="search" autocomplete="off"></label> '
@@ -234,7 +234,7 @@ def check_page(path: str, *, outside: Sequence[str] = ()) -> str:
         UsageError: something else is there, or it lies in what it is about.
         ResourceError: its directory is missing or cannot be written.
     """
-    directories = [each for each in outside if storage.isdir(each)]
+    directories = [directory for directory in outside if storage.isdir(directory)]
     return check_sidecar(path, overwrite=True, outside=directories, is_ours=_is_page)
 
 
