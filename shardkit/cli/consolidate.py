@@ -183,5 +183,5 @@ def _how_to_load(result: ConsolidateResult) -> list[str]:
     if "config.json" in result.assets and not result.unloadable:
         return ["load it:", f"  transformers.{result.model_class or 'AutoModel'}.from_pretrained({path!r})"]
     file = os.path.join(path, result.file_names[0])
-    each = "" if result.num_files == 1 else "  # and so on, as the index says"
-    return ["load its tensors:", f"  safetensors.torch.load_file({file!r}){each}"]
+    comment = "" if result.num_files == 1 else "  # and so on, as the index says"
+    return ["load its tensors:", f"  safetensors.torch.load_file({file!r}){comment}"]

@@ -156,7 +156,7 @@ def _alike(result: DiffResult) -> Iterator[str]:
     if number := result.count("equal", "close", "tied"):
         close, tied = result.count("close"), result.count("tied")
         said = ((close, "within the tolerance"), (tied, "tied, on one side only"))
-        parts = [f"{each} {text}" for each, text in said if each]
+        parts = [f"{amount} {text}" for amount, text in said if amount]
         yield f"=  {count(number, 'tensor')}" + (f" ({', '.join(parts)})" if parts else "")
     if number := result.count("rounded"):
         zeros = f"; {count(result.num_flushed, 'value')} became 0" if result.num_flushed else ""
@@ -187,9 +187,9 @@ def _rows(tensors: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
         for what in [_what_of(group)]
         for tensor in group
     }
-    for each in fold((tensor.name, rows[tensor.name]) for tensor in tensors):
-        times = f"x{each.count}" if each.count > 1 else ""
-        yield each.key.symbol, escape(each.pattern), times, each.key.dtypes, each.key.shapes, each.key.what
+    for line in fold((tensor.name, rows[tensor.name]) for tensor in tensors):
+        times = f"x{line.count}" if line.count > 1 else ""
+        yield line.key.symbol, escape(line.pattern), times, line.key.dtypes, line.key.shapes, line.key.what
 
 
 def _what_of(tensors: Sequence[TensorDiff]) -> str:
@@ -234,8 +234,8 @@ def _values(tensor: TensorDiff, *, is_one: bool) -> Iterator[str]:
     percent = _percent(tensor.share_changed or 0.0)
     if is_one:
         share = f" ({percent})" if tensor.num_elements > 1 else ""
-        at = f", first at {list(tensor.first_changed)}" if tensor.first_changed else ""
-        yield f"{tensor.num_changed:,} of {tensor.num_elements:,} elements{share}{at}"
+        first = f", first at {list(tensor.first_changed)}" if tensor.first_changed else ""
+        yield f"{tensor.num_changed:,} of {tensor.num_elements:,} elements{share}{first}"
     else:
         yield f"{percent} of {tensor.num_elements:,} elements each"
     if tensor.num_outside is not None:

@@ -100,12 +100,13 @@ def report_usage(error: click.ClickException, root: click.Context, args: Sequenc
 
 def typed_context(root: click.Context, args: Sequence[str]) -> click.Context:
     """Return the context of the command that was typed, options and arguments aside."""
-    at = root
+    context = root
     for name in args:
-        found = at.command.get_command(at, name) if isinstance(at.command, click.Group) else None
-        if found is not None:
-            at = click.Context(found, info_name=name, parent=at)
-    return at
+        group = context.command
+        command = group.get_command(context, name) if isinstance(group, click.Group) else None
+        if command is not None:
+            context = click.Context(command, info_name=name, parent=context)
+    return context
 
 
 def _nearest(error: click.ClickException, context: click.Context) -> str:
@@ -114,11 +115,11 @@ def _nearest(error: click.ClickException, context: click.Context) -> str:
     if isinstance(error, click.NoSuchOption):
         names = [name for param in command.get_params(context) for name in param.opts + param.secondary_opts]
         return suggestion(error.option_name, (name for name in names if name.startswith("-")))
-    if (found := _UNKNOWN.match(error.message)) and isinstance(command, click.Group):
-        return suggestion(found[1], command.list_commands(context))
+    if (match := _UNKNOWN.match(error.message)) and isinstance(command, click.Group):
+        return suggestion(match[1], command.list_commands(context))
     kind = error.param.type if isinstance(error, click.BadParameter) and error.param else None
-    found = _NO_CHOICE.match(error.message)
-    return suggestion(found[1], map(str, kind.choices)) if found and isinstance(kind, click.Choice) else ""
+    match = _NO_CHOICE.match(error.message)
+    return suggestion(match[1], map(str, kind.choices)) if match and isinstance(kind, click.Choice) else ""
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -213,6 +214,6 @@ def _program() -> list[str]:
     if os.path.basename(script) == "__main__.py":
         return sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
     name = os.path.basename(script)
-    found = shutil.which(name)
-    is_on_path = found is not None and os.path.realpath(found) == os.path.realpath(script)
+    path = shutil.which(name)
+    is_on_path = path is not None and os.path.realpath(path) == os.path.realpath(script)
     return [name if is_on_path else script]

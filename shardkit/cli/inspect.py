@@ -136,7 +136,7 @@ def _facts(result: InspectResult) -> Iterator[tuple[str, str]]:
     yield "tensors", f"{count(result.num_tensors, 'tensor')}, {format_size(result.tensor_bytes)}"
     for dtype in result.dtypes:
         yield "dtypes", f"{short_dtype(dtype.dtype)}: {dtype.num_tensors}, {format_size(dtype.tensor_bytes)}"
-    yield from limited("osft", [_targets(each) for each in result.osft])
+    yield from limited("osft", [_targets(targets) for targets in result.osft])
     yield "files", _files(result)
     yield from limited("tied", [" = ".join(map(escape, group)) for group in result.ties])
     yield from limited("objects", list(_objects(result.objects)))
@@ -160,9 +160,9 @@ def _objects(names: Sequence[str]) -> Iterator[str]:
             yield f"{escape(parent)}: {count(below[parent], 'entry', 'entries')}"
 
 
-def _targets(each: InspectedTargets) -> str:
-    shown = f"{escape(each.path)} {list(each.shape)}: {each.rank} of {each.num_directions} directions frozen"
-    return f"{shown} x{each.count}" if each.count > 1 else shown
+def _targets(targets: InspectedTargets) -> str:
+    shown = f"{escape(targets.path)} {list(targets.shape)}: {targets.rank} of {targets.num_directions} directions frozen"
+    return f"{shown} x{targets.count}" if targets.count > 1 else shown
 
 
 def _unit(path: str, class_name: str | None, number: int) -> str:

@@ -91,8 +91,8 @@ def render(result: KeysResult) -> list[str]:
     """Return a result as lines for people."""
     from shardkit.operations.keys import line
 
-    lines = shown([line(each) for each in result.tensors], 4 * max_lines(), spreads=True)
-    return [*facts(_facts(result)), *(f"  {each}" for each in (*lines, *result.problems))]
+    lines = shown([line(tensor) for tensor in result.tensors], 4 * max_lines(), spreads=True)
+    return [*facts(_facts(result)), *(f"  {text}" for text in (*lines, *result.problems))]
 
 
 def _facts(result: KeysResult) -> Iterator[tuple[str, str]]:
@@ -105,7 +105,7 @@ def _facts(result: KeysResult) -> Iterator[tuple[str, str]]:
     if not result.ok:
         yield "fit", f"no: {count(len(result.problems), 'problem')}"
         return
-    moved = sum(each.is_reordered for each in result.tensors)
+    moved = sum(tensor.is_reordered for tensor in result.tensors)
     yield (
         "tensors",
         f"{count(result.num_stored, 'tensor')} become {len(result.tensors)}; there and back, all fits",

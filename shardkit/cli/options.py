@@ -81,11 +81,11 @@ def sections(context: click.Context) -> Iterator[tuple[str, list[tuple[str, str]
     Args:
         context: of the command; of the short help it has only what a first user needs.
     """
-    options = [each for each in context.command.get_params(context) if isinstance(each, click.Option)]
+    options = [option for option in context.command.get_params(context) if isinstance(option, click.Option)]
     if _IS_SHORT in context.meta:
-        options = [each for each in options if getattr(each, "first", False)]
+        options = [option for option in options if getattr(option, "first", False)]
     for section in SECTIONS:
-        records = [each.get_help_record(context) for each in options if _section(each) == section]
+        records = [option.get_help_record(context) for option in options if _section(option) == section]
         if shown := [record for record in records if record is not None]:
             yield section, shown
 
@@ -106,7 +106,7 @@ class Verb(click.Command):
 
     def __init__(self, *args: Any, **rest: Any) -> None:
         super().__init__(*args, **rest)
-        if all(getattr(each, "first", True) for each in self.params):
+        if all(getattr(param, "first", True) for param in self.params):
             return  # -h and --help are one option of click's
         text = "Show the options that a first user needs, and exit."
         self.params.append(
@@ -127,10 +127,10 @@ class Verb(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options below their headings, all texts in one column."""
-        found = list(sections(ctx))
-        names = [name for _, records in found for name, _ in records]
+        shown = list(sections(ctx))
+        names = [name for _, records in shown for name, _ in records]
         width = max(len(name) for name in names if len(name) <= _MAX_NAME)
-        for section, records in found:
+        for section, records in shown:
             with formatter.section(section):
                 formatter.write_dl([(name.ljust(width), text) for name, text in records], col_max=width)
 
@@ -180,8 +180,8 @@ def completing(words: Callable[[], Iterable[str]], *, and_files: str = "") -> Co
 
         from click.shell_completion import CompletionItem
 
-        found = [*words(), *(glob(f"{escape(typed)}*{and_files}") if and_files else ())]
-        items = [CompletionItem(word) for word in found if word.startswith(typed)]
+        candidates = [*words(), *(glob(f"{escape(typed)}*{and_files}") if and_files else ())]
+        items = [CompletionItem(word) for word in candidates if word.startswith(typed)]
         # Where nothing fits, the shell completes folders by itself, in which such files may lie.
         return items or ([CompletionItem(typed, type="file")] if and_files else [])
 
@@ -408,11 +408,11 @@ def _take_part(out: Output, text: str | None) -> Part | None:
     from shardkit.cli.errors import typed_command
     from shardkit.operations.parts.part import parse_part
 
-    found = parse_part(text, os.environ)
-    if found.found:
-        out.say("part", f"{found}, from {found.found}")
+    part = parse_part(text, os.environ)
+    if part.found:
+        out.say("part", f"{part}, from {part.found}")
     typed = typed_command(click.get_current_context().find_root().obj, {"--part"}, {"--dry-run", "-n"})
-    return replace(found, typed=typed)
+    return replace(part, typed=typed)
 
 
 def carry_out(out: Output, verb: Callable[..., _R], *arguments: str | None, **options: Any) -> _R:

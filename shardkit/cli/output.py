@@ -206,11 +206,11 @@ def _time(result: WriteResult, *, shows_rate: bool) -> str:
 
 def converted(result: WriteResult) -> Iterator[tuple[str, str]]:
     """Yield a fact for each pair of dtypes of what is converted."""
-    for each in result.converted:
-        dtypes = f"{short_dtype(each.stored)} -> {short_dtype(each.written)}"
+    for pair in result.converted:
+        dtypes = f"{short_dtype(pair.stored)} -> {short_dtype(pair.written)}"
         yield (
             "to convert" if result.dry_run else "converted",
-            f"{dtypes}: {count(each.num_tensors, 'tensor')}",
+            f"{dtypes}: {count(pair.num_tensors, 'tensor')}",
         )
 
 

@@ -142,5 +142,5 @@ def _plan_facts(plan: PlanStatus) -> Iterator[tuple[str, str]]:
 
 
 def _part(part: PartStatus) -> str:
-    found = f", {escape(part.found)}" if part.found else ""
-    return f"{part.part}: {'ended' if part.is_done else 'begun'} on {escape(part.host)}, process {part.pid}{found}"
+    launcher = f", {escape(part.found)}" if part.found else ""
+    return f"{part.part}: {'ended' if part.is_done else 'begun'} on {escape(part.host)}, process {part.pid}{launcher}"

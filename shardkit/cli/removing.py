@@ -36,12 +36,12 @@ def cache_command(*, out: Output, clear: bool) -> None:
     out.answer(show_cache(clear=clear), cache_lines)
 
 
-def cache_lines(found: CacheResult) -> list[str]:
+def cache_lines(result: CacheResult) -> list[str]:
     """Return a result as lines for people."""
-    if found.directory is None:
-        return [found.headline()]
-    what = f"{count(found.num_entries, 'answer')}, {format_size(found.cache_bytes)}"
-    return [found.headline(), *facts([("removed" if found.cleared else "kept", what)])]
+    if result.directory is None:
+        return [result.headline()]
+    what = f"{count(result.num_entries, 'answer')}, {format_size(result.cache_bytes)}"
+    return [result.headline(), *facts([("removed" if result.cleared else "kept", what)])]
 
 
 @click.command(
@@ -92,21 +92,21 @@ def _gc_facts(result: GcResult) -> Iterator[tuple[str, str]]:
     where = result.marker or "nothing was committed"
     yield "in use", f"{', '.join(map(escape, result.kept)) or 'nothing'} ({where})"
     verb = "to remove" if result.dry_run else "removed"
-    for each in result.removed:
-        yield verb, _describe(each)
+    for entry in result.removed:
+        yield verb, _describe(entry)
     if result.removed:
         yield f"{verb}, in all", f"{count(len(result.removed), 'name')}, {format_size(result.removed_bytes)}"
     elif not result.runs:
         yield verb, "nothing"
     if result.num_ended:
         yield "to end" if result.dry_run else "ended", count(result.num_ended, "unfinished upload")
-    for each in result.young:
-        yield "left, young", _describe(each)
+    for entry in result.young:
+        yield "left, young", _describe(entry)
     for run in result.runs:
         yield verb if run.is_removed else "left", f"{escape(run.staging)}: {format_size(run.disk_bytes)}"
         yield from describe(run)
 
 
-def _describe(each: Unused) -> str:
-    files = count(each.num_files, "file")
-    return f"{escape(each.name)}: {files}, {format_size(each.file_bytes)}, {each.age_s / 3600:.1f} h old"
+def _describe(entry: Unused) -> str:
+    files = count(entry.num_files, "file")
+    return f"{escape(entry.name)}: {files}, {format_size(entry.file_bytes)}, {entry.age_s / 3600:.1f} h old"

@@ -61,19 +61,19 @@ def env_command(*, out: Output) -> None:
     out.answer(environment(), env_lines)
 
 
-def env_lines(found: Environment) -> list[str]:
+def env_lines(environment: Environment) -> list[str]:
     """Return an environment as lines for people."""
-    memory = "unknown" if found.memory_bytes is None else format_size(found.memory_bytes)
+    memory = "unknown" if environment.memory_bytes is None else format_size(environment.memory_bytes)
     return facts(
         [
-            ("shardkit", found.shardkit),
-            ("python", found.python),
-            ("platform", found.platform),
-            *((name, version or "not installed") for name, version in found.packages.items()),
-            ("cpus", str(found.num_cpus)),
+            ("shardkit", environment.shardkit),
+            ("python", environment.python),
+            ("platform", environment.platform),
+            *((name, version or "not installed") for name, version in environment.packages.items()),
+            ("cpus", str(environment.num_cpus)),
             ("memory", memory),
-            *((escape(name), escape(value)) for name, value in found.huggingface.items()),
-            *(("note", note) for note in found.notes),
+            *((escape(name), escape(value)) for name, value in environment.huggingface.items()),
+            *(("note", note) for note in environment.notes),
         ]
     )
 
@@ -94,9 +94,9 @@ newer.""",
 @click.pass_context
 def completion_command(ctx: click.Context, shell: str) -> None:
     """Print a script that has a shell complete commands, options and paths."""
-    found = get_completion_class(shell)
-    assert found is not None  # click brings these three
-    script = found(ctx.find_root().command, {}, _PROGRAM, _VARIABLE)
+    completer = get_completion_class(shell)
+    assert completer is not None  # click brings these three
+    script = completer(ctx.find_root().command, {}, _PROGRAM, _VARIABLE)
     # Not `source()`: it looks for the version of a bash, which may be that of another machine.
     with printing():
         click.echo(script.source_template % script.source_vars())
@@ -104,8 +104,8 @@ def completion_command(ctx: click.Context, shell: str) -> None:
 
 def _commands(context: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
     """Complete the name of a command, behind those that were typed."""
-    at = _typed(context.find_root(), context.params.get("names") or ())
-    return at.command.shell_complete(at, typed) if isinstance(at.command, click.Group) else []
+    named = _typed(context.find_root(), context.params.get("names") or ())
+    return named.command.shell_complete(named, typed) if isinstance(named.command, click.Group) else []
 
 
 def _typed(root: click.Context, names: Sequence[str]) -> click.Context:
@@ -114,12 +114,12 @@ def _typed(root: click.Context, names: Sequence[str]) -> click.Context:
     Raises:
         click.UsageError: there is none of that name.
     """
-    at = root
+    context = root
     for name in names:
-        around, at = at, typed_context(at, (name,))
-        if at is around:
-            at.fail(f"No such command {name!r}")
-    return at
+        around, context = context, typed_context(context, (name,))
+        if context is around:
+            context.fail(f"No such command {name!r}")
+    return context
 
 
 @click.command(
@@ -139,30 +139,30 @@ def help_command(ctx: click.Context, names: tuple[str, ...], man: bool) -> None:
     root = ctx.find_root()
     if man:
         root = click.Context(root.command, info_name=_PROGRAM, **root.command.context_settings)
-    at = _typed(root, names)
+    context = _typed(root, names)
     with printing():
-        click.echo(manual(at) if man else at.get_help())
+        click.echo(manual(context) if man else context.get_help())
 
 
-def manual(at: click.Context) -> str:
+def manual(context: click.Context) -> str:
     """Return the manual page of a command, or of a group and all commands in it, for `man`.
 
     Args:
-        at: the command's context; its parents are those of the groups around it.
+        context: the command's; its parents are those of the groups around it.
     """
-    command, is_all = at.command, at.parent is None
+    command, is_all = context.command, context.parent is None
     said = (command.help or "").split("\n\n")[0].replace("\n", " ").rstrip(".")
     lines = [
-        f'.TH {at.command_path.replace(" ", "-").upper()} 1 "" "shardkit {__version__}" "User Commands"',
+        f'.TH {context.command_path.replace(" ", "-").upper()} 1 "" "shardkit {__version__}" "User Commands"',
         ".SH NAME",
-        f"{_text(at.command_path.replace(' ', '-'))} \\- {_text(said[:1].lower() + said[1:])}",
+        f"{_text(context.command_path.replace(' ', '-'))} \\- {_text(said[:1].lower() + said[1:])}",
     ]
     if is_all:
         lines += [".SH SYNOPSIS", ".B shardkit", _text("COMMAND [OPTIONS] [ARGUMENTS]"), ".SH COMMANDS"]
     else:
-        lines += [".SH DESCRIPTION", *_command(at)]
+        lines += [".SH DESCRIPTION", *_command(context)]
     if isinstance(command, click.Group):
-        lines += [line for context in _contexts(command, at) for line in _command(context)]
+        lines += [line for below in _contexts(command, context) for line in _command(below)]
     lines += [
         ".SH EXIT STATUS",
         *_terms(STATUS),
