@@ -119,12 +119,12 @@ def verify(options: VerifyOptions) -> VerifyResult:
 
 def _hold(structure: Structure, report: Report) -> Holdings:
     """Return which file holds what, by the names that problems give, as far as it is known."""
-    names = {place_of(each.path): each.name for each in structure.files}
+    names = {place_of(file.path): file.name for file in structure.files}
     catalog = _catalog(structure, report)
     if catalog is None:
         return hold_files(
-            (each.name, each.size, [(s.start, s.nbytes, s.tensor or "") for s in each.stretches])
-            for each in structure.files
+            (file.name, file.size, [(s.start, s.nbytes, s.tensor or "") for s in file.stretches])
+            for file in structure.files
         )
     folder = "" if structure.checkpoint is not None else structure.folders[0]
     held = hold(catalog, names=lambda file: names.get(place_of(file.path), os.path.join(folder, file.name)))
@@ -164,5 +164,5 @@ def _result(
         repo=options.hub,
         commit=commit,
         seed=options.seed if options.level == "sample" else None,
-        **report.found(),
+        **report.collected(),
     )

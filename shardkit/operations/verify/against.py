@@ -85,17 +85,17 @@ def check_against(
 
 def _report_rounded(result: DiffResult, path: str, other: str, report: Report, *, rounded: bool) -> None:
     """Note which side is rounded. A tensor whose dtype does not show it is a problem, unless it may be rounded."""
-    found = [tensor for tensor in result.tensors if tensor.status == "rounded"]
-    if not found:
+    tensors = [tensor for tensor in result.tensors if tensor.status == "rounded"]
+    if not tensors:
         return
     one, two = escape(path), escape(other)
     if result.rounded_side == "b":
         one, two = two, one
-    dtypes = " or ".join(sorted({short_dtype(tensor.rounded_to) for tensor in found}))
+    dtypes = " or ".join(sorted({short_dtype(tensor.rounded_to) for tensor in tensors}))
     flushed = f"; {count(result.num_flushed, 'value')} became 0" if result.num_flushed else ""
-    report.add_notes([f"{one} holds {count(len(found), 'tensor')} of {two} rounded to {dtypes}{flushed}"])
-    report.num_rounded_tensors += len(found)
-    for tensor in [] if rounded else found:
+    report.add_notes([f"{one} holds {count(len(tensors), 'tensor')} of {two} rounded to {dtypes}{flushed}"])
+    report.num_rounded_tensors += len(tensors)
+    for tensor in [] if rounded else tensors:
         if not tensor.is_said_by_dtypes:
             report.problem(
                 f"it is not that of {escape(other)}{_values(tensor)}, though equal after rounding {two}'s to "
@@ -111,10 +111,10 @@ def _report(tensor: TensorDiff, other: str, report: Report) -> None:
         case "only_b":
             report.problem(f"it is missing: only {other} has it", tensor=tensor.name)
         case "shape":
-            expected, found = str(list(tensor.shape_b or ())), str(list(tensor.shape_a or ()))
+            expected, actual = str(list(tensor.shape_b or ())), str(list(tensor.shape_a or ()))
             rows = tensor.rows
             what = "shape" if rows is None else f"{count(rows[1], 'row')} and {count(rows[0], 'row')}"
-            report.problem(what, tensor=tensor.name, expected=expected, found=found)
+            report.problem(what, tensor=tensor.name, expected=expected, found=actual)
         case "dtype":
             message = f"dtype{_values(tensor)}"
             report.problem(message, tensor=tensor.name, expected=tensor.dtype_b, found=tensor.dtype_a)
@@ -125,8 +125,8 @@ def _report(tensor: TensorDiff, other: str, report: Report) -> None:
 def _values(tensor: TensorDiff) -> str:
     if not tensor.num_changed:
         return ""
-    at = f", the first at {list(tensor.first_changed)}" if tensor.first_changed else ""
-    return f" ({tensor.num_changed:,} of {tensor.num_elements:,} elements differ{at})"
+    first = f", the first at {list(tensor.first_changed)}" if tensor.first_changed else ""
+    return f" ({tensor.num_changed:,} of {tensor.num_elements:,} elements differ{first})"
 
 
 _LEFT_OUT = (".gitattributes", "shardkit.json")
@@ -151,8 +151,8 @@ def check_repo(remote: Mapping[str, RepoFile], directory: str, report: Report, j
     for name in sorted({*held, *wanted}):
         if name in held and name in remote:
             if held[name] != remote[name].size:
-                expected, found = str(remote[name].size), str(held[name])
-                report.problem("size in bytes in the repo", file=name, expected=expected, found=found)
+                expected, actual = str(remote[name].size), str(held[name])
+                report.problem("size in bytes in the repo", file=name, expected=expected, found=actual)
         elif name not in _LEFT_OUT:
             is_extra = name in held
             which = "extra: the repo has no such file" if is_extra else "missing: the repo has it"
@@ -174,7 +174,7 @@ def _compare(path: str, remote: RepoFile, report: Report) -> None:
             hashed.update(b"blob %d\0" % size)
         reader.update(hashed)
         report.num_checked_files += 1
-        if (found := hashed.hexdigest()) != expected:
+        if (digest := hashed.hexdigest()) != expected:
             report.problem(
-                f"{kind} of the file in the repo", file=remote.name, expected=expected, found=found
+                f"{kind} of the file in the repo", file=remote.name, expected=expected, found=digest
             )

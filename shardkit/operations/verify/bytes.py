@@ -106,7 +106,7 @@ def choose(files: Sequence[FileBytes], num_bytes: int, seed: int) -> list[tuple[
 
 def _scan(file: FileBytes, source: ByteReader, report: Report, marks: Iterable[int], *, sha256: bool) -> Scan:
     """Read a whole file and compare every chunk that has a recorded checksum."""
-    ends = (at for s in file.stretches for at in (s.start, s.start + s.nbytes))
+    ends = (end for s in file.stretches for end in (s.start, s.start + s.nbytes))
     scan = source.scan((*marks, *ends), sha256=sha256)
     for stretch in file.stretches:
         if stretch.start + stretch.nbytes <= source.size:  # else reported when it was looked at
@@ -139,15 +139,15 @@ def _check_all(file: FileBytes, source: ByteReader, report: Report) -> None:
 
 def _explained(file: FileBytes, scan: Scan, size: int) -> int:
     """Return the CRC-32 that the file would have if every chunk had the recorded one."""
-    at, crc = 0, 0
+    offset, crc = 0, 0
     for stretch in sorted(file.stretches, key=lambda s: s.start):
-        if stretch.start < at or stretch.start + stretch.nbytes > size:
+        if stretch.start < offset or stretch.start + stretch.nbytes > size:
             continue  # shared with another name; or no such place
-        gap, nbytes = stretch.start - at, stretch.nbytes
+        gap, nbytes = stretch.start - offset, stretch.nbytes
         meant = scan.crc(stretch.start, nbytes) if stretch.crc32 is None else stretch.crc32
-        crc = crc32_combine(crc32_combine(crc, scan.crc(at, gap), gap), meant, nbytes)
-        at = stretch.start + nbytes
-    return int(crc32_combine(crc, scan.crc(at, size - at), size - at))
+        crc = crc32_combine(crc32_combine(crc, scan.crc(offset, gap), gap), meant, nbytes)
+        offset = stretch.start + nbytes
+    return int(crc32_combine(crc, scan.crc(offset, size - offset), size - offset))
 
 
 def _check_stretches(
@@ -158,17 +158,17 @@ def _check_stretches(
             _compare(file, stretch, source.crc(stretch.start, stretch.nbytes), report)
 
 
-def _compare(file: FileBytes, stretch: Stretch, found: int, report: Report) -> None:
+def _compare(file: FileBytes, stretch: Stretch, crc: int, report: Report) -> None:
     if stretch.crc32 is None:
         return
     report.num_checked_chunks += stretch.tensor is not None
-    if found != stretch.crc32:
+    if crc != stretch.crc32:
         report.problem(
             f"CRC-32 of {stretch.what or 'the data'}",
             file=file.name,
-            at=stretch,
+            stretch=stretch,
             expected=f"{stretch.crc32:08x}",
-            found=f"{found:08x}",
+            found=f"{crc:08x}",
         )
 
 
@@ -177,11 +177,11 @@ def _check_archives(file: FileBytes, fd: int, report: Report) -> None:
     num_alike, unlike = 0, list[tuple[Archive, FirstDifference]]()
     for archive in file.archives:
         with named_failures(file.name):
-            found = _check_archive(file, fd, archive, report)
-        if isinstance(found, FirstDifference):
-            unlike.append((archive, found))
+            outcome = _check_archive(file, fd, archive, report)
+        if isinstance(outcome, FirstDifference):
+            unlike.append((archive, outcome))
         else:
-            num_alike += found
+            num_alike += outcome
     for archive, difference in unlike if file.is_spelled_as_torch or num_alike > len(unlike) else ():
         place = Stretch(archive.start, archive.nbytes, archive.name, None, None)
         report_difference("object", file, place, difference, report)
@@ -203,7 +203,7 @@ def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -
         return False
     try:
         where = f"bytes {archive.start} to {archive.start + archive.nbytes}"
-        reader = ZipReader(lambda at, n: storage.pread(fd, n, at), archive.start, archive.nbytes, where)
+        reader = ZipReader(lambda start, n: storage.pread(fd, n, start), archive.start, archive.nbytes, where)
         entries = read_directory(reader, lambda _: True, max_entries=_MAX_ENTRIES)
         for name, entry in entries.items():
             if entry.crc:
@@ -231,7 +231,7 @@ def _decode(file: FileBytes, stretch: Stretch, packed: SourceFile, report: Repor
     except ResourceError:
         raise
     except SourceError as error:
-        report.problem(error.message, file=file.name, at=stretch)
+        report.problem(error.message, file=file.name, stretch=stretch)
         return
     report.num_checked_chunks += 1
     report.read(stretch.nbytes)
@@ -257,15 +257,15 @@ class FirstDifference(NamedTuple):
 
 
 def report_difference(
-    what: str, file: FileBytes, place: Stretch, found: FirstDifference, report: Report
+    what: str, file: FileBytes, place: Stretch, difference: FirstDifference, report: Report
 ) -> None:
     """Report a byte of the record around `what`, "data" or "object"."""
     report.problem(
         f"a byte of the record around the {what}",
         file=file.name,
-        at=place._replace(start=found.start, nbytes=1),
-        expected=f"{found.expected:02x}",
-        found=f"{found.found:02x}",
+        stretch=place._replace(start=difference.start, nbytes=1),
+        expected=f"{difference.expected:02x}",
+        found=f"{difference.found:02x}",
     )
 
 
@@ -286,19 +286,21 @@ def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> FirstDif
     if nbytes != skeleton.nbytes or record.data_start - start != num_before:
         return False
     head = storage.pread(fd, num_before, start)
-    found = bytearray(head + storage.pread(fd, skeleton.suffix_nbytes, start + num_before + hole))
+    stored = bytearray(head + storage.pread(fd, skeleton.suffix_nbytes, start + num_before + hole))
     expected = skeleton.prefix + skeleton.suffix(record.crc32 or 0)
-    if len(found) != len(expected):
+    if len(stored) != len(expected):
         return False  # the file became shorter
     for name, content, crcs in _entries(skeleton):
-        recorded = {bytes(found[at : at + 4]) for at in crcs} - {_NOT_RECORDED}
-        for at in crcs:
-            if found[at : at + 4] == _NOT_RECORDED or (name == _DATA and record.crc32 is None):
-                found[at : at + 4] = expected[at : at + 4]
+        recorded = {bytes(stored[offset : offset + 4]) for offset in crcs} - {_NOT_RECORDED}
+        for offset in crcs:
+            if stored[offset : offset + 4] == _NOT_RECORDED or (name == _DATA and record.crc32 is None):
+                stored[offset : offset + 4] = expected[offset : offset + 4]
         if name in _FREE and len(recorded) < 2:  # the content was compared with it when the record was read
-            for place in (content, *(slice(at, at + 4) for at in crcs)):
-                found[place] = expected[place]
-    return _alike_or_where(expected, found, lambda at: start + at + (hole if at >= num_before else 0))
+            for place in (content, *(slice(offset, offset + 4) for offset in crcs)):
+                stored[place] = expected[place]
+    return _alike_or_where(
+        expected, stored, lambda offset: start + offset + (hole if offset >= num_before else 0)
+    )
 
 
 def object_spelling(
@@ -316,28 +318,28 @@ def object_spelling(
     """
     if entries.keys() != _OBJECT_NAMES or nbytes > _MAX_OBJECT_BYTES:
         return False
-    found, pickle = bytearray(storage.pread(fd, nbytes, start)), entries[_PICKLE]
-    expected = pickle_record(bytes(found[pickle.start : pickle.start + pickle.nbytes]))
-    if len(found) != len(expected):
+    stored, pickle = bytearray(storage.pread(fd, nbytes, start)), entries[_PICKLE]
+    expected = pickle_record(bytes(stored[pickle.start : pickle.start + pickle.nbytes]))
+    if len(stored) != len(expected):
         return False
     for name, entry in entries.items():
         stop = entry.start + entry.nbytes
         described = (stop + len(_DESCRIPTOR),) if expected.startswith(_DESCRIPTOR, stop) else ()
         crcs = (*described, entry.crc_at)
-        if name == _SERIALIZATION_ID and len({bytes(found[at : at + 4]) for at in crcs}) == 1:
-            for place in (slice(entry.start, stop), *(slice(at, at + 4) for at in crcs)):
-                found[place] = expected[place]
-    return _alike_or_where(expected, found, lambda at: start + at)
+        if name == _SERIALIZATION_ID and len({bytes(stored[offset : offset + 4]) for offset in crcs}) == 1:
+            for place in (slice(entry.start, stop), *(slice(offset, offset + 4) for offset in crcs)):
+                stored[place] = expected[place]
+    return _alike_or_where(expected, stored, lambda offset: start + offset)
 
 
 def _alike_or_where(
-    expected: bytes | bytearray, found: bytearray, place: Callable[[int], int]
+    expected: bytes | bytearray, actual: bytearray, place: Callable[[int], int]
 ) -> FirstDifference | bool:
     """Return True for equal bytes, or else the first difference; `place` says where in the file a byte of them lies."""
-    if found == expected:
+    if actual == expected:
         return True
-    at = next(at for at, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1])
-    return FirstDifference(place(at), expected[at], found[at])
+    index = next(index for index, pair in enumerate(zip(expected, actual, strict=True)) if pair[0] != pair[1])
+    return FirstDifference(place(index), expected[index], actual[index])
 
 
 @lru_cache(maxsize=4096)
@@ -358,8 +360,8 @@ def _entries(skeleton: RecordSkeleton) -> tuple[tuple[str, slice, tuple[int, ...
             + tail[max(start - before - hole, 0) : max(stop - before - hole, 0)]
         )
 
-    def place(at: int) -> int:
-        return at if at < before else at - hole
+    def place(offset: int) -> int:
+        return offset if offset < before else offset - hole
 
     _, entries = read_entries(pread, 0, skeleton.nbytes)
     places = []

@@ -67,7 +67,9 @@ def verify_dcp(
         report.error(error, file=os.path.join(folder, METADATA) if METADATA in error.message else None)
         return _files_by_lists(folder, described, report)
     report.num_tensors += len(opened.catalog.tensors)
-    stored += (NamedShape(each.fqn, each.dtype.name, each.shape) for each in opened.catalog.tensors.values())
+    stored += (
+        NamedShape(entry.fqn, entry.dtype.name, entry.shape) for entry in opened.catalog.tensors.values()
+    )
     objects += opened.objects
     report.add_notes(note for note in opened.catalog.notes if "were left alone" not in note)
     report.warnings += _stale(directory, folder, opened)
@@ -140,9 +142,9 @@ class _Folder:
 
     def files(self) -> list[FileBytes]:
         """Return the files that hold tensors or byte entries."""
-        catalog, found = self._opened.catalog, dict[int, FileBytes]()
+        catalog, files = self._opened.catalog, dict[int, FileBytes]()
         for number, rows in groupby(self._rows, key=catalog.chunks.file.__getitem__):
-            file = found[number] = self._file(catalog.files[number])
+            file = files[number] = self._file(catalog.files[number])
             with (
                 self._report.failing(file.name),
                 open_regular(file.path, file.name, follow=False) as (fd, _),
@@ -154,22 +156,22 @@ class _Folder:
                 self._check_file(catalog.files[number], file, iter(places), fd)
         for fqn, place in self._opened.objects.items():
             if place is not None:
-                if place.file not in found:
-                    found[place.file] = self._file(catalog.files[place.file])
-                found[place.file].archives.append(Archive(place.start, place.nbytes, fqn))
+                if place.file not in files:
+                    files[place.file] = self._file(catalog.files[place.file])
+                files[place.file].archives.append(Archive(place.start, place.nbytes, fqn))
         if self._described is None:  # else the sizes of files are recorded
-            self._warn_of_more(found)
+            self._warn_of_more(files)
         is_spelled = self._num_alike > len(self._unlike)
-        for file in found.values():
+        for file in files.values():
             file.is_spelled_as_torch = is_spelled
         self._report_unlike(is_spelled)
         self._tell_classes()
-        return list(found.values())
+        return list(files.values())
 
-    def _warn_of_more(self, found: Mapping[int, FileBytes]) -> None:
+    def _warn_of_more(self, files: Mapping[int, FileBytes]) -> None:
         """Warn of bytes behind the last record of a file: nobody reads them, and torch writes none."""
         chunks = self._opened.catalog.chunks
-        ends = dict.fromkeys(found, 0)
+        ends = dict.fromkeys(files, 0)
         for file, start, nbytes in zip(chunks.file, chunks.start, chunks.nbytes, strict=True):
             ends[file] = max(ends[file], start + nbytes)
         for place in filter(None, self._opened.objects.values()):
@@ -177,7 +179,7 @@ class _Folder:
         self._report.warnings += [
             f"{escape(file.name)}: {count(file.size - ends[number], 'byte')} behind its last record, which "
             f"{METADATA} does not place"
-            for number, file in found.items()
+            for number, file in files.items()
             if file.size > ends[number]
         ]
 
@@ -206,15 +208,17 @@ class _Folder:
             if line is not None:
                 self._compare_line(line, aliases.get(line.fqn, ()), same, record, file)
             elif listed is not None:
-                self._report.problem("it is not in the file's chunk list", file=file.name, at=same[0].stretch)
+                self._report.problem(
+                    "it is not in the file's chunk list", file=file.name, stretch=same[0].stretch
+                )
             if record is not None:
                 self._add(file, same[0], record, line)
                 if file.crc32 is None:
                     self._spell(fd, file, same[0], record)
         for start, chunk in sorted(lines.items(), key=lambda item: item[0]):
-            at = Stretch(start, chunk.record_nbytes, chunk.fqn, chunk.region, None)
+            stretch = Stretch(start, chunk.record_nbytes, chunk.fqn, chunk.region, None)
             self._report.problem(
-                f"the chunk list has it, {METADATA} does not", file=file.name, at=at, num_bytes=None
+                f"the chunk list has it, {METADATA} does not", file=file.name, stretch=stretch, num_bytes=None
             )
 
     def _open(self, source: SourceFile, file: FileBytes, place: _ChunkRow) -> TensorRecord | None:
@@ -238,21 +242,21 @@ class _Folder:
             return None
         except SourceError as error:
             file.is_damaged = True
-            self._report.problem(error.message, file=file.name, at=place.stretch)
+            self._report.problem(error.message, file=file.name, stretch=place.stretch)
             return None
         reason = difference(place.entry, place.region.sizes, record)
         if reason:
-            self._report.problem(reason, file=file.name, at=place.stretch)
+            self._report.problem(reason, file=file.name, stretch=place.stretch)
             return None
         return record
 
     def _spell(self, fd: int, file: FileBytes, place: _ChunkRow, record: TensorRecord) -> None:
         if record.is_contiguous and record.data_nbytes == record.nbytes:
-            found = spelling(fd, place.start, place.nbytes, record)
-            if isinstance(found, FirstDifference):
-                self._unlike.append((file, place, found))
+            outcome = spelling(fd, place.start, place.nbytes, record)
+            if isinstance(outcome, FirstDifference):
+                self._unlike.append((file, place, outcome))
             else:
-                self._num_alike += found
+                self._num_alike += outcome
 
     def _report_unlike(self, is_spelled: bool) -> None:
         """Report records that torch 2.13 would write differently; none where most records are such."""
@@ -316,23 +320,23 @@ class _Folder:
         meant = (place.entry.dtype.name, place.entry.shape, tuple(place.region), place.nbytes)
         said = (line.dtype.name, line.shape, tuple(line.region), line.record_nbytes)
         compared: list[tuple[str, Any, Any, Callable[[Any], str]]] = [
-            ("names in the chunk list", {each.entry.fqn for each in same}, {line.fqn, *aliases}, _names),
+            ("names in the chunk list", {row.entry.fqn for row in same}, {line.fqn, *aliases}, _names),
             ("line in the chunk list", meant, said, str),
         ]
         if record is not None:
-            recorded, listed = ((each.data_start, each.data_nbytes) for each in (record, line))
+            recorded, listed = ((chunk.data_start, chunk.data_nbytes) for chunk in (record, line))
             compared.append(("data in the chunk list", recorded, listed, _bytes))
         if record is not None and None not in (line.crc32, record.crc32):
             what = "CRC-32 in the record: it is not the one that was written here"
             compared.append((what, line.crc32, record.crc32, "{:08x}".format))
-        for message, expected, found, show in compared:
-            if expected != found:
+        for message, expected, actual, show in compared:
+            if expected != actual:
                 self._report.problem(
                     message,
                     file=file.name,
-                    at=place.stretch,
+                    stretch=place.stretch,
                     expected=show(expected),
-                    found=show(found),
+                    found=show(actual),
                 )
 
 

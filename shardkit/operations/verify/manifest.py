@@ -175,9 +175,9 @@ def _read_described(described: Described, file: manifest.File, report: Report) -
         data = read_small(path_in(described.directory, file.name), where, manifest.MAX_BYTES)
     if data is None:
         return False
-    found = crc32(data)
-    if file.crc32 not in (None, found):
-        report.problem("CRC-32 of the file", file=where, expected=f"{file.crc32:08x}", found=f"{found:08x}")
+    crc = crc32(data)
+    if file.crc32 not in (None, crc):
+        report.problem("CRC-32 of the file", file=where, expected=f"{file.crc32:08x}", found=f"{crc:08x}")
         return False
     if file.sha256 is not None and (own := hashlib.sha256(data).hexdigest()) != file.sha256:
         report.problem("sha256 of the file", file=where, expected=file.sha256, found=own)
@@ -195,17 +195,17 @@ def _check_unlisted(described: Described, report: Report) -> None:
         return
     if isinstance(described.content, manifest.HubModel) and described.content.others is None:
         return  # it lists weights alone
-    found = list(unlisted(described.directory, described.content))
+    names = list(unlisted(described.directory, described.content))
     if described.lists_files:
-        for name in found:
+        for name in names:
             report.problem(
                 f"{escape(os.path.basename(described.where))} does not list it",
                 file=os.path.join(described.folder, name),
                 is_contradiction=True,
             )
-    elif found:
+    elif names:
         report.warnings.append(
-            f"{count(len(found), 'file')} that the manifest does not list: {listed(found)}"
+            f"{count(len(names), 'file')} that the manifest does not list: {listed(names)}"
         )
 
 
@@ -220,32 +220,32 @@ def _stale(described: Described) -> Iterator[str]:
 def add_recorded(described: Iterable[Described], files: list[FileBytes]) -> None:
     """Add to files what manifests record of them as a whole, and add the files that hold no tensors."""
     known = {place_of(file.path): file for file in files}
-    for each in described:
-        follow = manifest.follows_links(each.content)
-        for name, recorded in each.files.items():
+    for said in described:
+        follow = manifest.follows_links(said.content)
+        for name, recorded in said.files.items():
             if not isinstance(recorded, manifest.File) or (recorded.crc32, recorded.sha256) == (None, None):
                 continue
-            path = path_in(each.directory, name)
+            path = path_in(said.directory, name)
             file = known.get(place_of(path))
             if file is None:
-                where = os.path.join(each.folder, name)
+                where = os.path.join(said.folder, name)
                 file = FileBytes(name=where, path=path, follow=follow, size=recorded.size)
                 files.append(file)
                 known[place_of(path)] = file
             file.crc32 = recorded.crc32 if recorded.crc32 is not None else file.crc32
             file.sha256 = recorded.sha256 or file.sha256
-            _add_crcs_of_chunks(each, recorded, file)
+            _add_crcs_of_chunks(said, recorded, file)
 
 
 def _add_crcs_of_chunks(described: Described, recorded: manifest.File, file: FileBytes) -> None:
     """Give a chunk without a checksum in the file the manifest's; for a whole tensor, that of the tensor."""
     extents = recorded.extents if isinstance(recorded, manifest.ListedFile) else None
     crcs = {(start, nbytes): crc for start, nbytes, crc in extents or ()}
-    for at, stretch in enumerate(file.stretches):
+    for index, stretch in enumerate(file.stretches):
         if stretch.crc32 is None and stretch.tensor is not None:
             crc = crcs.get((stretch.start, stretch.nbytes))
             crc = tensor_crc(described, stretch.tensor, stretch.nbytes) if crc is None else crc
-            file.stretches[at] = stretch._replace(crc32=crc)
+            file.stretches[index] = stretch._replace(crc32=crc)
 
 
 def check_tensors(described: Described, catalog: Catalog, report: Report) -> None:
@@ -259,8 +259,8 @@ def check_tensors(described: Described, catalog: Catalog, report: Report) -> Non
         if entry is None:
             contradict("the manifest lists it, and it is not stored", tensor=fqn)
         else:
-            expected, found = f"{said.dtype} {list(said.shape)}", f"{entry.dtype.name} {list(entry.shape)}"
-            contradict("dtype and shape", tensor=fqn, expected=escape(expected), found=found)
+            expected, stored = f"{said.dtype} {list(said.shape)}", f"{entry.dtype.name} {list(entry.shape)}"
+            contradict("dtype and shape", tensor=fqn, expected=escape(expected), found=stored)
     # Only a pre-sharded directory leaves out the other names of a tensor.
     tied = (
         {name for group in content.ties for name in group}

@@ -48,23 +48,25 @@ def check_factors(checkpoint: Checkpoint, report: Report, *, full: bool) -> None
     names = [f"{path}.{name}" for path in targets for name in HIGH if not name.startswith("osft_S")]
     if not full or not names:
         return
-    found: dict[str, float] = {}
+    distances: dict[str, float] = {}
     with report.failing(checkpoint.path):
         chosen = checkpoint.select(names)
         with SourceFiles(chosen.files) as files, files.reader() as reader:
             for name in names:
                 with report.failing(checkpoint.path):
-                    found[name] = distance(chosen, name, reader)
-    wrong = [name for name in found if not found[name] <= _most(catalog, name)]  # NaN too
+                    distances[name] = distance(chosen, name, reader)
+    wrong = [name for name in distances if not distances[name] <= _most(catalog, name)]  # NaN too
     for name in wrong:
         report.problem(
-            f"frozen directions are not orthonormal: a row of their products is {found[name]:.2g} off (root "
+            f"frozen directions are not orthonormal: a row of their products is {distances[name]:.2g} off (root "
             f"mean square), and at most {_most(catalog, name):g} is expected",
             tensor=name,
         )
-    if len(found) == len(names) and not wrong:
+    if len(distances) == len(names) and not wrong:
         weights = count(len(targets), "weight")
-        report.add_notes([f"frozen directions of {weights} are orthonormal within {max(found.values()):.1g}"])
+        report.add_notes(
+            [f"frozen directions of {weights} are orthonormal within {max(distances.values()):.1g}"]
+        )
 
 
 def _most(catalog: Catalog, name: str) -> float:
@@ -88,9 +90,9 @@ def distance(catalog: Catalog, name: str, reader: Reader) -> float:
     vectors = np.random.default_rng(0).standard_normal((size, _NUM_VECTORS))
     rows = partial(_rows, catalog, name, reader)
     if is_v:
-        across, results = sum(band.T @ vectors[at : at + len(band)] for at, band in rows()), -vectors
-        for at, band in rows():
-            results[at : at + len(band)] += band @ across
+        across, results = sum(band.T @ vectors[row : row + len(band)] for row, band in rows()), -vectors
+        for row, band in rows():
+            results[row : row + len(band)] += band @ across
     else:
         results = sum(band.T @ (band @ vectors) for _, band in rows()) - vectors
     return float(np.sqrt((results**2).mean(axis=1)).max()) / sqrt(size)
@@ -100,10 +102,10 @@ def _rows(catalog: Catalog, name: str, reader: Reader) -> Iterator[tuple[int, nu
     """Yield (first row, some rows in float64)."""
     from shardkit.operations.diff.values import float64s
 
-    entry, at = catalog.tensors[name], 0
+    entry, row = catalog.tensors[name], 0
     num_rows = max(_BAND_BYTES // (entry.dtype.itemsize * entry.shape[1]), 1)
     nbytes = num_rows * entry.shape[1] * entry.dtype.itemsize
     for view in bands(catalog, name, full_region(entry.shape), reader, nbytes):
         band = float64s(view, entry.dtype).reshape(-1, entry.shape[1])
-        yield at, band
-        at += len(band)
+        yield row, band
+        row += len(band)

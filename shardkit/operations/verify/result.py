@@ -60,8 +60,8 @@ class VerifyProblem:
         if parts and self.message.startswith((f"{parts[0]}:", f"{parts[0]} ")):
             parts = []  # the message begins with it
         if self.tensor is not None:
-            at = f" {_box(self.region)}" if self.region is not None and self.region[0] else ""
-            parts.append(f"{escape(self.tensor)}{at}")
+            box = f" {_box(self.region)}" if self.region is not None and self.region[0] else ""
+            parts.append(f"{escape(self.tensor)}{box}")
         if self.start_byte is not None:
             stop = "" if self.num_bytes is None else f" to {self.start_byte + self.num_bytes}"
             parts.append(f"{'bytes' if stop else 'byte'} {self.start_byte}{stop}")
@@ -205,9 +205,9 @@ class Report:
     vouched_bytes: int = 0
     read_bytes: int = 0
 
-    def found(self) -> dict[str, Any]:
+    def collected(self) -> dict[str, Any]:
         """Return the fields of `VerifyResult` that are collected here."""
-        shared = {each.name for each in fields(self)} & {each.name for each in fields(VerifyResult)}
+        shared = {item.name for item in fields(self)} & {item.name for item in fields(VerifyResult)}
         collected = {name: getattr(self, name) for name in shared}
         return {
             **{name: tuple(v) if isinstance(v, list) else v for name, v in collected.items()},
@@ -215,17 +215,22 @@ class Report:
             "num_unrecorded_tensors": len(self.unrecorded),
         }
 
-    def problem(self, message: str, *, at: Stretch | None = None, **fields: Any) -> None:
+    def problem(self, message: str, *, stretch: Stretch | None = None, **fields: Any) -> None:
         """Add a problem.
 
         Args:
             message: what is wrong, one line.
-            at: the bytes that it is about, and whose they are.
-            fields: of `VerifyProblem`; they come before what `at` says.
+            stretch: the bytes that it is about, and whose they are.
+            fields: of `VerifyProblem`; they come before what `stretch` says.
         """
-        if at is not None:
-            region = at.region and (tuple(at.region.offsets), tuple(at.region.sizes))
-            place = {"tensor": at.tensor, "region": region, "start_byte": at.start, "num_bytes": at.nbytes}
+        if stretch is not None:
+            region = stretch.region and (tuple(stretch.region.offsets), tuple(stretch.region.sizes))
+            place = {
+                "tensor": stretch.tensor,
+                "region": region,
+                "start_byte": stretch.start,
+                "num_bytes": stretch.nbytes,
+            }
             fields = {**place, **fields}
         if (name := fields.get("file")) is not None:  # it stands before the message
             for own in (escape(name), escape(os.path.basename(name))):

@@ -84,7 +84,7 @@ def check_structure(
     files: list[FileBytes] = []
     stored, objects = list[NamedShape](), list[str]()
     for folder in folders:
-        own = next((each for each in described if each.folder == folder and each.is_of_dcp), None)
+        own = next((said for said in described if said.folder == folder and said.is_of_dcp), None)
         here = os.path.join(directory, folder)
         opened = checkpoint.opened_at(here) if checkpoint is not None else None
         files += verify_dcp(here, folder, own, report, opened=opened, stored=stored, objects=objects)
@@ -100,14 +100,14 @@ def check_structure(
             if name.rstrip("/") not in folders
         )
         files += _weights(checkpoint, directory, folders, report)
-        for each in described:
-            if not each.is_of_dcp and not each.folder and _has_tensors(each):
-                check_tensors(each, checkpoint.catalog, report)
+        for said in described:
+            if not said.is_of_dcp and not said.folder and _has_tensors(said):
+                check_tensors(said, checkpoint.catalog, report)
     add_recorded(described, files)
     _count_unrecorded(files, report)
     if not is_new:
         report.add_notes(_lacking(directory, folders, described, files, checkpoint, report))
-    manifests = tuple(each.content for each in described)
+    manifests = tuple(said.content for said in described)
     return Structure(checkpoint, directory, files, is_whole, manifests, tuple(folders))
 
 
@@ -120,18 +120,18 @@ def _manifest_beside(directory: str, manifest_path: str | None, report: Report) 
                 hint=f"`shardkit manifest {in_shell(directory)}` writes one",
             )
         return manifest_path
-    found = manifest.sidecar_of(directory)
-    if not storage.lexists(found):
+    sidecar = manifest.sidecar_of(directory)
+    if not storage.lexists(sidecar):
         return None
     if storage.lexists(os.path.join(directory, manifest.NAME)):
         report.add_notes(
             [
-                f"{escape(os.path.basename(found))} beside it was not used, as it has a manifest inside; "
+                f"{escape(os.path.basename(sidecar))} beside it was not used, as it has a manifest inside; "
                 "--manifest takes it"
             ]
         )
         return None
-    return found
+    return sidecar
 
 
 def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitError | None]:
@@ -164,9 +164,9 @@ def _survey(
     described: list[Described] = []
     folders: list[str] = []
     for here, folder, _, names in walk(directory) if storage.isdir(directory) else ():
-        found = read_manifest(here, folder, report) if manifest.NAME in names else None
-        described += [found] if found is not None else []
-        is_described = found is not None and found.is_of_dcp
+        own = read_manifest(here, folder, report) if manifest.NAME in names else None
+        described += [own] if own is not None else []
+        is_described = own is not None and own.is_of_dcp
         is_opened = checkpoint is not None and checkpoint.opened_at(here) is not None
         if is_described or is_opened or _is_of_dcp(here):
             folders.append(folder)
@@ -175,23 +175,23 @@ def _survey(
 
 def _is_of_dcp(directory: str) -> bool:
     """True if `.metadata` is that of torch's DCP."""
-    found = recognise(directory) if is_dcp(directory) else None
-    return found is not None and found.is_torch_metadata
+    recognised = recognise(directory) if is_dcp(directory) else None
+    return recognised is not None and recognised.is_torch_metadata
 
 
 def _add_beside(path: str, directory: str, described: list[Described], report: Report) -> None:
     """Use a manifest that lies elsewhere. If it says how the checkpoint was made, it replaces the one inside."""
-    found = read_manifest(directory, "", report, path=path)
-    if found is None:
+    beside = read_manifest(directory, "", report, path=path)
+    if beside is None:
         return
-    if not found.lists_files:
-        described[:] = [each for each in described if each.folder or each.lists_files]
-    described.append(found)
+    if not beside.lists_files:
+        described[:] = [said for said in described if said.folder or said.lists_files]
+    described.append(beside)
 
 
 def _unread(failure: UnreadableClass, directory: str, report: Report) -> list[FileBytes]:
     """Warn that the values of tensors cannot be taken, and return their files, which have a checksum for each entry."""
-    folded = [each.pattern for each in fold_lines(failure.problems, spreads=True)]
+    folded = [line.pattern for line in fold_lines(failure.problems, spreads=True)]
     names = [*folded[:_MAX_WARNED], *(["..."] if folded[_MAX_WARNED:] else [])]
     report.warnings.append(f"{failure.message}: {'; '.join(names)}")
     report.files.update(_name(file.path, directory) for file in failure.files)
@@ -215,8 +215,8 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
     """
     directory = home_of(directory_of(path))
     of_the_machine = isinstance(failure, ResourceError)  # it may be over when the folders are looked at
-    found = recognise(path) if has_folders and not report.problems and not of_the_machine else None
-    if found is not None and found.is_dcp_alone:
+    recognised = recognise(path) if has_folders and not report.problems and not of_the_machine else None
+    if recognised is not None and recognised.is_dcp_alone:
         report.add_notes([f"it is whole, but shardkit cannot take the weights from it: {failure.message}"])
         return True
     if any(problem.message == failure.message for problem in report.problems):
@@ -290,7 +290,7 @@ def _lacking(
 ) -> Iterator[str]:
     """Yield notes about what has no checksum anywhere; what the report counted is one note, with the reason."""
     covered = {place_of(file.path) for file in files if file.has_digest}
-    owners = {each.folder for each in described if each.metadata is not None}
+    owners = {said.folder for said in described if said.metadata is not None}
     if any(
         folder not in owners and place_of(path_in(os.path.join(directory, folder), METADATA)) not in covered
         for folder in folders
@@ -348,12 +348,12 @@ def report_failure(error: ShardkitError, directory: str, report: Report) -> None
 
 def _files(catalog: Catalog, directory: str, report: Report) -> list[FileBytes]:
     """Return the files that chunks lie in, each with its chunks; chunks that exist only decoded are left out."""
-    table, found = catalog.chunks, dict[str, FileBytes]()
+    table, files = catalog.chunks, dict[str, FileBytes]()
     for source in catalog.files:
-        if source.path not in found:
+        if source.path not in files:
             size = source.size if source.is_raw else storage.stat(source.path).st_size
             name = _name(source.path, directory)
-            found[source.path] = FileBytes(name=name, path=source.path, follow=True, size=size)
+            files[source.path] = FileBytes(name=name, path=source.path, follow=True, size=size)
     for fqn, entry in catalog.tensors.items():
         regions = catalog.chunks.regions(entry.chunk_ids)
         for row, region in zip(entry.chunk_ids, regions, strict=True):
@@ -362,9 +362,9 @@ def _files(catalog: Catalog, directory: str, report: Report) -> list[FileBytes]:
             if source.is_raw:
                 part = region if entry.num_chunks > 1 else None
                 stretch = Stretch(table.start[row], table.nbytes[row], fqn, part, None)
-                found[source.path].stretches.append(stretch)
-    report.files.update(file.name for file in found.values())
-    return list(found.values())
+                files[source.path].stretches.append(stretch)
+    report.files.update(file.name for file in files.values())
+    return list(files.values())
 
 
 def _name(path: str, directory: str) -> str:
@@ -374,12 +374,12 @@ def _name(path: str, directory: str) -> str:
 
 def _decoded(catalog: Catalog) -> Mapping[str, list[str]]:
     """Return, by path, the tensors whose bytes do not lie in the file as they are."""
-    table, found = catalog.chunks, dict[str, list[str]]()
+    table, names = catalog.chunks, dict[str, list[str]]()
     for fqn, entry in catalog.tensors.items():
         files = (catalog.files[number] for number in {table.file[row] for row in entry.chunk_ids})
         for path in {file.path for file in files if not file.is_raw}:
-            found.setdefault(path, []).append(fqn)
-    return found
+            names.setdefault(path, []).append(fqn)
+    return names
 
 
 def _add_entries(file: FileBytes, decoded: Sequence[str], report: Report) -> None:
@@ -389,7 +389,7 @@ def _add_entries(file: FileBytes, decoded: Sequence[str], report: Report) -> Non
     """
     entries = None
     with report.failing(file.name), open_regular(file.path, file.name, follow=file.follow) as (fd, size):
-        reader = ZipReader(lambda at, n: storage.pread(fd, n, at), 0, size, escape(file.name))
+        reader = ZipReader(lambda start, n: storage.pread(fd, n, start), 0, size, escape(file.name))
         entries = read_directory(reader, lambda _: True, max_entries=_MAX_ENTRIES)
     if entries is None:
         return
