@@ -127,21 +127,21 @@ class Cache:
         """Remove the oldest entries that are beyond the limits."""
         left_bytes = MAX_BYTES
         newest = sorted(self._entries(), key=lambda entry: -entry.mtime_ns)
-        for at, entry in enumerate(newest):
+        for index, entry in enumerate(newest):
             left_bytes -= entry.nbytes
-            if at >= MAX_ENTRIES or left_bytes < 0:
-                self._remove(newest[at:])
+            if index >= MAX_ENTRIES or left_bytes < 0:
+                self._remove(newest[index:])
                 return
 
     def _entries(self) -> list[_CachedFile]:
-        found = []
+        entries = []
         with contextlib.suppress(OSError):
             for name in storage.listdir(self.directory):
                 path = os.path.join(self.directory, name)
                 status = storage.lstat(path) if _ENTRY.fullmatch(name) else None
                 if status is not None and stat.S_ISREG(status.st_mode):
-                    found.append(_CachedFile(path, status.st_size, status.st_mtime_ns))
-        return found
+                    entries.append(_CachedFile(path, status.st_size, status.st_mtime_ns))
+        return entries
 
     def _remove(self, entries: list[_CachedFile]) -> Usage:
         removed = []

@@ -142,9 +142,9 @@ class Scan:
         before, upto = self._before(start), self._before(start + nbytes)
         return int(crc32_combine(before, 0, nbytes)) ^ upto if nbytes else 0
 
-    def _before(self, at: int) -> int:
-        index = bisect_right(self._marks, at) - 1
-        assert self._marks[index] == at
+    def _before(self, mark: int) -> int:
+        index = bisect_right(self._marks, mark) - 1
+        assert self._marks[index] == mark
         return self._crcs[index]
 
 
@@ -191,15 +191,15 @@ class ByteReader:
             SourceError, ResourceError: as `crc`.
         """
         places = sorted({0, self.size, *(mark for mark in marks if 0 <= mark <= self.size)})
-        crcs, crc, at = [0], 0, 0
+        crcs, crc, offset = [0], 0, 0
         hashed = hashlib.sha256() if sha256 else None
         for place in places[1:]:
-            while at < place:
-                part = self._part(at, place - at)
+            while offset < place:
+                part = self._part(offset, place - offset)
                 crc = crc32(part, crc)
                 if hashed is not None:
                     hashed.update(part)
-                at += len(part)
+                offset += len(part)
             crcs.append(crc)
         return Scan(places, crcs, hashed.hexdigest() if hashed is not None else None)
 
@@ -209,12 +209,12 @@ class ByteReader:
         Raises:
             SourceError, ResourceError: as `crc`.
         """
-        at = 0
-        while at < self.size:
-            part = self._part(at, self.size - at)
-            for each in hashes:
-                each.update(part)
-            at += len(part)
+        offset = 0
+        while offset < self.size:
+            part = self._part(offset, self.size - offset)
+            for digest in hashes:
+                digest.update(part)
+            offset += len(part)
 
     def _part(self, start: int, nbytes: int) -> memoryview:
         """Return some bytes from `start` on, at most `nbytes`; valid until the next call."""

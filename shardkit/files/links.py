@@ -105,15 +105,15 @@ def link_notes(directory: str, paths: Mapping[str, str]) -> tuple[str, ...]:
         directory: the checkpoint's.
         paths: name -> path.
     """
-    found = [
+    links = [
         f"{escape(name)} -> {escape(storage.realpath(path))}"
         for name, path in paths.items()
         if not _is_inside(directory, path)
     ]
-    if not found:
+    if not links:
         return ()
-    are = count(len(found), "weight file is a link to a file", "weight files are links to files")
-    return (f"{are} outside of {escape(directory)}: {listed(found)}",)
+    are = count(len(links), "weight file is a link to a file", "weight files are links to files")
+    return (f"{are} outside of {escape(directory)}: {listed(links)}",)
 
 
 def locate_all(directory: str, names: Sequence[str]) -> list[str]:

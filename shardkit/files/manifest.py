@@ -517,13 +517,13 @@ def to_json(record: Any) -> dict[str, Any]:
     """Return a record of this module as JSON has it, its parts still records: what `json.dumps` takes as `default`."""
     kind: Any = type(record)
     head, keys, values_of, optional = _spelling(kind)
-    found = {**head, **dict(zip(keys, values_of(record), strict=True))}
+    content = {**head, **dict(zip(keys, values_of(record), strict=True))}
     if kind in KINDS:
-        found["format"] = format_of(record)
+        content["format"] = format_of(record)
     for key in optional:
-        if found[key] is None:
-            del found[key]
-    return found
+        if content[key] is None:
+            del content[key]
+    return content
 
 
 @cache
@@ -532,16 +532,16 @@ def _spelling(kind: Any) -> tuple[dict[str, object], list[str], Callable[[Any], 
     head: dict[str, object] = {"format": 1} if kind in KINDS else {}
     if kind in KINDS and kind is not Presharded:
         head["kind"] = kind.kind
-    found = fields(kind)
-    names = [item.name for item in found]
+    items = fields(kind)
+    names = [item.name for item in items]
     values_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*names)
     if len(names) == 1:  # then attrgetter gives the value itself
         values_of = partial(_values, names)
     return (
         head,
-        [_key(item) for item in found],
+        [_key(item) for item in items],
         values_of,
-        [_key(item) for item in found if item.default is None],
+        [_key(item) for item in items if item.default is None],
     )
 
 
@@ -605,17 +605,17 @@ def read_file(
     stamp = None
     with contextlib.suppress(OSError):  # reading says what is wrong
         stamp = FileStamp.of(storage.stat(path))
-    found = _parsed.get(stamp) if stamp is not None and check is None else None
-    if found is None:
+    manifest = _parsed.get(stamp) if stamp is not None and check is None else None
+    if manifest is None:
         data = read_small(path, name, MAX_BYTES)
         content = load(data, name)
         if check is not None:
             check(data, content)
         del data
-        found = decode(content, name)
+        manifest = decode(content, name)
         if stamp is not None:
-            _parsed[stamp] = found
-    return found
+            _parsed[stamp] = manifest
+    return manifest
 
 
 def read_bytes(directory: str) -> bytes:
@@ -709,7 +709,7 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
         SourceError: naming each field that is missing or of another type.
     """
     shown, kind = escape(name), content.get("kind", Presharded.kind)
-    known: dict[str, Any] = {each.kind: each for each in KINDS}
+    known: dict[str, Any] = {cls.kind: cls for cls in KINDS}
     if not isinstance(kind, str) or kind not in known:
         raise SourceError(
             f"{shown}: kind: expected one of {', '.join(known)}, found {_found(kind)}", hint="update shardkit"

@@ -87,19 +87,19 @@ def parse_rules(rules: Iterable[str]) -> tuple[DtypeRule, ...]:
     Raises:
         UsageError: lists all that are none.
     """
-    found, problems = list[DtypeRule](), list[str]()
+    parsed, problems = list[DtypeRule](), list[str]()
     for rule in rules:
         glob, is_rule, said = rule.rpartition("=")
         dtype = short_dtype(said)
         if not is_rule or not glob or dtype not in (KEEP, *CASTS):
             problems.append(escape(rule))
-        found.append(DtypeRule(glob, dtype))
+        parsed.append(DtypeRule(glob, dtype))
     UsageError.raise_for(
         problems,
         f"{count(len(problems), 'dtype rule')} not of the form GLOB=DTYPE",
         hint=f"such as 'model.layers.*.mlp.gate.weight=fp32'; the dtype is one of {', '.join((KEEP, *CASTS))}",
     )
-    return tuple(found)
+    return tuple(parsed)
 
 
 def apply_rules(
@@ -256,10 +256,11 @@ def _choose(
     target = CASTS[dtype]
     keep, notes = frozenset[str](), list[str]()
     if target is not _FP32:
-        wide = [name for name, found in held.items() if found.is_convertible and found.itemsize > 2]
+        wide = [name for name, stored in held.items() if stored.is_convertible and stored.itemsize > 2]
         keep, notes = _keep_fp32(wide, names, base, directory, target)
     chosen = {
-        name: target if found.is_convertible and name not in keep else found for name, found in held.items()
+        name: target if stored.is_convertible and name not in keep else stored
+        for name, stored in held.items()
     }
     return chosen, [*notes, *quantised_notes(held)]
 

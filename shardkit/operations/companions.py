@@ -67,65 +67,67 @@ def survey(path: str) -> Survey:
     Raises:
         ResourceError: a directory cannot be listed.
     """
-    found = Survey()
+    surveyed = Survey()
     for here, folder, directories, names in walk(path):
         if is_dcp(here):
-            found.folders.append(folder)
+            surveyed.folders.append(folder)
         elif ".metadata.tmp" in names or any(name.endswith(_SUFFIX) for name in names):
-            found.unfinished.append(folder)
+            surveyed.unfinished.append(folder)
         if folder and not names and not directories:
-            found.empty.append(folder)
-        found.links += [
+            surveyed.empty.append(folder)
+        surveyed.links += [
             os.path.join(folder, name) for name in directories if storage.islink(os.path.join(here, name))
         ]
         for name in sorted(names):
-            is_own = folder in found.folders[-1:] and _OWN.fullmatch(name)
+            is_own = folder in surveyed.folders[-1:] and _OWN.fullmatch(name)
             is_about_the_old = os.path.join(folder, name) == manifest.NAME
             if not (is_own or is_about_the_old):
-                _add(found, os.path.join(here, name), os.path.join(folder, name))
-    found.files.sort()
-    found.links.sort()
-    return found
+                _add(surveyed, os.path.join(here, name), os.path.join(folder, name))
+    surveyed.files.sort()
+    surveyed.links.sort()
+    return surveyed
 
 
-def leave_out(found: Survey, names: Iterable[str]) -> None:
+def leave_out(surveyed: Survey, names: Iterable[str]) -> None:
     """Take out what lies in folders below DCP directories, in which these keep their shards.
 
     Args:
-        found: is changed.
+        surveyed: is changed.
         names: of the shards that the opened checkpoints use, relative to the path that was surveyed.
     """
     folders = {os.path.dirname(name) for name in names}
-    found.unfinished = [folder for folder in found.unfinished if folder not in folders]
-    found.files = [
+    surveyed.unfinished = [folder for folder in surveyed.unfinished if folder not in folders]
+    surveyed.files = [
         file
-        for file in found.files
+        for file in surveyed.files
         if os.path.dirname(file.name) not in folders or not file.name.endswith(_SUFFIX)
     ]
 
 
-def check_survey(path: str, found: Survey) -> None:
+def check_survey(path: str, surveyed: Survey) -> None:
     """Refuse what could not become a whole checkpoint.
 
     Raises:
         SourceError: a save did not finish in some folders, or there are very many files.
         ResourceError: some files may not be read.
     """
-    if found.unfinished:
+    if surveyed.unfinished:
         raise SourceError(
-            f"{escape(path)}: the save did not finish in {count(len(found.unfinished), 'folder')}",
+            f"{escape(path)}: the save did not finish in {count(len(surveyed.unfinished), 'folder')}",
             problems=[
                 f"{escape(folder or os.curdir)}: .distcp files without .metadata"
-                for folder in found.unfinished
+                for folder in surveyed.unfinished
             ],
             hint="take an older checkpoint, or move these folders away if you do not need them",
         )
-    if len(found.files) > _MAX_FILES:
+    if len(surveyed.files) > _MAX_FILES:
         raise SourceError(
             f"{escape(path)} holds more than {_MAX_FILES} files beside the checkpoint",
             hint="give the checkpoint's own directory, not the run's",
         )
-    closed = [file.name for file in found.files if not storage.access(os.path.join(path, file.name), os.R_OK)]
+    closed = [
+        file.name for file in surveyed.files if not storage.access(os.path.join(path, file.name), os.R_OK)
+    ]
     if closed:
         raise ResourceError(
             f"{count(len(closed), 'file')} beside the checkpoint cannot be read",
@@ -134,18 +136,18 @@ def check_survey(path: str, found: Survey) -> None:
         )
 
 
-def _add(found: Survey, path: str, name: str) -> None:
+def _add(surveyed: Survey, path: str, name: str) -> None:
     try:
         follows = FOLLOWS_LINKS.get() and storage.exists(path)
         status = storage.stat(path) if follows else storage.lstat(path)
     except OSError as error:
         raise ResourceError(f"{escape(name)}: {error.strerror}") from None
     if stat.S_ISLNK(status.st_mode):
-        found.links.append(name)
+        surveyed.links.append(name)
     elif stat.S_ISREG(status.st_mode):
-        found.files.append(BesideFile(name, FileStamp.of(status), bool(status.st_mode & stat.S_IXUSR)))
+        surveyed.files.append(BesideFile(name, FileStamp.of(status), bool(status.st_mode & stat.S_IXUSR)))
     else:
-        found.special.append(name)
+        surveyed.special.append(name)
 
 
 class _Hashes:
@@ -164,9 +166,9 @@ class _Hashes:
     def add_hole(self, nbytes: int) -> None:
         if self.crc is not None:
             self.crc = crc32_combine(self.crc, zeros(nbytes), nbytes)
-        for at in range(0, nbytes, _BLOCK_BYTES) if self._hash is not None else ():
+        for offset in range(0, nbytes, _BLOCK_BYTES) if self._hash is not None else ():
             assert self._hash is not None
-            self._hash.update(_ZEROS[: nbytes - at])
+            self._hash.update(_ZEROS[: nbytes - offset])
 
     @property
     def sha256(self) -> str | None:
@@ -226,12 +228,12 @@ def _copy_data(fd: int, out: int, file: BesideFile, hashes: _Hashes) -> None:
     end = 0
     for start, stop in _data_ranges(fd, file.stamp.size):
         hashes.add_hole(start - end)
-        for at in range(start, stop, _BLOCK_BYTES):
-            data = memoryview(read_exactly(fd, at, min(_BLOCK_BYTES, stop - at), file.name))
+        for offset in range(start, stop, _BLOCK_BYTES):
+            data = memoryview(read_exactly(fd, offset, min(_BLOCK_BYTES, stop - offset), file.name))
             hashes.add(data)
             done = 0
             while done < len(data):
-                done += storage.pwrite(out, data[done:], at + done)
+                done += storage.pwrite(out, data[done:], offset + done)
         end = stop
     hashes.add_hole(file.stamp.size - end)
 

@@ -102,7 +102,9 @@ class DcpOutput:
         """
         layout, mesh, is_whole = self.layout, self.layout.mesh, self.optimizer_cast is not None
         placed = {fqn: layout.tensors[fqn] for fqn in self.output.catalog.tensors}  # in file order
-        views = {view: at for at, view in enumerate(dict.fromkeys(t.mesh for t in placed.values() if t.mesh))}
+        views = {
+            view: index for index, view in enumerate(dict.fromkeys(t.mesh for t in placed.values() if t.mesh))
+        }
         return manifest.Presharded(
             tool=manifest.TOOL,
             source=self.identity,
@@ -162,16 +164,16 @@ def _with_measured(
 ) -> manifest.Osft | None:
     if osft is None or not measured:
         return osft
-    found = {path.removeprefix(root): each for path, each in measured.items()}
+    by_path = {path.removeprefix(root): quality for path, quality in measured.items()}
     return replace(
         osft,
         modules={
             path: replace(
                 module,
-                algorithm=found[path].algorithm,
-                error=found[path].error,
-                orthogonality=found[path].orthogonality,
-                crc32=found[path].weight_crc32 if has_digests else None,
+                algorithm=by_path[path].algorithm,
+                error=by_path[path].error,
+                orthogonality=by_path[path].orthogonality,
+                crc32=by_path[path].weight_crc32 if has_digests else None,
             )
             for path, module in osft.modules.items()
         },
@@ -301,8 +303,8 @@ class DcpDescriptions(ExitStack):
         Raises:
             IntegrityError: factors are others in the files than were computed.
         """
-        output, found, damaged = self._job.output, dict[str, int](), list[str]()
-        computed = {name: crc for each in self._measured.values() for name, crc in each.whole.items()}
+        output, tensor_crcs, damaged = self._job.output, dict[str, int](), list[str]()
+        computed = {name: crc for measured in self._measured.values() for name, crc in measured.whole.items()}
         crcs = [iter(digests[image.name].data_crcs) for image in output]
         for fqn, entry in output.catalog.tensors.items():
             files = output.catalog.chunks.file[entry.chunk_ids.start : entry.chunk_ids.stop]
@@ -316,14 +318,14 @@ class DcpDescriptions(ExitStack):
             are_neighbours = all(is_contiguous(Region((0,) * len(s), s), entry.shape) for s in sizes)
             crc = combine(pieces) if are_neighbours else scattered.get(self._job.sources[fqn])
             if crc is not None:
-                found[fqn] = crc
+                tensor_crcs[fqn] = crc
                 damaged += [fqn] if computed.get(self._job.sources[fqn], crc) != crc else []
         IntegrityError.raise_for(
             list(map(escape, damaged)),
             "factors are not in the files as they were computed: a disk or the memory fails",
             hint="run it again, on another machine or disk",
         )
-        return found
+        return tensor_crcs
 
     def _write_metadata(self) -> manifest.File:
         path = os.path.join(self._files.directory, _PART)

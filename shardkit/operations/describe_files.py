@@ -51,9 +51,11 @@ class FilesOutput:
             files=(),
             unlisted=(),
             tensors={
-                fqn: manifest.ListedTensor(dtype=each.dtype.name, shape=each.shape, crc32=crcs.get(each.fqn))
-                for each in self.output.stored()
-                for fqn in (each.fqn, *self.aliases.get(each.fqn, ()))
+                fqn: manifest.ListedTensor(
+                    dtype=tensor.dtype.name, shape=tensor.shape, crc32=crcs.get(tensor.fqn)
+                )
+                for tensor in self.output.stored()
+                for fqn in (tensor.fqn, *self.aliases.get(tensor.fqn, ()))
             },
             derived=tuple(
                 manifest.Derived(name=fqn, made_of=to_json(made)) for fqn, made in self.opaque.items()
@@ -112,19 +114,19 @@ class FileDescriptions(ExitStack):
 
     def _tensor_crcs(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> dict[str, int]:
         """Return the CRC-32 of every tensor's logical bytes, as `describe_dcp.Descriptions` does."""
-        output, found = self._job.output, dict[str, int]()
+        output, tensor_crcs = self._job.output, dict[str, int]()
         crcs = [iter(digests[image.name].data_crcs) for image in output]
         parts: dict[str, list[tuple[Region, int, int]]] = {}
         for image, of_file in zip(output, crcs, strict=True):
             for placed in image.placed:
                 parts.setdefault(placed.fqn, []).append((placed.region, next(of_file), placed.nbytes))
-        for each in output.stored():
-            rows = sorted({row for row in parts[each.fqn] if row[2]})
+        for tensor in output.stored():
+            rows = sorted({row for row in parts[tensor.fqn] if row[2]})
             are_neighbours = all(
-                is_contiguous(Region((0,) * len(row[0].sizes), row[0].sizes), each.shape) for row in rows
+                is_contiguous(Region((0,) * len(row[0].sizes), row[0].sizes), tensor.shape) for row in rows
             )
             crc = combine([(crc, nbytes) for _, crc, nbytes in rows]) if are_neighbours else None
-            crc = scattered.get(each.source) if crc is None else crc
+            crc = scattered.get(tensor.source) if crc is None else crc
             if crc is not None:
-                found[each.fqn] = crc
-        return found
+                tensor_crcs[tensor.fqn] = crc
+        return tensor_crcs

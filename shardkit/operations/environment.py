@@ -84,7 +84,7 @@ def mixed_versions(begun: Iterable[Mapping[str, str]], here: Mapping[str, str] |
     """
     noted = list(begun)
     others = {
-        name: sorted({each[name] for each in noted if name in each} - {version})
+        name: sorted({note[name] for note in noted if name in note} - {version})
         for name, version in (here or {}).items()
     }
     there = [f"{name} {escape(version)}" for name, versions in others.items() for version in versions]
@@ -100,9 +100,9 @@ def mixed_versions(begun: Iterable[Mapping[str, str]], here: Mapping[str, str] |
 
 def package_version(name: str) -> str | None:
     """Return the version of an installed package, None if it is not installed."""
-    found = _version_in_name(name)
-    if found is not None:
-        return found
+    version = _version_in_name(name)
+    if version is not None:
+        return version
     from importlib import metadata
 
     try:
@@ -122,9 +122,9 @@ def _version_in_name(name: str) -> str | None:
             entries = storage.listdir(directory or os.curdir)
         except OSError:  # no directory
             continue
-        found = [match for entry in entries if (match := pattern.fullmatch(entry))]
-        if found:
-            return found[0].group(1) if len(found) == 1 else None
+        matches = [match for entry in entries if (match := pattern.fullmatch(entry))]
+        if matches:
+            return matches[0].group(1) if len(matches) == 1 else None
     return None
 
 

@@ -178,7 +178,9 @@ def hold_files(files: Iterable[tuple[str, int | None, Sequence[tuple[int, int, s
         files: (name, bytes, (first byte, bytes, tensor) of each record).
     """
     listed = list(files)
-    numbers = {fqn: at for at, fqn in enumerate(dict.fromkeys(n for *_, rows in listed for *_, n in rows))}
+    numbers = {
+        fqn: number for number, fqn in enumerate(dict.fromkeys(n for *_, rows in listed for *_, n in rows))
+    }
     packer = _Packer(len(listed))
     held = []
     for name, size, rows in listed:
@@ -313,8 +315,8 @@ class _Builder:
             reads = list(self._read(entry, files, boxes, placements, mesh))
         else:
             sizes = [
-                prod(boxes[at + num_dims : at + 2 * num_dims])
-                for at in range(0, len(boxes), 2 * num_dims or 1)
+                prod(boxes[start + num_dims : start + 2 * num_dims])
+                for start in range(0, len(boxes), 2 * num_dims or 1)
             ]
             held = zip(files, sizes or [1] * len(files), strict=True)
             reads = [(self._row_of(file), file, n * entry.dtype.itemsize) for file, n in held if n]
@@ -335,7 +337,7 @@ class _Builder:
     ) -> Iterator[tuple[int, int, int]]:
         """Yield (rank, file, bytes) of what each rank holds, wherever it lies."""
         width = 2 * len(entry.shape)
-        place = {tuple(boxes[at * width : (at + 1) * width]): file for at, file in enumerate(files)}
+        place = {tuple(boxes[index * width : (index + 1) * width]): file for index, file in enumerate(files)}
         for rank in range(self._num_rows):
             for region, _ in mesh.held(entry.shape, placements, rank):
                 nbytes = region.num_elements * entry.dtype.itemsize
@@ -373,8 +375,8 @@ class _Builder:
             holders=holders,
             cells=cells,
             files=tuple(
-                HeldFile(name=name, file_bytes=self._sizes[at], strip=strip_of.get(at))
-                for name, at in self._files.items()
+                HeldFile(name=name, file_bytes=self._sizes[number], strip=strip_of.get(number))
+                for name, number in self._files.items()
             ),
             strips=strips,
             tensors=tensors,
@@ -398,12 +400,13 @@ class _Builder:
         """Return the tensors, and the index of each by its name."""
         groups: dict[tuple[object, ...], list[int]] = {}
         is_folded = len(self._found) > MAX_TENSORS
-        for at, (fqn, entry, way, _) in enumerate(self._found):
-            groups.setdefault((_template(fqn), entry.dtype, way.cut) if is_folded else (fqn,), []).append(at)
+        for index, (fqn, entry, way, _) in enumerate(self._found):
+            key = (_template(fqn), entry.dtype, way.cut) if is_folded else (fqn,)
+            groups.setdefault(key, []).append(index)
         held, number_of = list[HeldTensor](), dict[str, int]()
         for group in list(groups.values()):
             fqn, entry, way, unit = self._found[group[0]]
-            number_of |= {self._found[at][0]: len(held) for at in group}
+            number_of |= {self._found[index][0]: len(held) for index in group}
             held.append(
                 HeldTensor(
                     name=fqn if len(group) == 1 else _template(fqn),
@@ -494,7 +497,9 @@ def size_on_disk(path: str) -> int:
 def _num_parts(mesh: Mesh, placements: Placements) -> int:
     """Return into how many parts axes cut a tensor that fully_shard does not gather over."""
     axes = zip(mesh.axes, placements, strict=True)
-    return prod(axis.size for axis, each in axes if axis.role == "tensor" and each.shard_dim is not None)
+    return prod(
+        axis.size for axis, placement in axes if axis.role == "tensor" and placement.shard_dim is not None
+    )
 
 
 class _Units:
@@ -507,9 +512,9 @@ class _Units:
             self._paths = [unit.path for unit in layout.units]
         else:
             containers = find_containers(catalog.tensors)
-            paths = [f"{path}.{at}" for path, size in containers.items() for at in range(size)]
+            paths = [f"{path}.{index}" for path, size in containers.items() for index in range(size)]
             self._paths = ["", *paths]
-        self._index = {path: at for at, path in enumerate(self._paths)}
+        self._index = {path: index for index, path in enumerate(self._paths)}
         self._gathered = [0] * len(self._paths)
 
     def gather(self, unit: int, nbytes: int, num_parts: int) -> None:

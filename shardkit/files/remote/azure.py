@@ -84,13 +84,13 @@ class AzureContainer(Bucket):
         """Return the parts that nobody has committed."""
         url = self._address(key, "GET") + "&comp=blocklist&blocklisttype=uncommitted"
         answer = self._request("GET", url, None, _VERSION)
-        found = dict[int, UploadedPart]()
+        parts = dict[int, UploadedPart]()
         for name, size in _BLOCK.findall(str(answer.data, "utf-8", "replace")):
             said = _NAME.fullmatch(base64.b64decode(name).decode("ascii", "replace"))
             if said is not None:
                 number = int(said[1])
-                found[number] = UploadedPart(number, int(size), name, int(said[2], 16))
-        return found
+                parts[number] = UploadedPart(number, int(size), name, int(said[2], 16))
+        return parts
 
     def complete(self, key: str, upload: str, parts: Sequence[UploadedPart], crc: int) -> WrittenObject:
         """Make an object of all parts. Sent again, the request names blocks that are in the object by then."""

@@ -71,17 +71,17 @@ class Bucket:
         import obstore
 
         answer: Any = obstore.list_with_delimiter(client, key or None)
-        found = Listing(
+        listing = Listing(
             {
                 meta["path"].rpartition("/")[2]: _describe(meta)
                 for meta in answer["objects"]
                 if meta["path"].strip("/")
                 != key  # SeaweedFS lists a directory itself, when it has become empty
             },
-            {each.rstrip("/").rpartition("/")[2] for each in answer["common_prefixes"]},
+            {prefix.rstrip("/").rpartition("/")[2] for prefix in answer["common_prefixes"]},
         )
-        found.objects.pop("", None)
-        return found
+        listing.objects.pop("", None)
+        return listing
 
     def objects(self, key: str) -> Sequence[tuple[str, int]]:
         """Return (key, bytes) of every object below a directory."""
@@ -100,8 +100,8 @@ class Bucket:
 
     def written(self, key: str) -> WrittenObject:
         """Return an object, without a checksum."""
-        found = self.head(key)
-        return WrittenObject(found.size, found.etag, None)
+        stat = self.head(key)
+        return WrittenObject(stat.size, stat.etag, None)
 
     def get(self, key: str) -> tuple[bytes, str]:
         """Return the bytes and the ETag of a small object."""

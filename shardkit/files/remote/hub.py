@@ -59,17 +59,17 @@ class Named(NamedTuple):
 
 def names_repo(root: str) -> bool:
     """True for `hf://organisation/name[@revision]`."""
-    found = _ROOT.fullmatch(root.removeprefix(SCHEME))
-    return found is not None and not found["id"].startswith(_NO_MODELS) and not found["id"].endswith(_FILES)
+    match = _ROOT.fullmatch(root.removeprefix(SCHEME))
+    return match is not None and not match["id"].startswith(_NO_MODELS) and not match["id"].endswith(_FILES)
 
 
 def address_of(page: str) -> str | None:
     """Return the `hf://` address of a repo's page, or of a folder or file of it as the site links them; None for others."""
-    found = _PAGE.fullmatch(page)
-    if found is None or not names_repo(found["root"]):
+    match = _PAGE.fullmatch(page)
+    if match is None or not names_repo(match["root"]):
         return None
-    revision = f"@{found['revision']}" if found["revision"] is not None else ""
-    return f"{SCHEME}{found['root']}{revision}{unquote(found['key'] or '').rstrip('/')}"
+    revision = f"@{match['revision']}" if match["revision"] is not None else ""
+    return f"{SCHEME}{match['root']}{revision}{unquote(match['key'] or '').rstrip('/')}"
 
 
 def named(root: str) -> Named:
@@ -78,13 +78,13 @@ def named(root: str) -> Named:
     Raises:
         UsageError: it is written otherwise.
     """
-    found = _ROOT.fullmatch(root.removeprefix(SCHEME))
-    if found is None or not names_repo(root):
+    match = _ROOT.fullmatch(root.removeprefix(SCHEME))
+    if match is None or not names_repo(root):
         raise UsageError(
             f"{escape(root)} names no repo", hint="write it as hf://organisation/name[@revision][/folder]"
         )
-    revision = found["revision"]
-    return Named(found["id"], None if revision is None else unquote(revision))
+    revision = match["revision"]
+    return Named(match["id"], None if revision is None else unquote(revision))
 
 
 def at_revision(root: str, revision: str | None) -> str:
@@ -140,29 +140,29 @@ class HubStore:
         from huggingface_hub import HfApi, errors
         from huggingface_hub.hf_api import RepoFolder
 
-        found = Listing()
+        listing = Listing()
         try:
             entries = list(HfApi().list_repo_tree(self._id, key or None, revision=self._revision))
         except errors.EntryNotFoundError:
-            return found
+            return listing
         for entry in entries:
             folder, _, name = entry.path.rpartition("/")
             if folder != key:
                 continue
             if isinstance(entry, RepoFolder):
-                found.folders.add(name)
+                listing.folders.add(name)
             else:
                 etag = entry.lfs.sha256 if entry.lfs else entry.blob_id
-                found.objects[name] = ObjectStat(entry.size, etag, 0)
-        return found
+                listing.objects[name] = ObjectStat(entry.size, etag, 0)
+        return listing
 
     def head(self, key: str) -> ObjectStat:
         """Return a file."""
         folder, _, name = key.rpartition("/")
-        found = self.list(folder).objects.get(name)
-        if found is None:
+        stat = self.list(folder).objects.get(name)
+        if stat is None:
             raise gone(key)
-        return found
+        return stat
 
     def fetch(self, key: str, version: ObjectStat, start: int, nbytes: int) -> memoryview:
         """Return a range of a file."""
@@ -208,7 +208,7 @@ class HubStore:
         known = explain(error, self._id, self._revision)
         if known is not None:
             return RequestFailure(known, may_pass=False)
-        status = next((found for cause in causes(error) if (found := status_of(cause)) is not None), None)
+        status = next((code for cause in causes(error) if (code := status_of(cause)) is not None), None)
         said = f"HTTP {status}" if status else type(error).__name__
         problem = ResourceError(f"{escape(path)}: the Hub cannot be reached or fails ({said})", hint=_REACH)
         return RequestFailure(problem, may_pass=status is None or may_status_pass(status))
@@ -292,7 +292,7 @@ def explain(error: Exception, repo_id: str, revision: str | None) -> ShardkitErr
             f"{name}: not whole in the cache, and HF_HUB_OFFLINE is set",
             hint="unset HF_HUB_OFFLINE, or run once with network access",
         )
-    status = next((found for found in map(status_of, chain) if found is not None), None)
+    status = next((code for code in map(status_of, chain) if code is not None), None)
     if status in (401, 403):
         return SourceError(
             f"{name}: the Hub refuses access (HTTP {status})",

@@ -115,12 +115,12 @@ class _Memory:
         return True
 
     def _drop_one(self, *, any_of_them: bool) -> bool:
-        found = next((span for span in self.held if span.is_used_up), None)
-        if found is None and any_of_them:
-            found = next(iter(self.held), None)
-        if found is not None:
-            self.drop(found)
-        return found is not None
+        dropped = next((span for span in self.held if span.is_used_up), None)
+        if dropped is None and any_of_them:
+            dropped = next(iter(self.held), None)
+        if dropped is not None:
+            self.drop(dropped)
+        return dropped is not None
 
     def drop(self, span: _Span) -> None:
         """Forget the bytes of a span. The lock is held."""
@@ -217,13 +217,13 @@ class Ranges:
 
     def _add_planned(self, start: int, stop: int, nbytes: int, request: int) -> None:
         """Plan a span, but for what is there already."""
-        at = start
+        offset = start
         for other in self._overlapping(start, stop):
-            if at < other.start:
-                self._add(at, other.start, min(nbytes, other.start - at), request)
-            at = other.stop
-        if at < stop:
-            self._add(at, stop, min(nbytes, stop - at), request)
+            if offset < other.start:
+                self._add(offset, other.start, min(nbytes, other.start - offset), request)
+            offset = other.stop
+        if offset < stop:
+            self._add(offset, stop, min(nbytes, stop - offset), request)
 
     def _add(self, start: int, stop: int, wanted: int, request: int | None = None) -> _Span:
         span = _Span(self, start, stop, wanted, request)
@@ -231,29 +231,29 @@ class Ranges:
         return span
 
     def _overlapping(self, start: int, stop: int) -> list[_Span]:
-        found = list[_Span]()
+        spans = list[_Span]()
         for index in range(max(self._index(start), 0), len(self._spans)):
             span = self._spans[index]
             if span.start >= stop:
                 break
             if span.stop > start:
-                found.append(span)
-        return found
+                spans.append(span)
+        return spans
 
-    def _index(self, at: int) -> int:
+    def _index(self, offset: int) -> int:
         """Return the index of the last span that begins at or before a byte; -1 if there is none."""
-        return bisect_right(self._spans, at, key=_start_of) - 1
+        return bisect_right(self._spans, offset, key=_start_of) - 1
 
     def read_into(self, views: Sequence[memoryview], start: int) -> int:
         """Fill buffers, one after the other, and return how many bytes there were: fewer at the object's end."""
-        stop, at = min(start + sum(map(len, views)), self.size), start
+        stop, offset = min(start + sum(map(len, views)), self.size), start
         into = _Into(views)
-        while at < stop:
-            span, data, begin = self._bytes_at(at, stop)
-            part = data[at - begin : stop - begin]
+        while offset < stop:
+            span, data, begin = self._bytes_at(offset, stop)
+            part = data[offset - begin : stop - begin]
             into.put(part)
-            self._count(span, at, at + len(part))
-            at += len(part)
+            self._count(span, offset, offset + len(part))
+            offset += len(part)
         return max(stop - start, 0)
 
     def ahead(self) -> None:
@@ -289,12 +289,12 @@ class Ranges:
                 batch.append(other)
         return batch
 
-    def _bytes_at(self, at: int, stop: int) -> tuple[_Span, memoryview, int]:
-        """Return the span around byte `at`, its bytes, and the place of the first of them."""
+    def _bytes_at(self, offset: int, stop: int) -> tuple[_Span, memoryview, int]:
+        """Return the span around byte `offset`, its bytes, and the place of the first of them."""
         memory = self._memory
         with memory.changed:
             while True:
-                span = self._span(at, stop)
+                span = self._span(offset, stop)
                 memory.is_wanted(span)
                 if span.data is not None:
                     return span, span.data, span.start
@@ -302,15 +302,15 @@ class Ranges:
                     break
                 memory.changed.wait()
             if span.was_held:
-                span.start = at  # it was dropped half used
+                span.start = offset  # it was dropped half used
             batch = self._batch(span)
-            for each in batch:
-                each.is_under_way = True
+            for member in batch:
+                member.is_under_way = True
             try:
                 memory.reserve(_nbytes_of(batch), must=True)
             except BaseException:
-                for each in batch:
-                    each.is_under_way = False
+                for member in batch:
+                    member.is_under_way = False
                 raise
             self._fetch_ahead(self._next_after(batch[-1], stop))
             begin = span.start
@@ -326,20 +326,20 @@ class Ranges:
             if span.is_read_to_end:
                 self._fetch_ahead(self._next_after(span, stop))
 
-    def _span(self, at: int, stop: int) -> _Span:
-        """Return the span that holds byte `at`; a new one where nobody planned any."""
-        index = self._index(at)
-        if index >= 0 and at < self._spans[index].stop:
+    def _span(self, offset: int, stop: int) -> _Span:
+        """Return the span that holds byte `offset`; a new one where nobody planned any."""
+        index = self._index(offset)
+        if index >= 0 and offset < self._spans[index].stop:
             return self._spans[index]
         follows = self._spans[index + 1].start if index + 1 < len(self._spans) else self.size
-        end = min(at + self._guess(at, stop - at), follows, self.size)
-        return self._add(at, end, min(stop, end) - at)
+        end = min(offset + self._guess(offset, stop - offset), follows, self.size)
+        return self._add(offset, end, min(stop, end) - offset)
 
-    def _guess(self, at: int, wanted: int) -> int:
-        """Return how much to fetch from byte `at` on, of which `wanted` bytes are needed now."""
-        before = self._spans[index].stop if (index := self._index(at)) >= 0 else -1
+    def _guess(self, offset: int, wanted: int) -> int:
+        """Return how much to fetch from byte `offset` on, of which `wanted` bytes are needed now."""
+        before = self._spans[index].stop if (index := self._index(offset)) >= 0 else -1
         goes_on = not self._is_planned and any(
-            end <= at <= end + MAX_GAP_NBYTES for end in (before, *self._ends) if end >= 0
+            end <= offset <= end + MAX_GAP_NBYTES for end in (before, *self._ends) if end >= 0
         )
         self._streak = self._streak + 1 if goes_on else 0
         if goes_on or wanted > self._nbytes:
@@ -350,32 +350,32 @@ class Ranges:
         """Return the spans to fetch while one is in use: the rest of a large read, then the spans that come next."""
         if span.is_planned:
             return self._planned_from(self._index(span.start) + 1)
-        goes_on, found, at = self._streak >= _STREAK, list[_Span](), span.stop
+        goes_on, spans, offset = self._streak >= _STREAK, list[_Span](), span.stop
         until = min(max(stop, span.stop + self._nbytes if goes_on else 0), self.size)
-        while at < until and len(found) < MAX_CONNECTIONS:
-            index = self._index(at)
-            if index < 0 or self._spans[index].stop <= at:
+        while offset < until and len(spans) < MAX_CONNECTIONS:
+            index = self._index(offset)
+            if index < 0 or self._spans[index].stop <= offset:
                 follows = self._spans[index + 1].start if index + 1 < len(self._spans) else self.size
-                end = min(at + self._nbytes, follows, self.size if goes_on else until)
-                found.append(self._add(at, end, end - at))
+                end = min(offset + self._nbytes, follows, self.size if goes_on else until)
+                spans.append(self._add(offset, end, end - offset))
             else:
-                found.append(self._spans[index])
-            at = found[-1].stop
-        return found
+                spans.append(self._spans[index])
+            offset = spans[-1].stop
+        return spans
 
     def _planned_from(self, index: int) -> list[_Span]:
         """Return the planned spans from one on that are not used yet, as many as may be fetched ahead."""
-        found, room, requests = list[_Span](), self._ahead_nbytes, set[int | None]()
+        spans, room, requests = list[_Span](), self._ahead_nbytes, set[int | None]()
         while index < len(self._spans) and len(requests) < MAX_CONNECTIONS:
             span = self._spans[index]
             if span.is_planned and span.left > 0:
                 room -= span.nbytes
                 if room < 0:
                     break
-                found.append(span)
+                spans.append(span)
                 requests.add(span.request)
             index += 1
-        return found
+        return spans
 
     def _fetch_ahead(self, spans: Iterable[_Span]) -> None:
         """Fetch spans in the background, as far as there is room. The lock is held.
@@ -392,8 +392,8 @@ class Ranges:
                 return
             if not memory.reserve(nbytes, must=False):
                 return
-            for each in batch:
-                each.is_under_way = each.is_ahead = True
+            for member in batch:
+                member.is_under_way = member.is_ahead = True
             memory.ahead += nbytes
             memory.threads().submit(self._carry_out_quietly, batch)
 
@@ -413,7 +413,7 @@ class Ranges:
             else:  # each is copied: a part would keep all of them in memory. One at a time: both are there meanwhile
                 with memory.copying:
                     assert data is not None
-                    parts += [_copied(data[each.start - start : each.stop - start]) for each in batch]
+                    parts += [_copied(data[member.start - start : member.stop - start]) for member in batch]
                     data = None
             first = parts[0]
             assert first is not None
@@ -491,12 +491,12 @@ def _cut(group: Sequence[tuple[int, int]], nbytes: int, size: int) -> Iterator[t
     if not group:
         return
     first, last, index = group[0][0] // BLOCK * BLOCK, min(-(-group[-1][1] // BLOCK) * BLOCK, size), 0
-    for at in range(first, last, nbytes):
-        end, of_it = min(at + nbytes, last), 0
+    for start in range(first, last, nbytes):
+        end, of_it = min(start + nbytes, last), 0
         while index < len(group) and group[index][0] < end:
-            of_it += min(group[index][1], end) - max(group[index][0], at)
+            of_it += min(group[index][1], end) - max(group[index][0], start)
             if group[index][1] > end:
                 break
             index += 1
         if of_it:
-            yield at, end, of_it
+            yield start, end, of_it

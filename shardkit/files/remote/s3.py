@@ -140,14 +140,14 @@ class S3Bucket(Bucket):
 
     def sent_parts(self, key: str, upload: str) -> dict[int, UploadedPart]:
         """Return the parts that an upload has."""
-        found, mark = dict[int, UploadedPart](), 0
+        parts, mark = dict[int, UploadedPart](), 0
         while True:
             answer = self.ask("list_parts", key, UploadId=_id(upload), PartNumberMarker=mark)
             for part in answer.get("Parts", ()):
                 number, crc = part["PartNumber"], _decoded(part.get("ChecksumCRC32"), None)
-                found[number] = UploadedPart(number, part["Size"], part["ETag"], -1 if crc is None else crc)
+                parts[number] = UploadedPart(number, part["Size"], part["ETag"], -1 if crc is None else crc)
             if not answer.get("IsTruncated"):
-                return found
+                return parts
             mark = answer["NextPartNumberMarker"]
 
     def complete(self, key: str, upload: str, parts: Sequence[UploadedPart], crc: int) -> WrittenObject:
@@ -174,18 +174,20 @@ class S3Bucket(Bucket):
     def uploads(self, key: str) -> list[Underway]:
         """Return the uploads under way below a directory."""
         prefix = f"{key}/" if key else ""
-        found, given = list[Underway](), {"Prefix": prefix}
+        uploads, given = list[Underway](), {"Prefix": prefix}
         while True:
             page = self.ask("list_multipart_uploads", **given)
-            found += [
+            uploads += [
                 Underway(
-                    f"{self._root}/{each['Key']}", _PLAIN + each["UploadId"], each["Initiated"].timestamp()
+                    f"{self._root}/{upload['Key']}",
+                    _PLAIN + upload["UploadId"],
+                    upload["Initiated"].timestamp(),
                 )
-                for each in page.get("Uploads", ())
-                if each["Key"].startswith(prefix)  # moto lists every upload
+                for upload in page.get("Uploads", ())
+                if upload["Key"].startswith(prefix)  # moto lists every upload
             ]
             if not page.get("IsTruncated"):
-                return found
+                return uploads
             given |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
 

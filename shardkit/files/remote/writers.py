@@ -108,8 +108,8 @@ class StoreWriter:
         Raises:
             ResourceError: the store does not answer.
         """
-        found = self.get(path)
-        return found is not None and found[0] == data
+        stored = self.get(path)
+        return stored is not None and stored[0] == data
 
     def put(self, path: str, data: bytes, crc: int) -> WrittenObject:
         """Write a small object, replacing one of that name. The store compares a checksum.
@@ -230,10 +230,10 @@ class StoreWriter:
         try:
             made = self._change(path, lambda store, key: store.complete(key, upload, parts, crc))
         except (LostUpload, Unanswered):
-            found = self.head(path)
-            if found is None or not _is_made_of(found, parts, crc):
+            stored = self.head(path)
+            if stored is None or not _is_made_of(stored, parts, crc):
                 raise
-            return found
+            return stored
         return _checked(path, made, crc)
 
     def abort(self, path: str, upload: str) -> None:
@@ -259,8 +259,8 @@ class StoreWriter:
         Raises:
             ResourceError: the store does not answer.
         """
-        found = self._change(directory, lambda store, key: store.objects(key))
-        return [(f"{self._root}/{key}", size) for key, size in found]
+        objects = self._change(directory, lambda store, key: store.objects(key))
+        return [(f"{self._root}/{key}", size) for key, size in objects]
 
 
 def is_part(sent: UploadedPart, data: bytes, crc: int) -> bool:
@@ -282,10 +282,10 @@ def _checked(path: str, made: WrittenObject, crc: int) -> WrittenObject:
     return made
 
 
-def _is_made_of(found: WrittenObject, parts: Sequence[UploadedPart], crc: int) -> bool:
-    if found.size != sum(part.size for part in parts):
+def _is_made_of(stored: WrittenObject, parts: Sequence[UploadedPart], crc: int) -> bool:
+    if stored.size != sum(part.size for part in parts):
         return False
-    return found.crc32 == crc if found.crc32 is not None else found.etag.strip('"') == _etag_of(parts)
+    return stored.crc32 == crc if stored.crc32 is not None else stored.etag.strip('"') == _etag_of(parts)
 
 
 def _etag_of(parts: Sequence[UploadedPart]) -> str:

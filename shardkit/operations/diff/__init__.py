@@ -297,23 +297,23 @@ class Comparison:
         with ExitStack() as stack:
             stack.enter_context(storage.hold_at_most(parse_size(self._options.max_memory) // 2))
             files = [stack.enter_context(SourceFiles(side.catalog.files)) for side in sides]
-            self._readers = [stack.enter_context(each.reader()) for each in files]
+            self._readers = [stack.enter_context(source.reader()) for source in files]
             places = max((sum(side.entry(name).num_chunks for side in sides) for name in names), default=1)
-            for side, each in zip(sides, files, strict=True):
-                each.expect(chunk_ranges(side.catalog, {side.names[name] for name in names}), places)
+            for side, source in zip(sides, files, strict=True):
+                source.expect(chunk_ranges(side.catalog, {side.names[name] for name in names}), places)
             self._progress.start(sum(one.entry(name).nbytes for name in names), "diff")
             try:
                 is_one_alone = any(pair.in_a != pair.in_b for pair in self._pairs)
                 ties = {**find_ties(one, two), **find_ties(two, one)} if is_one_alone else {}
-                found = [
+                tensors = [
                     self._compare(pair) if _is_read(one, two, pair) else self._unread(pair, ties)
                     for pair in self._pairs
                 ]
             finally:
                 self._progress.finish()
-            for each in files:
-                each.check_unchanged()
-        return self._result(found)
+            for source in files:
+                source.check_unchanged()
+        return self._result(tensors)
 
     def _unread(self, pair: Pair, ties: Mapping[str, str]) -> TensorDiff:
         """Return the text about a tensor that one side alone has, or that has two shapes."""
@@ -324,11 +324,11 @@ class Comparison:
         status = "tied" if kept is not None else alone
         return _describe(self._a, self._b, pair, status, tied_to=kept)
 
-    def _result(self, found: list[TensorDiff]) -> DiffResult:
+    def _result(self, tensors: list[TensorDiff]) -> DiffResult:
         options, one, two = self._options, self._a, self._b
-        found, rounded_side = _rounded_one_way(found, self._roundings)
+        tensors, rounded_side = _rounded_one_way(tensors, self._roundings)
         if options.sort == "difference":
-            found.sort(key=lambda tensor: tensor.magnitude, reverse=True)
+            tensors.sort(key=lambda tensor: tensor.magnitude, reverse=True)
         return DiffResult(
             a=one.given,
             b=two.given,
@@ -336,14 +336,14 @@ class Comparison:
             resolved_b=two.resolved.path,
             format_a=one.checkpoint.format,
             format_b=two.checkpoint.format,
-            is_equal=all(tensor.symbol == "=" for tensor in found),
+            is_equal=all(tensor.symbol == "=" for tensor in tensors),
             rounded_side=rounded_side,
             rtol=options.tolerance.rtol if options.tolerance else None,
             atol=options.tolerance.atol if options.tolerance else None,
-            tensors=tuple(found),
+            tensors=tuple(tensors),
             read_bytes=self._read_bytes,
             elapsed_s=round(time.monotonic() - self._begun, 3),
-            notes=(*self._notes, *_frozen_notes(found)),
+            notes=(*self._notes, *_frozen_notes(tensors)),
             warnings=(*one.resolved.warnings, *two.resolved.warnings),
         )
 
@@ -433,12 +433,12 @@ class Comparison:
 
 
 def _rounded_one_way(
-    found: list[TensorDiff], roundings: Mapping[str, Roundings]
+    diffs: list[TensorDiff], roundings: Mapping[str, Roundings]
 ) -> tuple[list[TensorDiff], RoundedSide | None]:
     """Mark tensors "rounded" in one direction: that of most of them, or else that of the stored dtypes.
 
     Args:
-        found: of every name.
+        diffs: of every name.
         roundings: by name, of those that are equal after rounding.
 
     Returns:
@@ -447,25 +447,27 @@ def _rounded_one_way(
     from shardkit.operations.diff.values import ROUNDED_TO
 
     if not roundings:
-        return found, None
-    tensors = {tensor.name: tensor for tensor in found}
+        return diffs, None
+    tensors = {tensor.name: tensor for tensor in diffs}
 
     def stored(name: str, side: RoundedSide) -> str | None:
         return tensors[name].dtype_a if side == "a" else tensors[name].dtype_b
 
     def votes(side: RoundedSide) -> tuple[int, int]:
-        holding = [(name, dtype) for name, each in roundings.items() for one, dtype in each if one == side]
+        holding = [
+            (name, dtype) for name, possible in roundings.items() for one, dtype in possible if one == side
+        ]
         told = sum(stored(name, side) == dtype.name for name, dtype in holding)
         return len({name for name, _ in holding}), told
 
     sides: tuple[RoundedSide, ...] = ("b", "a")
     side = max(sides, key=votes)
-    for name, each in roundings.items():
-        holding = [dtype for dtype in ROUNDED_TO if (side, dtype) in each]
+    for name, possible in roundings.items():
+        holding = [dtype for dtype in ROUNDED_TO if (side, dtype) in possible]
         if holding:
             dtype = max(holding, key=lambda dtype: dtype.name == stored(name, side))
             tensors[name] = replace(
-                tensors[name], status="rounded", rounded_to=dtype.name, num_flushed=each[side, dtype]
+                tensors[name], status="rounded", rounded_to=dtype.name, num_flushed=possible[side, dtype]
             )
     return list(tensors.values()), side
 
@@ -474,7 +476,7 @@ def _is_read(a: Side, b: Side, pair: Pair) -> bool:
     return pair.in_a and pair.in_b and a.entry(pair.name).shape == b.entry(pair.name).shape
 
 
-def _describe(a: Side, b: Side, pair: Pair, status: Status, **found: Any) -> TensorDiff:
+def _describe(a: Side, b: Side, pair: Pair, status: Status, **fields: Any) -> TensorDiff:
     one = a.entry(pair.name) if pair.in_a else None
     two = b.entry(pair.name) if pair.in_b else None
     return TensorDiff(
@@ -486,7 +488,7 @@ def _describe(a: Side, b: Side, pair: Pair, status: Status, **found: Any) -> Ten
         dtype_b=two.dtype.name if two else None,
         shape_a=one.shape if one else None,
         shape_b=two.shape if two else None,
-        **found,
+        **fields,
     )
 
 

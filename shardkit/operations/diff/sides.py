@@ -99,10 +99,10 @@ class Side:
         for block in blocks(entry.shape, max_elements):
             stop = start + block.num_elements
             buffer = buffer or bytearray((stop - start) * itemsize)  # the first is the largest
-            view, at = memoryview(buffer)[: (stop - start) * itemsize], 0
+            view, offset = memoryview(buffer)[: (stop - start) * itemsize], 0
             for move in flat.moves(start, stop):
-                reader.read_into(move.file, view[at : at + move.nbytes], move.start, entry.fqn)
-                at += move.nbytes
+                reader.read_into(move.file, view[offset : offset + move.nbytes], move.start, entry.fqn)
+                offset += move.nbytes
             yield view
             start = stop
 
@@ -163,12 +163,15 @@ def open_sides(
         SourceError, ResourceError: one of them cannot be opened.
     """
     opened = (taken[0].open(), taken[1].open())
-    notes = [line for each in taken for line in each.resolved.notes]
-    for each in opened:
-        paths = {os.path.relpath(file.path, each.catalog.directory): file.path for file in each.catalog.files}
+    notes = [line for source in taken for line in source.resolved.notes]
+    for checkpoint in opened:
+        paths = {
+            os.path.relpath(file.path, checkpoint.catalog.directory): file.path
+            for file in checkpoint.catalog.files
+        }
         notes += (
-            link_notes(each.catalog.directory, paths)
-            if each.hub is not None and storage.isdir(each.path)
+            link_notes(checkpoint.catalog.directory, paths)
+            if checkpoint.hub is not None and storage.isdir(checkpoint.path)
             else ()
         )
     if not options.all_tensors:
@@ -176,21 +179,21 @@ def open_sides(
             opened, told = alike(opened, wording)
             notes += told
     named, said = (_name_all if options.all_tensors else _name_model)(opened, wording)
-    names = [each.names for each in named]
-    kept = tuple(_filter(each, options.include, options.exclude) for each in names)
+    names = [tensors.names for tensors in named]
+    kept = tuple(_filter(by_name, options.include, options.exclude) for by_name in names)
     if not any(kept) and any(names):
-        known = [name for each in names for pair in each.items() for name in pair]
-        raise nothing_left(options.include, known, len({name for each in names for name in each}))
+        known = [name for by_name in names for pair in by_name.items() for name in pair]
+        raise nothing_left(options.include, known, len({name for by_name in names for name in by_name}))
     a, b = (
         Side(
             given=stores.as_path(path),
             resolved=resolved.resolved,
             checkpoint=checkpoint,
-            names=each,
+            names=chosen,
             live=tensors.live,
-            catalog=checkpoint.select(list(each.values())),
+            catalog=checkpoint.select(list(chosen.values())),
         )
-        for path, resolved, checkpoint, tensors, each in zip(
+        for path, resolved, checkpoint, tensors, chosen in zip(
             (options.a, options.b), taken, opened, named, kept, strict=True
         )
     )
@@ -209,16 +212,16 @@ def _both_plain(
     Raises:
         LayoutError: scales do not fit what they scale.
     """
-    held = [each.catalog.tensors for each in opened]
+    held = [checkpoint.catalog.tensors for checkpoint in opened]
     why = [why_quantised(tensors) or why_narrow(of_nvfp4(tensors)) for tensors in held]
     if (why[0] is None) == (why[1] is None):
         return opened, []
-    at = 0 if why[1] is None else 1
-    side, other = opened[at], opened[1 - at]
-    called, other_called = wording.sides[at], wording.sides[1 - at]
+    index = 0 if why[1] is None else 1
+    side, other = opened[index], opened[1 - index]
+    called, other_called = wording.sides[index], wording.sides[1 - index]
     if not can_dequantize(config_of(side)):
         return opened, [
-            f"{called} is quantised in a way that is not known here ({why[at]}), and {other_called} is not: what is "
+            f"{called} is quantised in a way that is not known here ({why[index]}), and {other_called} is not: what is "
             "quantised cannot be compared"
         ]
     nbytes = Counter[DType]()
@@ -227,7 +230,9 @@ def _both_plain(
     dtype = nbytes.most_common(1)[0][0] if nbytes.total() else PLAIN
     plain = take_plain(side, dequantize=True, dtype=dtype)
     number = count(len(plain.dequantized.names) if plain.dequantized else 0, "weight")
-    return (plain, other) if at == 0 else (other, plain), [f"{called}: dequantised to {dtype.name}: {number}"]
+    return (plain, other) if index == 0 else (other, plain), [
+        f"{called}: dequantised to {dtype.name}: {number}"
+    ]
 
 
 def _in_one_state(
@@ -244,11 +249,11 @@ def _in_one_state(
         named, _ = _name_model(opened, wording)
         one, two = (
             {
-                name: each.catalog.tensors[stored].shape
+                name: checkpoint.catalog.tensors[stored].shape
                 for name, stored in named[side].names.items()
                 if factor_of(name) is not None
             }
-            for side, each in enumerate(opened)
+            for side, checkpoint in enumerate(opened)
         )
         if one == two:
             return opened, []
@@ -272,12 +277,12 @@ def _in_one_form(side: Side, other: Side, label: str) -> tuple[Side, list[str]]:
     is_turned = is_saved and any(wanted.get(name, shape) != shape for name, shape in known.items())
     if not (lone and lacking) and not is_turned:
         return side, []
-    stored = {side.live.get(each, name): each for name, each in side.names.items()}
-    names = {side.live.get(each, name): name for name, each in side.names.items()}
+    stored = {side.live.get(fqn, name): fqn for name, fqn in side.names.items()}
+    names = {side.live.get(fqn, name): name for name, fqn in side.names.items()}
     unasked = list[str]()
     try:
         decided = decide_names(
-            {live: side.catalog.tensors[each].shape for live, each in stored.items()},
+            {live: side.catalog.tensors[fqn].shape for live, fqn in stored.items()},
             side="model",
             names=names,
             derived=saved_derived(side.checkpoint),
@@ -295,8 +300,8 @@ def _in_one_form(side: Side, other: Side, label: str) -> tuple[Side, list[str]]:
     ]
     if set(decided.by.values()) == {"selection"}:
         return side, because
-    made = {name: under_names(each, stored) for name, each in decided.made.items()}
-    found, others = as_tensors(made, side.catalog.tensors)
+    made = {name: under_names(expression, stored) for name, expression in decided.made.items()}
+    renamed, others = as_tensors(made, side.catalog.tensors)
     notes = because
     if decided.rules is not None:
         notes.append(
@@ -305,7 +310,7 @@ def _in_one_form(side: Side, other: Side, label: str) -> tuple[Side, list[str]]:
         if decided.dropped:
             notes.append(f"{label}: not compared, the key rules leave them out: {listed(decided.dropped)}")
     notes += [f"{label}: {note}" for note in decided.notes]
-    return replace(side, names=found, catalog=bind(side.catalog, others)), notes
+    return replace(side, names=renamed, catalog=bind(side.catalog, others)), notes
 
 
 def _shapes(catalog: Catalog, names: Names) -> dict[str, Shape]:
@@ -358,17 +363,17 @@ def find_ties(side: Side, other: Side) -> dict[str, str]:
     lone = [name for name in side.names if name not in other.names]
     if not lone:
         return {}
-    found = _same_places(side, other, lone)
-    wanted = {name for name in lone if name not in found}
+    copies = _same_places(side, other, lone)
+    wanted = {name for name in lone if name not in copies}
     for tied in (_may_be_tied, _tied_by_class):
-        if wanted <= found.keys():
+        if wanted <= copies.keys():
             break
         for one, two in tied(side, other):
             for name, partner in ((one, two), (two, one)):
-                is_open = name in wanted and name not in found and partner in other.names
+                is_open = name in wanted and name not in copies and partner in other.names
                 if is_open and same_bytes(side.catalog, side.names[name], side.names[partner]):
-                    found[name] = partner
-    return found
+                    copies[name] = partner
+    return copies
 
 
 def _same_places(side: Side, other: Side, lone: Collection[str]) -> dict[str, str]:
@@ -421,17 +426,17 @@ def _name_model(
 ) -> tuple[tuple[SideNames, SideNames], list[str]]:
     """Give the weights of both sides the same names: those of one side help to find the other's model."""
     first, second = (1, 0) if opened[1].hub is not None and opened[0].hub is None else (0, 1)
-    found: dict[int, SideNames | str] = {}
+    answers: dict[int, SideNames | str] = {}
     for side, other in ((first, second), (second, first), (first, second)):
-        base = found.get(other)
-        if not isinstance(found.get(side), SideNames):
-            found[side] = _select(opened[side], base.names if isinstance(base, SideNames) else None)
+        base = answers.get(other)
+        if not isinstance(answers.get(side), SideNames):
+            answers[side] = _select(opened[side], base.names if isinstance(base, SideNames) else None)
     for side, other in ((0, 1), (1, 0)):
-        found[side] = _as_on_hub(opened[side], found[side], found[other])
+        answers[side] = _as_on_hub(opened[side], answers[side], answers[other])
     named = dict[int, SideNames]()
     notes = []
     for side, label in enumerate(wording.sides):
-        answer = found[side]
+        answer = answers[side]
         named[side] = _stored(opened[side]) if isinstance(answer, str) else answer
         if isinstance(answer, str):
             notes.append(f"{label}: tensors go by their stored names: {answer}")

@@ -226,10 +226,10 @@ class Measure:
     @property
     def roundings(self) -> Roundings:
         """The roundings that hold for all elements so far."""
-        found: Roundings = {}
+        roundings: Roundings = {}
         for (side, dtype, _), num_flushed in self._flushed.items():
-            found.setdefault((side, dtype), num_flushed)
-        return found
+            roundings.setdefault((side, dtype), num_flushed)
+        return roundings
 
     @property
     def num_off_rounding(self) -> int | None:

@@ -126,10 +126,10 @@ def gc(
         )
     warnings = warn_before(runs, on_warning, also_unknown=False)
     unused = [name for name in data if name not in kept and not storage.islink(os.path.join(given, name))]
-    found = [each for name in unused if (each := _look(given, name)) is not None]
-    old = [each for each in found if each.age_s >= age]
+    entries = [entry for name in unused if (entry := _look(given, name)) is not None]
+    old = [entry for entry in entries if entry.age_s >= age]
     if old and not dry_run:
-        _remove(given, [each.name for each in old])
+        _remove(given, [entry.name for entry in old])
     stale = [upload for group in uploads.values() for upload in group if time.time() - upload.begun_s >= age]
     for upload in stale if not dry_run else ():
         writer_of(upload.path).abort(upload.path, upload.upload)
@@ -143,8 +143,8 @@ def gc(
         marker=marker,
         kept=tuple(kept),
         removed=tuple(old),
-        removed_bytes=sum(each.file_bytes for each in old),
-        young=tuple(each for each in found if each.age_s < age),
+        removed_bytes=sum(entry.file_bytes for entry in old),
+        young=tuple(entry for entry in entries if entry.age_s < age),
         num_ended=len(stale),
         older_than_s=age,
         runs=runs,
@@ -186,12 +186,12 @@ def _list(path: str) -> list[str]:
 
 def _under_way(path: str) -> dict[str, list[Underway]]:
     """Return the uploads that nobody has completed, by the name at the top of an output."""
-    found = dict[str, list[Underway]]()
-    for each in under_way(path):
-        name = upload_name(each.path.removeprefix(storage.absolute(path) + "/"))
+    uploads = dict[str, list[Underway]]()
+    for upload in under_way(path):
+        name = upload_name(upload.path.removeprefix(storage.absolute(path) + "/"))
         if name:
-            found.setdefault(name, []).append(each)
-    return found
+            uploads.setdefault(name, []).append(upload)
+    return uploads
 
 
 def _named(path: str, names: list[str]) -> tuple[str | None, list[str]]:

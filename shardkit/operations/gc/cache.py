@@ -35,11 +35,11 @@ def show_cache(*, clear: bool = False) -> CacheResult:
         clear: remove it; the result then tells what was removed.
     """
     kept = trace_cache()
-    both = [each for each in (kept, records()) if each is not None]
-    used = [each.clear() if clear else each.usage() for each in both]
+    both = [cache for cache in (kept, records()) if cache is not None]
+    used = [cache.clear() if clear else cache.usage() for cache in both]
     return CacheResult(
         directory=kept.directory if kept is not None else None,
         cleared=clear,
-        num_entries=sum(each.num_entries for each in used),
-        cache_bytes=sum(each.nbytes for each in used),
+        num_entries=sum(usage.num_entries for usage in used),
+        cache_bytes=sum(usage.nbytes for usage in used),
     )

@@ -211,13 +211,13 @@ def inspect(
     if run is not None:
         return _inspect_run(path, run)
     refuse(path)
-    found = stands_for(path)
-    result = _inspect(found.path, tensors=tensors, holdings=holdings)
+    resolved = stands_for(path)
+    result = _inspect(resolved.path, tensors=tensors, holdings=holdings)
     return replace(
         result,
         path=path,
-        notes=(*found.notes, *(note for note in result.notes if note not in found.warnings)),
-        warnings=(*found.warnings, *result.warnings),
+        notes=(*resolved.notes, *(note for note in result.notes if note not in resolved.warnings)),
+        warnings=(*resolved.warnings, *result.warnings),
     )
 
 
@@ -239,13 +239,13 @@ def _inspect_run(path: str, run: Leftover) -> InspectResult:
 def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
     directory = home_of(path if storage.isdir(path) else os.path.dirname(path) or os.curdir)
     if storage.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
-        found = manifest.read(directory)
-        if isinstance(found, manifest.Presharded):  # else it lies beside a Hub model, or what training saved
-            result = _inspect_presharded(path, directory, found, unfold=tensors)
-            shapes = {fqn: tensor.shape for fqn, tensor in found.tensors.items()}
+        said = manifest.read(directory)
+        if isinstance(said, manifest.Presharded):  # else it lies beside a Hub model, or what training saved
+            result = _inspect_presharded(path, directory, said, unfold=tensors)
+            shapes = {fqn: tensor.shape for fqn, tensor in said.tensors.items()}
             with contextlib.suppress(SourceError):  # no JSON: verify tells by its checksum
                 result = _with_gaps(result, gaps_among(shapes, read_config(directory)))
-            return replace(result, holdings=_hold_presharded(directory, found)) if holdings else result
+            return replace(result, holdings=_hold_presharded(directory, said)) if holdings else result
     is_legacy = path.endswith(".bin") and storage.isfile(path)  # else it is a state dict, of whatever
     checkpoint = formats.open(path, format="hub" if is_legacy else None)
     describe = _inspect_sharded if checkpoint.hub is None else _inspect_hub
@@ -268,8 +268,8 @@ def _is_part_of_checkpoint(name: str) -> bool:
 
 def _quantised(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield a note where stored values mean nothing without scales."""
-    found = (why_quantised(checkpoint.catalog.tensors, config), why_scaled(checkpoint))
-    why = "; ".join(filter(None, found))
+    reasons = (why_quantised(checkpoint.catalog.tensors, config), why_scaled(checkpoint))
+    why = "; ".join(filter(None, reasons))
     if why:
         yield f"the model is quantised: {why}: its values mean nothing without their scales"
 
@@ -277,7 +277,7 @@ def _quantised(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Iter
 def _inspect_hub(path: str, checkpoint: Checkpoint, *, unfold: bool) -> InspectResult:
     assert checkpoint.hub is not None
     catalog, config = checkpoint.catalog, checkpoint.hub.config or {}
-    found = [_Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values()]
+    tensors = [_Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values()]
     notes = catalog.notes
     if ties_embeddings(config):
         notes += ("config.json ties the word embeddings: input and output are one parameter",)
@@ -288,11 +288,11 @@ def _inspect_hub(path: str, checkpoint: Checkpoint, *, unfold: bool) -> InspectR
         kind="hub",
         format=catalog.format,
         model_class=model_class_of(config),
-        **_tensor_fields(found, unfold=unfold),
+        **_tensor_fields(tensors, unfold=unfold),
         files=tuple(_files(catalog, ())),
         objects=catalog.objects,
         notes=notes,
-        **_target_fields(found),
+        **_target_fields(tensors),
     )
 
 
@@ -301,7 +301,7 @@ def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> Insp
     catalog = checkpoint.catalog
     ties = shared_extents(catalog)
     copies = {name for group in ties for name in group[1:]}
-    found = [
+    tensors = [
         _Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values() if e.fqn not in copies
     ]
     files = tuple(_files(catalog, copies))
@@ -312,7 +312,7 @@ def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> Insp
         kind="dcp" if is_dcp else "sharded",
         format=checkpoint.format,
         made_by=checkpoint.writer or None,
-        **_tensor_fields(found, unfold=unfold),
+        **_tensor_fields(tensors, unfold=unfold),
         files=files,
         imbalance=_imbalance([file.file_bytes for file in files]),
         ties=ties,
@@ -326,7 +326,7 @@ def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> Insp
             *_quantised(checkpoint, None),
             *(_beside(catalog.directory) if is_dcp else ()),
         ),
-        **_target_fields(found, catalog.objects),
+        **_target_fields(tensors, catalog.objects),
     )
 
 
@@ -356,11 +356,11 @@ def _inspect_presharded(
 
     This reads only the manifest: `.metadata` of a thousand ranks takes seconds to parse.
     """
-    found = [_Tensor(fqn, t.dtype, t.shape, ",".join(t.placements)) for fqn, t in said.tensors.items()]
+    tensors = [_Tensor(fqn, t.dtype, t.shape, ",".join(t.placements)) for fqn, t in said.tensors.items()]
     files = tuple(
         InspectedFile(name=file.name, file_bytes=file.size, tensor_bytes=None) for file in said.files
     )
-    targets = _target_fields(found, said.objects or ())
+    targets = _target_fields(tensors, said.objects or ())
     return InspectResult(
         path=path,
         resolved=path,
@@ -379,7 +379,7 @@ def _inspect_presharded(
         layout=said.layout.origin,
         policy=said.layout.policy,
         units=_units(said.units),
-        **_tensor_fields(found, unfold=unfold),
+        **_tensor_fields(tensors, unfold=unfold),
         files=files,
         imbalance=_imbalance([file.file_bytes for file in files]),
         ties=said.ties,
@@ -405,7 +405,7 @@ def _units(units: Iterable[manifest.Unit]) -> tuple[InspectedUnits, ...]:
 
 def _differences(directory: str, said: manifest.Presharded) -> Iterator[str]:
     """Yield what differs between the directory and the manifest: names and sizes, no digests."""
-    described = [each for file in said.files for each in (file, file.chunks)]
+    described = [record for file in said.files for record in (file, file.chunks)]
     known = {file.name: file for file in (*([said.metadata] if said.metadata else ()), *described)}
     for name, held in unlike(directory, known.values()).items():
         if held is None:
@@ -430,17 +430,17 @@ class _Tensor(NamedTuple):
         return prod(self.shape) * (BY_NAME.get(self.dtype) or OF_CODES[self.dtype]).itemsize
 
 
-def _tensor_fields(found: Sequence[_Tensor], *, unfold: bool) -> dict[str, Any]:
+def _tensor_fields(tensors: Sequence[_Tensor], *, unfold: bool) -> dict[str, Any]:
     """Return the fields of the result that describe the tensors."""
-    dtypes = count_dtypes((tensor.dtype, tensor.nbytes) for tensor in found)
+    dtypes = count_dtypes((tensor.dtype, tensor.nbytes) for tensor in tensors)
     groups = (
-        ((t.name, 1, t) for t in found)
+        ((t.name, 1, t) for t in tensors)
         if unfold
-        else ((f.pattern, f.count, f.key) for f in fold((t.name, t._replace(name="")) for t in found))
+        else ((f.pattern, f.count, f.key) for f in fold((t.name, t._replace(name="")) for t in tensors))
     )
     return {
-        "num_tensors": len(found),
-        "tensor_bytes": sum(tensor.nbytes for tensor in found),
+        "num_tensors": len(tensors),
+        "tensor_bytes": sum(tensor.nbytes for tensor in tensors),
         "tensors": tuple(
             InspectedTensors(
                 name=name,
@@ -452,33 +452,35 @@ def _tensor_fields(found: Sequence[_Tensor], *, unfold: bool) -> dict[str, Any]:
             )
             for name, count, tensor in groups
         ),
-        "dtypes": tuple(sorted(dtypes, key=lambda each: (-each.tensor_bytes, each.dtype))),
+        "dtypes": tuple(sorted(dtypes, key=lambda total: (-total.tensor_bytes, total.dtype))),
     }
 
 
-def _target_fields(found: Sequence[_Tensor], objects: Iterable[str] = ()) -> dict[str, Any]:
+def _target_fields(tensors: Sequence[_Tensor], objects: Iterable[str] = ()) -> dict[str, Any]:
     """Return the fields of the result that are about factors of OSFT, and warnings of shapes.
 
     Args:
-        found: all tensors.
+        tensors: all tensors.
         objects: names of what are no tensors.
     """
-    halved = parts_of_ranks((NamedShape(each.name, each.dtype, each.shape) for each in found), objects)
+    halved = parts_of_ranks(
+        (NamedShape(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors), objects
+    )
     warnings = () if halved is None else (halved,)
     try:
-        targets = stored_targets({tensor.name: tensor.shape for tensor in found})
+        targets = stored_targets({tensor.name: tensor.shape for tensor in tensors})
     except LayoutError as error:
         return {"warnings": (f"{error.message}: {'; '.join(error.problems)}", *warnings)}
     kinds = fold((path, (t.rows, t.columns, t.rank, t.num_directions)) for path, t in targets.items())
     inspected = [
         InspectedTargets(
-            path=each.pattern,
-            count=each.count,
-            shape=each.key[:2],
-            rank=each.key[2],
-            num_directions=each.key[3],
+            path=kind.pattern,
+            count=kind.count,
+            shape=kind.key[:2],
+            rank=kind.key[2],
+            num_directions=kind.key[3],
         )
-        for each in kinds
+        for kind in kinds
     ]
     return {"osft": tuple(inspected), "warnings": warnings}
 

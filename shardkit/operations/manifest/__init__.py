@@ -156,8 +156,8 @@ def _target(directory: str, output: str | os.PathLike[str] | None, *, inside: bo
 
 def _check_inside(directory: str) -> None:
     """Refuse to replace a manifest that says more than which files there are."""
-    found = manifest.read(directory)
-    if found is not None and not isinstance(found, manifest.FileList):
+    old = manifest.read(directory)
+    if old is not None and not isinstance(old, manifest.FileList):
         raise UsageError(
             f"{escape(directory)} has the manifest that it was written with: it is not replaced",
             hint="leave --inside out: the new one is made beside the directory",
@@ -271,7 +271,9 @@ class Digests:
             report: gets what is wrong.
         """
         table, rows = self._catalog.chunks, self._rows.get(place_of(file.path), [])
-        marks = (at for row in rows for at in (table.start[row], table.start[row] + table.nbytes[row]))
+        marks = (
+            offset for row in rows for offset in (table.start[row], table.start[row] + table.nbytes[row])
+        )
         scan = scan_whole(file, marks, report, sha256=self.sha256)
         if scan is None:
             return

@@ -178,20 +178,20 @@ def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
     path, no_optimizer = home_of(taken.resolved.path), options.no_optimizer
     if not storage.isdir(path) or not _keeps_folders(path):
         return _other(taken.open(), no_optimizer=no_optimizer)
-    found = survey(path)
-    if not found.folders or not all(_keeps_folders(os.path.join(path, name)) for name in found.folders):
+    surveyed = survey(path)
+    if not surveyed.folders or not all(_keeps_folders(os.path.join(path, name)) for name in surveyed.folders):
         return _other(taken.open(), no_optimizer=no_optimizer)
-    dropped = _drop_optimizer(found) if no_optimizer else []
+    dropped = _drop_optimizer(surveyed) if no_optimizer else []
     models = taken.models()  # all of them are resharded
-    opened = {folder: _open_folder(os.path.join(path, folder), models) for folder in found.folders}
+    opened = {folder: _open_folder(os.path.join(path, folder), models) for folder in surveyed.folders}
     leave_out(
-        found,
-        (os.path.join(folder, f.name) for folder, each in opened.items() for f in each.catalog.files),
+        surveyed,
+        (os.path.join(folder, f.name) for folder, dcp in opened.items() for f in dcp.catalog.files),
     )
-    check_survey(path, found)
+    check_survey(path, surveyed)
     checkpoint = models[0]
     rules, derived = saved_key_rules(checkpoint) or (), saved_derived(checkpoint)
-    parts = tuple(_open_part(folder, each, no_optimizer=no_optimizer) for folder, each in opened.items())
+    parts = tuple(_open_part(folder, dcp, no_optimizer=no_optimizer) for folder, dcp in opened.items())
     root, names = recorded_root(checkpoint), recorded_file_names(checkpoint)
     osft, recorded = recorded_osft(checkpoint), recorded_names(checkpoint)
     home = os.path.relpath(checkpoint.catalog.directory, path) if root else os.curdir  # a trainer's folder
@@ -218,23 +218,23 @@ def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
             problems=damaged,
             hint="use another copy of the checkpoint; --check-source off carries them over as they are",
         )
-    beside = _weights_beside(path, checkpoint, found)
-    of_ranks = [file.name for file in found.files if OF_A_RANK.search(os.path.basename(file.name))]
+    beside = _weights_beside(path, checkpoint, surveyed)
+    of_ranks = [file.name for file in surveyed.files if OF_A_RANK.search(os.path.basename(file.name))]
     return Parts(
         writer=checkpoint.writer,
         manifests=tuple(checkpoint.parsed.values()),
         parts=parts,
-        files=tuple(found.files),
-        empty=tuple(found.empty),
+        files=tuple(surveyed.files),
+        empty=tuple(surveyed.empty),
         weights_beside=beside,
-        notes=(*found.notes(), *_notes(of_ranks, beside), *dropped),
+        notes=(*surveyed.notes(), *_notes(of_ranks, beside), *dropped),
         warnings=tuple(_warnings(of_ranks, damaged)),
     )
 
 
 def _keeps_folders(path: str) -> bool:
-    found = recognise(path)
-    return found is None or found.keeps_folders
+    recognised = recognise(path)
+    return recognised is None or recognised.keeps_folders
 
 
 def _warnings(of_ranks: list[str], damaged: list[str]) -> Iterator[str]:
@@ -251,9 +251,9 @@ def _warnings(of_ranks: list[str], damaged: list[str]) -> Iterator[str]:
         )
 
 
-def _weights_beside(path: str, checkpoint: Checkpoint, found: Survey) -> str | None:
+def _weights_beside(path: str, checkpoint: Checkpoint, surveyed: Survey) -> str | None:
     weights = storage.realpath(checkpoint.catalog.directory or path)
-    if any(storage.realpath(os.path.join(path, folder)) == weights for folder in found.folders):
+    if any(storage.realpath(os.path.join(path, folder)) == weights for folder in surveyed.folders):
         return None
     return os.path.relpath(weights, storage.realpath(path))
 
@@ -296,13 +296,13 @@ def _select(opened: DcpFolder, names: Sequence[str], folder: str) -> Catalog:
 _LEFT_OUT = "the optimizer's state is left out (--no-optimizer)"
 
 
-def _drop_optimizer(found: Survey) -> list[str]:
+def _drop_optimizer(surveyed: Survey) -> list[str]:
     """Take an optimizer's folders and files out of what was found, and return what to tell of them."""
-    folders = [name for name in found.folders if _is_of_optimizer(name)]
-    files = [file for file in found.files if _is_optimizer(file.name) or _is_of_optimizer(file.name)]
-    found.folders = [name for name in found.folders if name not in folders]
-    found.unfinished = [name for name in found.unfinished if not _is_of_optimizer(name)]
-    found.files = [file for file in found.files if file not in files]
+    folders = [name for name in surveyed.folders if _is_of_optimizer(name)]
+    files = [file for file in surveyed.files if _is_optimizer(file.name) or _is_of_optimizer(file.name)]
+    surveyed.folders = [name for name in surveyed.folders if name not in folders]
+    surveyed.unfinished = [name for name in surveyed.unfinished if not _is_of_optimizer(name)]
+    surveyed.files = [file for file in surveyed.files if file not in files]
     names = [*folders, *(file.name for file in files)]
     return [f"{_LEFT_OUT}: {listed(names)}"] if names else []
 
@@ -383,7 +383,7 @@ def _record(catalog: Catalog, placed: Sequence[tuple[str, int, EntryLocation]]) 
                 damaged.append(f"{escape(name)}: {error.message}")
                 rows.append((place.start, place.nbytes, None))
             else:
-                rows += ((place.start + each.start, each.nbytes, each.crc) for each in entries.values())
+                rows += ((place.start + entry.start, entry.nbytes, entry.crc) for entry in entries.values())
     for file, rows in stretches.items():
         held, more = catalog.files[file].checksums, Checksums.of(rows)
         checksums = more if held is None else held | more
@@ -444,7 +444,7 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         states, warnings = _left_behind(opened, [name for name, _ in skipped])
     if checkpoint.hub is None and storage.isdir(checkpoint.path):
         taken = [checkpoint.catalog, *([opened.catalog] if isinstance(opened, OptimizerState) else [])]
-        read = {storage.realpath(os.path.dirname(file.path)) for each in taken for file in each.files}
+        read = {storage.realpath(os.path.dirname(file.path)) for source in taken for file in source.files}
         warnings += unread(checkpoint.path, read, {name.split("/")[0] for name in states}).warnings()
     places, refused = _assets(checkpoint)
     part = CheckpointFolder(
@@ -637,7 +637,7 @@ def _aliases(
         files, starts = table.file[rows], table.start[rows]
         key = (entry.dtype.name, entry.shape, min(files), max(files), min(starts), max(starts))
         alike.setdefault(key, []).append(name)
-    found: dict[str, tuple[str, ...]] = {}
+    aliases: dict[str, tuple[str, ...]] = {}
     for names in alike.values():
         first: dict[object, str] = {}
         for name in sorted(names, key=lambda name: name not in recorded) if len(names) > 1 else ():
@@ -646,8 +646,8 @@ def _aliases(
             places = frozenset(zip(table.file[rows], table.start[rows], table.regions(ids), strict=True))
             original = first.setdefault(places, name)
             if original != name:
-                found[original] = (*found.get(original, ()), name)
-    return found
+                aliases[original] = (*aliases.get(original, ()), name)
+    return aliases
 
 
 def _layout(part: CheckpointFolder, names: list[str], mesh: Mesh) -> Layout:
@@ -695,12 +695,12 @@ def optimizer_state(entries: Iterable[TensorEntry], objects: Iterable[str], fold
         objects: names of its byte entries.
         folder: where it lies in the checkpoint. A folder of an optimizer (`optimizer_0`) holds nothing else.
     """
-    found = list(entries)
+    tensors = list(entries)
     if _is_of_optimizer(folder):
-        return frozenset(entry.fqn for entry in found)
-    names = optimizer_names(found, objects)
+        return frozenset(entry.fqn for entry in tensors)
+    names = optimizer_names(tensors, objects)
     return frozenset(
-        entry.fqn for entry in found if entry.fqn in names or "optimizer" in _kinds_above(entry.fqn)
+        entry.fqn for entry in tensors if entry.fqn in names or "optimizer" in _kinds_above(entry.fqn)
     )
 
 

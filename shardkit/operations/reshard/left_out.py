@@ -75,7 +75,7 @@ def around(path: str, given: str, *, no_optimizer: bool = False) -> LeftOut:
     path, given = storage.absolute(path), storage.absolute(given)
     levels, is_in_step = _levels(path, given)
     home = levels[-1][0] if levels else os.path.dirname(path)
-    found = LeftOut(taken=os.path.relpath(path, home))
+    left = LeftOut(taken=os.path.relpath(path, home))
     for directory, taken in levels:
         is_inside = directory == given or directory.startswith(os.path.join(given, ""))
         for name in sorted(listing(directory) - {taken}):
@@ -84,9 +84,9 @@ def around(path: str, given: str, *, no_optimizer: bool = False) -> LeftOut:
             if no_optimizer and is_optimizers(name):
                 continue
             if is_in_step or _is_its_optimizer(directory, name, taken):
-                _add(found, home, os.path.join(directory, name))
-        found.others = found.others if is_inside and is_in_step else []
-    return found
+                _add(left, home, os.path.join(directory, name))
+        left.others = left.others if is_inside and is_in_step else []
+    return left
 
 
 def _is_its_optimizer(directory: str, name: str, taken: str) -> bool:
@@ -99,7 +99,7 @@ def _is_its_optimizer(directory: str, name: str, taken: str) -> bool:
     )
     if any(is_optimizer_of(stem, other, is_only=False) for other in others):
         return is_optimizer_of(stem, taken, is_only=False)
-    numbers, its_numbers = (re.findall(r"[0-9]+", each) for each in (stem, taken))
+    numbers, its_numbers = (re.findall(r"[0-9]+", text) for text in (stem, taken))
     return not numbers or not its_numbers or numbers == its_numbers
 
 
@@ -124,16 +124,16 @@ def unread(path: str, read: Collection[str], said: Collection[str]) -> LeftOut:
         read: real paths of the directories that were read.
         said: names of directories in it that a warning names anyway.
     """
-    found = LeftOut(taken=min((os.path.relpath(each, storage.realpath(path)) for each in read), default="."))
+    left = LeftOut(taken=min((os.path.relpath(place, storage.realpath(path)) for place in read), default="."))
     for name in sorted(listing(path)):
         directory = inner(path, name)
         if directory is None or name.startswith(".") or name in said or is_a_step(name):
             continue
         real = storage.realpath(directory)
-        if object_kind(name) in (None, "optimizer") and not any(_is_at(each, real) for each in read):
-            _add(found, path, directory)
-    found.others.clear()
-    return found
+        if object_kind(name) in (None, "optimizer") and not any(_is_at(place, real) for place in read):
+            _add(left, path, directory)
+    left.others.clear()
+    return left
 
 
 def _is_at(path: str, directory: str) -> bool:
@@ -155,34 +155,34 @@ def _levels(path: str, given: str) -> tuple[list[tuple[str, str]], bool]:
     return inside or ([] if path == given else [os.path.split(path)]), False
 
 
-def _add(found: LeftOut, home: str, path: str) -> None:
+def _add(left: LeftOut, home: str, path: str) -> None:
     """Add a file, or what a directory holds."""
     name = os.path.relpath(path, home)
     if not storage.isdir(path):
-        _add_file(found, name)
+        _add_file(left, name)
         return
-    before = len(found.folders) + len(found.optimizers) + len(found.of_ranks)
+    before = len(left.folders) + len(left.optimizers) + len(left.of_ranks)
     for here, folder, directories, names in walk(path):
         where = os.path.normpath(os.path.join(name, folder))
         if is_dcp(here):
-            found.folders.append(f"{where}{_num_tensors(here, len(found.folders))}")
+            left.folders.append(f"{where}{_num_tensors(here, len(left.folders))}")
             directories.clear()
             continue
-        for each in sorted(names):
-            if _kind(found, each) is not found.others:
-                _add_file(found, os.path.join(where, each))
-    if len(found.folders) + len(found.optimizers) + len(found.of_ranks) == before:
-        found.others.append(os.path.join(name, ""))
+        for file in sorted(names):
+            if _kind(left, file) is not left.others:
+                _add_file(left, os.path.join(where, file))
+    if len(left.folders) + len(left.optimizers) + len(left.of_ranks) == before:
+        left.others.append(os.path.join(name, ""))
 
 
-def _add_file(found: LeftOut, name: str) -> None:
-    _kind(found, os.path.basename(name)).append(name)
+def _add_file(left: LeftOut, name: str) -> None:
+    _kind(left, os.path.basename(name)).append(name)
 
 
-def _kind(found: LeftOut, name: str) -> list[str]:
+def _kind(left: LeftOut, name: str) -> list[str]:
     if name.endswith(_RECORDS) and is_optimizers(os.path.splitext(name)[0]):
-        return found.optimizers
-    return found.of_ranks if OF_A_RANK.search(name) else found.others
+        return left.optimizers
+    return left.of_ranks if OF_A_RANK.search(name) else left.others
 
 
 def _num_tensors(directory: str, number: int) -> str:
