@@ -67,15 +67,15 @@ class ClassDtypes:
 
     def of_stored(self, name: str) -> torch.dtype:
         """Return the dtype of a floating tensor by its name in a file, which may lack outer modules."""
-        found = self.of(name)
-        if found is not self.wanted or not self.made:
-            return found
+        by_name = self.of(name)
+        if by_name is not self.wanted or not self.made:
+            return by_name
         ends = (
             dtype
             for fqn, dtype in self.made.items()
             if f".{fqn}".endswith(f".{name}") or name.endswith(f".{fqn}")
         )
-        return next(ends, found)
+        return next(ends, by_name)
 
 
 def is_transformers(module: object) -> bool:
@@ -86,7 +86,7 @@ def is_transformers(module: object) -> bool:
 def transformers_model(model: nn.Module | None) -> Any:
     """Return the outermost transformers model in a model; None if there is none."""
     return next(
-        (each for each in (model.modules() if model is not None else ()) if is_transformers(each)), None
+        (module for module in (model.modules() if model is not None else ()) if is_transformers(module)), None
     )
 
 
@@ -153,12 +153,12 @@ def meta_twins(model: nn.Module, wanted: torch.dtype | None) -> Iterator[tuple[s
 
 def _outermost(model: nn.Module, method: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield (path with its dot, module) of each outermost model of transformers that has this method."""
-    found: list[str] = []
+    prefixes: list[str] = []
     for path, module in model.named_modules():
-        is_inside = any(f"{path}.".startswith(outer) for outer in found)
+        is_inside = any(f"{path}.".startswith(outer) for outer in prefixes)
         if not is_inside and is_transformers(module) and (not method or hasattr(module, method)):
-            found.append(f"{path}." if path else "")
-            yield found[-1], module
+            prefixes.append(f"{path}." if path else "")
+            yield prefixes[-1], module
 
 
 def _twin(model: Any, wanted: torch.dtype | None) -> nn.Module | None:

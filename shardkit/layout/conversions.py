@@ -65,25 +65,25 @@ class Lowering(DispatchMode):  # type: ignore[no-untyped-call]
     def seen(self, name: str, inputs: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         """Note what an operation made."""
         results = list(result) if isinstance(result, (list, tuple)) else [result]
-        tensors = [each for each in results if isinstance(each, torch.Tensor)]
-        given = [each for each in _flat(inputs) if isinstance(each, torch.Tensor)]
-        if not any(id(each) in self._made for each in given):
+        tensors = [value for value in results if isinstance(value, torch.Tensor)]
+        given = [value for value in _flat(inputs) if isinstance(value, torch.Tensor)]
+        if not any(id(value) in self._made for value in given):
             return
         made: list[Expression] | None = None
         rule = _RULES.get(name.removeprefix("aten.").partition(".")[0])
         if (
             rule is not None
             and not options.keys() - _HARMLESS
-            and all(id(each) in self._made for each in given)
+            and all(id(value) in self._made for value in given)
         ):
             with contextlib.suppress(ValueError, TypeError, IndexError):
-                found = rule(_Arguments(self._made, inputs))
-                made = found if isinstance(found, list) else [found]
+                outcome = rule(_Arguments(self._made, inputs))
+                made = outcome if isinstance(outcome, list) else [outcome]
         fits = made is not None and [tuple(x.shape) for x in tensors] == [x.shape for x in made]
         if not fits:
             self.unknown.append(name)
-        for at, tensor in enumerate(tensors):
-            self._note(tensor, made[at] if made is not None and fits else None)
+        for index, tensor in enumerate(tensors):
+            self._note(tensor, made[index] if made is not None and fits else None)
 
 
 _HARMLESS = frozenset({"memory_format", "dtype", "layout", "device", "pin_memory", "non_blocking"})
@@ -110,15 +110,15 @@ class _Arguments(NamedTuple):
 
     def tensors(self) -> list[Expression]:
         """Return the first argument, a list."""
-        return [self.made[id(each)] for each in self.values[0]]
+        return [self.made[id(tensor)] for tensor in self.values[0]]
 
-    def get(self, at: int, default: Any = None) -> Any:
+    def get(self, index: int, default: Any = None) -> Any:
         """Return an argument by its place."""
-        return self.values[at] if at < len(self.values) else default
+        return self.values[index] if index < len(self.values) else default
 
-    def dim(self, at: int, default: int = 0) -> int:
+    def dim(self, index: int, default: int = 0) -> int:
         """Return a dim of the first argument."""
-        return int(self.get(at, default)) % len(self.tensor().shape)
+        return int(self.get(index, default)) % len(self.tensor().shape)
 
 
 def _range(of: Expression, dim: int, start: int, size: int) -> Expression:
@@ -135,11 +135,11 @@ def _split(given: _Arguments) -> list[Expression]:
     total = of.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, total - start) for start in range(0, total, max(sizes, 1))]
-    found, start = list[Expression](), 0
+    pieces, start = list[Expression](), 0
     for size in sizes:
-        found.append(_range(of, dim, start, int(size)))
+        pieces.append(_range(of, dim, start, int(size)))
         start += int(size)
-    return found
+    return pieces
 
 
 def _slice(given: _Arguments) -> Expression:
@@ -159,7 +159,7 @@ def _select(given: _Arguments) -> Expression:
 
 def _unbind(given: _Arguments) -> list[Expression]:
     of, dim = given.tensor(), given.dim(1)
-    return [_without(_range(of, dim, at, 1), dim) for at in range(of.shape[dim])]
+    return [_without(_range(of, dim, index, 1), dim) for index in range(of.shape[dim])]
 
 
 def _view(given: _Arguments) -> Expression:
@@ -200,9 +200,9 @@ def _pad(given: _Arguments) -> Expression:
     of, pads, value = given.tensor(), list(given.get(1)), given.get(2, 0)
     if value != 0 or any(pad < 0 for pad in pads):
         raise ValueError("padding that is not zeros")
-    for at in range(0, len(pads), 2):
-        dim = len(of.shape) - 1 - at // 2
-        for pad, first in ((pads[at], True), (pads[at + 1], False)):
+    for index in range(0, len(pads), 2):
+        dim = len(of.shape) - 1 - index // 2
+        for pad, first in ((pads[index], True), (pads[index + 1], False)):
             if pad:
                 zeros = Zeros((*of.shape[:dim], pad, *of.shape[dim + 1 :]))
                 of = concat([zeros, of] if first else [of, zeros], dim)
@@ -268,21 +268,23 @@ class Conversions(NamedTuple):
         with own_classes(module):
             transforms = get_model_conversion_mapping(module)
         return cls(
-            [each for each in transforms if isinstance(each, WeightRenaming)],
-            [each for each in transforms if isinstance(each, WeightConverter)],
+            [transform for transform in transforms if isinstance(transform, WeightRenaming)],
+            [transform for transform in transforms if isinstance(transform, WeightConverter)],
         )
 
     @property
     def keep_names(self) -> bool:
         """True if a tensor may be converted and keep its name, so that names alone do not show that it has to be."""
-        return any(set(each.source_patterns) & set(each.target_patterns) for each in self.converters)
+        return any(
+            set(converter.source_patterns) & set(converter.target_patterns) for converter in self.converters
+        )
 
     def rename(self, name: str) -> tuple[str, str | None]:
         """Return a stored tensor's name in the model, and the pattern of its converter, if it has one."""
         from transformers.core_model_loading import rename_source_key
 
-        found: tuple[str, str | None] = rename_source_key(name, self.renamings, self.converters)
-        return found
+        renamed: tuple[str, str | None] = rename_source_key(name, self.renamings, self.converters)
+        return renamed
 
     def convert(
         self, model: nn.Module, groups: Mapping[str, Mapping[str, str]], shapes: Mapping[str, Shape]
@@ -306,8 +308,8 @@ class Conversions(NamedTuple):
                 try:
                     tensors = [lowering.stored(part.name, part.shape) for _, part in parts]
                     values = self.make(model, fqn, seen, tensors)
-                    found = {target: lowering.expression(tensor) for target, tensor in values.items()}
-                    opaque = [target for target, expression in found.items() if expression is None]
+                    expressions = {target: lowering.expression(tensor) for target, tensor in values.items()}
+                    opaque = [target for target, expression in expressions.items() if expression is None]
                     changed = self._of_other_dtype(model, fqn, parts) if opaque else set()
                 except (
                     Exception
@@ -316,7 +318,9 @@ class Conversions(NamedTuple):
                         f"cannot be made of what is there: {escape(str(error).partition(chr(10))[0])}"
                     )
                     continue
-            made |= {target: expression for target, expression in found.items() if expression is not None}
+            made |= {
+                target: expression for target, expression in expressions.items() if expression is not None
+            }
             for target in opaque:
                 if target in changed:
                     said = ", ".join(dict.fromkeys(lowering.unknown)) or "it is not made of stored tensors"
@@ -339,7 +343,9 @@ class Conversions(NamedTuple):
         Raises:
             Exception: anything that an operation may raise.
         """
-        by_pattern = {pattern: each for each in self.converters for pattern in each.source_patterns}
+        by_pattern = {
+            pattern: converter for converter in self.converters for pattern in converter.source_patterns
+        }
         converter = None
         for name, tensor in zip(names, tensors, strict=True):
             _, pattern = self.rename(name)
@@ -374,12 +380,12 @@ def carry_out(model: nn.Module, made: Opaque, values: Sequence[torch.Tensor]) ->
     Raises:
         LayoutError: the converter fails, or this transformers has none.
     """
-    found = Conversions.of(model)
+    conversions = Conversions.of(model)
     try:
-        if found is None:
+        if conversions is None:
             raise LayoutError("this transformers is older than 5.0")
         with torch.no_grad():
-            return found.make(model, made.group, [name for name, _ in made.parts], values)
+            return conversions.make(model, made.group, [name for name, _ in made.parts], values)
     except Exception as error:  # an operation may raise anything
         said = escape(str(error).partition(chr(10))[0])
         raise LayoutError(
@@ -407,13 +413,13 @@ def revert(model: Any, shapes: Mapping[str, Shape]) -> Conversion:
     with Lowering() as lowering:
         tensors = {name: lowering.stored(name, shape) for name, shape in shapes.items()}
         try:
-            found = revert_weight_conversion(model, tensors)
+            reverted = revert_weight_conversion(model, tensors)
         except Exception as error:  # an operation may raise anything
             said = escape(str(error).partition(chr(10))[0]) or type(error).__name__
             raise LayoutError(
                 f"transformers cannot turn the names of the model into the Hub's: {said}"
             ) from error
-    for name, value in found.items():
+    for name, value in reverted.items():
         tensor = value[0] if isinstance(value, list) else value
         expression = lowering.expression(tensor)
         if expression is None:

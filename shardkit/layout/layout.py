@@ -233,8 +233,8 @@ def _named_paths(policy: WrapPolicy, fqns: Iterable[str], reason: str) -> list[s
             what="module paths",
             reason=f"{why}, and {reason}" if reason else why,
         )
-    found = set(chain.from_iterable(matched.values()))
-    return _natural_order(path for path in modules if path in found)
+    matching = set(chain.from_iterable(matched.values()))
+    return _natural_order(path for path in modules if path in matching)
 
 
 def find_containers(fqns: Iterable[str]) -> dict[str, int]:
@@ -246,23 +246,25 @@ def find_containers(fqns: Iterable[str]) -> dict[str, int]:
     children: dict[str, set[str]] = {}
     for fqn in fqns:
         parts = fqn.split(".")
-        for at, part in enumerate(parts[:-1]):
-            if at and part.isdecimal():
-                children.setdefault(".".join(parts[:at]), set()).add(part)
+        for index, part in enumerate(parts[:-1]):
+            if index and part.isdecimal():
+                children.setdefault(".".join(parts[:index]), set()).add(part)
     whole = {
-        path: len(found) for path, found in children.items() if found == set(map(str, range(len(found))))
+        path: len(numbers)
+        for path, numbers in children.items()
+        if numbers == set(map(str, range(len(numbers))))
     }
     return {path: size for path, size in whole.items() if whole.keys().isdisjoint(_around(path))}
 
 
 def _module_paths(fqns: Iterable[str]) -> list[str]:
     """Return every module that the tensor names pass through, parents first."""
-    found: dict[str, None] = {}
+    modules: dict[str, None] = {}
     for fqn in fqns:
         parts = fqn.split(".")
         for stop in range(1, len(parts)):
-            found.setdefault(".".join(parts[:stop]))
-    return list(found)
+            modules.setdefault(".".join(parts[:stop]))
+    return list(modules)
 
 
 def _natural_order(paths: Iterable[str]) -> list[str]:
@@ -273,7 +275,7 @@ def _natural_order(paths: Iterable[str]) -> list[str]:
         key: list[tuple[int, int]] = []
         parts = path.split(".")
         for stop, part in enumerate(parts, 1):
-            at = place.setdefault(".".join(parts[:stop]), len(place))
-            key.append((0, int(part)) if part.isdecimal() else (1, at))
+            position = place.setdefault(".".join(parts[:stop]), len(place))
+            key.append((0, int(part)) if part.isdecimal() else (1, position))
         keyed.append((key, path))
     return [path for _, path in sorted(keyed)]

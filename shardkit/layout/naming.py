@@ -181,16 +181,16 @@ def _match(
     unused, fused, renamed = [], {}, 0
     for key, plain in stored.items():
         new = rename(plain)
-        found = targets.find(new.name, prefixes)
-        if not found and new.name != plain:  # as from_pretrained does: the renaming was probably wrong
-            found, new = targets.find(plain, prefixes), _Renamed(plain)
-        if not found:
+        fqns = targets.find(new.name, prefixes)
+        if not fqns and new.name != plain:  # as from_pretrained does: the renaming was probably wrong
+            fqns, new = targets.find(plain, prefixes), _Renamed(plain)
+        if not fqns:
             unused.append(key)
         elif new.pattern is not None:
-            fused[key] = found[0]
+            fused[key] = fqns[0]
         else:
-            renamed += key not in found
-            for fqn in found:
+            renamed += key not in fqns
+            for fqn in fqns:
                 names.setdefault(fqn, []).append(key)
     _refuse_several(names)
     return NameMatch(
@@ -202,7 +202,7 @@ def _match(
 
 
 def _converted(
-    found: NameMatch,
+    match: NameMatch,
     cleaned: Mapping[str, str],
     targets: _Targets,
     root: tuple[str, nn.Module],
@@ -210,15 +210,15 @@ def _converted(
     shapes: Mapping[str, Shape] | None,
 ) -> NameMatch:
     """Return a match with what its fused tensors are made of."""
-    if not found.fused or shapes is None:
-        return found
+    if not match.fused or shapes is None:
+        return match
     before = f"{root[0]}." if root[0] else ""
     groups: dict[str, dict[str, str]] = {}
-    for stored, fqn in found.fused.items():
+    for stored, fqn in match.fused.items():
         home = (base_name(fqn) or fqn).removeprefix(before)
         groups.setdefault(home, {})[stored] = cleaned[stored]
     conversion = conversions.convert(root[1], groups, shapes)
-    names, converted = {fqn: [stored] for fqn, stored in found.names.items()}, dict[str, Expression]()
+    names, converted = {fqn: [stored] for fqn, stored in match.names.items()}, dict[str, Expression]()
     for home, made in conversion.made.items():
         for fqn in targets.find(before + home, ()):
             if isinstance(made, Stored):
@@ -230,10 +230,10 @@ def _converted(
     _refuse_several(names)
     failed = {fqn: why for home, why in conversion.failed.items() for fqn in targets.find(before + home, ())}
     return replace(
-        found,
+        match,
         names={fqn: names[fqn][0] for fqn in targets.own if fqn in names},
         converted={fqn: converted[fqn] for fqn in targets.own if fqn in converted},
-        fused={stored: fqn for stored, fqn in found.fused.items() if fqn in failed},
+        fused={stored: fqn for stored, fqn in match.fused.items() if fqn in failed},
         failed=failed,
     )
 
@@ -321,7 +321,7 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
         **reverted.made,
         **{name: Stored(name, tuple(shapes[name])) for name in shapes if name not in own},
     }
-    result = {name: each.shape for name, each in made.items()}
+    result = {name: expression.shape for name, expression in made.items()}
     wrong = _not_again(model, own, made)
     if wrong:
         return answer | {
@@ -329,7 +329,10 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
             "is_lost": True,
         }
     lacking = find_lacking(model, result)
-    return answer | {"made": {name: to_json(each) for name, each in made.items()}, **lacking._asdict()}
+    return answer | {
+        "made": {name: to_json(expression) for name, expression in made.items()},
+        **lacking._asdict(),
+    }
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
@@ -342,11 +345,11 @@ def _tied(model: nn.Module) -> list[list[str]]:
 
 def _not_again(model: nn.Module, own: Mapping[str, Shape], made: Mapping[str, Expression]) -> list[str]:
     """Return the names in the model of which loading would make something else than was there before."""
-    shapes = {name: each.shape for name, each in made.items()}
+    shapes = {name: expression.shape for name, expression in made.items()}
     matched = match_names(dict(zip(shapes, shapes, strict=True)), own, shapes=shapes, model=model)
     again = {fqn: made[stored] for fqn, stored in matched.names.items()}
-    again |= {fqn: substitute(each, made) for fqn, each in matched.converted.items()}
-    return [fqn for fqn, each in again.items() if each != Stored(fqn, tuple(own[fqn]))]
+    again |= {fqn: substitute(expression, made) for fqn, expression in matched.converted.items()}
+    return [fqn for fqn, expression in again.items() if expression != Stored(fqn, tuple(own[fqn]))]
 
 
 def answer_lacking(directory: str, shapes: Mapping[str, Shape]) -> dict[str, Any]:
@@ -381,9 +384,9 @@ def _ignored_names(model: nn.Module) -> Callable[[str], object]:
     return re.compile(joined).search if patterns else lambda _: None
 
 
-def _without_ignored(found: NameMatch, is_left_out: Callable[[str], bool]) -> NameMatch:
+def _without_ignored(match: NameMatch, is_left_out: Callable[[str], bool]) -> NameMatch:
     """Set aside the tensors that a model computes itself."""
-    ignored = {name: None for name in found.unused if is_left_out(name)}
+    ignored = {name: None for name in match.unused if is_left_out(name)}
     return replace(
-        found, unused=tuple(name for name in found.unused if name not in ignored), ignored=tuple(ignored)
+        match, unused=tuple(name for name in match.unused if name not in ignored), ignored=tuple(ignored)
     )

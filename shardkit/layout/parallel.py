@@ -68,9 +68,9 @@ class Meshes:
 
     def of_unit(self, is_dispatched: bool) -> DeviceMesh:
         """Return the mesh for `fully_shard` of a unit, of experts that lie on `ep` or of anything else."""
-        found = self.expert_data if is_dispatched else self.data
-        assert found is not None
-        return found
+        mesh = self.expert_data if is_dispatched else self.data
+        assert mesh is not None
+        return mesh
 
 
 def has_plan(model: nn.Module) -> bool:
@@ -174,7 +174,7 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((module, name, f"{path}.{name}" if path else name))
-    return [found for found in places.values() if len(found) > 1]
+    return [group for group in places.values() if len(group) > 1]
 
 
 def _tie_again(model: nn.Module, ties: list[list[tuple[nn.Module, str, str]]]) -> None:
@@ -184,13 +184,15 @@ def _tie_again(model: nn.Module, ties: list[list[tuple[nn.Module, str, str]]]) -
         PolicyError: the plan cuts the places in different ways, so that they cannot be one parameter.
     """
     for places in ties:
-        found = [module.get_parameter(name) for module, name, _ in places]
-        made = [parameter for parameter in found if isinstance(parameter, DTensor)]
+        parameters = [module.get_parameter(name) for module, name, _ in places]
+        made = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
         if any((p.device_mesh, p.placements) != (made[0].device_mesh, made[0].placements) for p in made):
             names = " and ".join(escape(name) for _, _, name in places)
             raise PolicyError(
                 f"the tp_plan of {type(model).__name__} cuts {names} in different ways, and they are one parameter"
             )
-        shared = next((parameter for parameter in found if isinstance(parameter, DTensor)), found[0])
+        shared = next(
+            (parameter for parameter in parameters if isinstance(parameter, DTensor)), parameters[0]
+        )
         for module, name, _ in places:
             module.register_parameter(name, shared)

@@ -34,13 +34,13 @@ def placements_of(tensor: DTensor) -> Placements:
     Raises:
         LayoutError: one of them neither copies nor cuts.
     """
-    found = []
+    placements = []
     for axis, placement in enumerate(tensor.placements):
         cut = shard_of(placement)
         if cut is None and not placement.is_replicate():
             raise LayoutError(f"mesh axis {axis} has the placement {placement}, which no weight can have")
-        found.append(REPLICATE if cut is None else Placement(cut[0] % tensor.ndim, cut[1]))
-    return tuple(found)
+        placements.append(REPLICATE if cut is None else Placement(cut[0] % tensor.ndim, cut[1]))
+    return tuple(placements)
 
 
 def placed_on(tensor: torch.Tensor, mesh: Mesh) -> Placed:
@@ -58,10 +58,10 @@ def placed_on(tensor: torch.Tensor, mesh: Mesh) -> Placed:
     if not isinstance(tensor, DTensor):
         return Placed((REPLICATE,) * len(mesh.axes), None)
     placements, view = placements_of(tensor), view_of(tensor.device_mesh)
-    cutting = [at for at, placement in enumerate(placements) if placement.shard_dim is not None]
-    highest = sum((size - 1) * stride for at in cutting for size, stride in view.digits[at])
+    cutting = [axis for axis, placement in enumerate(placements) if placement.shard_dim is not None]
+    highest = sum((size - 1) * stride for axis in cutting for size, stride in view.digits[axis])
     if highest >= mesh.num_shards:
-        names = ", ".join(view.names[at] for at in cutting)
+        names = ", ".join(view.names[axis] for axis in cutting)
         raise LayoutError(f"it is cut on mesh axes {names} over ranks that hold copies in --mesh {mesh}")
     on_main = _on_main(placements, view, mesh)
     return Placed(placements, view) if on_main is None else Placed(on_main, None)
@@ -69,11 +69,11 @@ def placed_on(tensor: torch.Tensor, mesh: Mesh) -> Placed:
 
 def _on_main(placements: Placements, view: Mesh, mesh: Mesh) -> Placements | None:
     """Return placements on the axes of the main mesh; None if axes of the tensor's mesh are none of these."""
-    found, last = [REPLICATE] * len(mesh.axes), -1
+    on_main, last = [REPLICATE] * len(mesh.axes), -1
     for axis, digits, placement in zip(view.axes, view.digits, placements, strict=True):
         same = [
-            at
-            for at, (other, theirs) in enumerate(zip(mesh.axes, mesh.digits, strict=True))
+            index
+            for index, (other, theirs) in enumerate(zip(mesh.axes, mesh.digits, strict=True))
             if (digits == theirs if axis.size > 1 else (axis.name, axis.size) == (other.name, other.size))
         ]
         if not same and (axis.size == 1 or placement.shard_dim is None):
@@ -81,8 +81,8 @@ def _on_main(placements: Placements, view: Mesh, mesh: Mesh) -> Placements | Non
         # In another order of axes split factors would mean something else.
         if not same or same[0] <= last:
             return None
-        found[same[0]], last = placement, same[0]
-    return tuple(found)
+        on_main[same[0]], last = placement, same[0]
+    return tuple(on_main)
 
 
 def view_of(mesh: DeviceMesh) -> Mesh:
@@ -92,12 +92,13 @@ def view_of(mesh: DeviceMesh) -> Mesh:
         LayoutError: it does not begin at rank 0, or its ranks do not lie at regular distances.
     """
     ranks = mesh.mesh
-    names = mesh.mesh_dim_names or tuple(f"axis{at}" for at in range(ranks.ndim))
+    names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(ranks.ndim))
     axes = tuple(
         Axis(name, size, ROLES.get(name, "shard")) for name, size in zip(names, ranks.shape, strict=True)
     )
     steps = tuple(
-        _digits(ranks.movedim(at, -1).reshape(-1, size)[0].tolist()) for at, size in enumerate(ranks.shape)
+        _digits(ranks.movedim(axis, -1).reshape(-1, size)[0].tolist())
+        for axis, size in enumerate(ranks.shape)
     )
     view = Mesh(axes, steps)
     coords = [view.coord(rank) for rank in ranks.flatten().tolist()]
@@ -111,10 +112,12 @@ def view_of(mesh: DeviceMesh) -> Mesh:
 
 def _digits(ranks: list[int]) -> Digits:
     """Return the (size, stride) pairs that generate the ranks along one axis, counted from the first."""
-    found: list[tuple[int, int]] = []
+    digits: list[tuple[int, int]] = []
     while len(ranks) > 1:
         stride = ranks[1] - ranks[0]
-        run = next((at for at, rank in enumerate(ranks) if rank != ranks[0] + at * stride), len(ranks))
-        found.insert(0, (run, stride))
+        run = next(
+            (index for index, rank in enumerate(ranks) if rank != ranks[0] + index * stride), len(ranks)
+        )
+        digits.insert(0, (run, stride))
         ranks = ranks[::run]
-    return tuple(found) or ((1, 1),)
+    return tuple(digits) or ((1, 1),)

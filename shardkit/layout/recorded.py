@@ -77,7 +77,7 @@ def _placements(tensor: manifest.ShardedTensor, mesh: Mesh, fqn: str) -> Placeme
         raise LayoutError(
             f"{escape(fqn)}: not one placement for each of {count(len(mesh.axes), 'mesh axis', 'mesh axes')}"
         )
-    found = tuple(map(Placement.parse, tensor.placements))
-    if any(each.shard_dim is not None and each.shard_dim >= len(tensor.shape) for each in found):
+    placements = tuple(map(Placement.parse, tensor.placements))
+    if any(p.shard_dim is not None and p.shard_dim >= len(tensor.shape) for p in placements):
         raise LayoutError(f"{escape(fqn)}: a placement cuts a dim that the tensor lacks")
-    return found
+    return placements

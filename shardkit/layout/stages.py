@@ -38,11 +38,11 @@ def find_stages(
         PolicyError: the model does not say what its blocks are, the function fails, or a tensor is on no stage.
     """
     parts = _even(model, names, num_stages) if policy.function is None else _call(model, num_stages, policy)
-    found = {
+    stages_of = {
         name: [stage for stage, paths in enumerate(parts) if any(_lies_in(name, path) for path in paths)]
         for name in names
     }
-    lost = [name for name, stages in found.items() if not stages]
+    lost = [name for name, stages in stages_of.items() if not stages]
     idle = [
         f"stage {stage}: {escape(path)}"
         for stage, paths in enumerate(parts)
@@ -50,11 +50,11 @@ def find_stages(
         if not any(_lies_in(name, path) for name in names) and not _is_module(model, path)
     ]
     PolicyError.raise_for(
-        [*(f"{each}: no such module" for each in idle), *(f"{escape(name)}: on no stage" for name in lost)],
+        [*(f"{part}: no such module" for part in idle), *(f"{escape(name)}: on no stage" for name in lost)],
         f"--stages {policy.text}: the parts of {count(num_stages, 'stage')} do not make up the model",
         hint="each stage has the paths of its modules, such as model.layers.0",
     )
-    return found
+    return stages_of
 
 
 def _lies_in(name: str, path: str) -> bool:
@@ -77,12 +77,13 @@ def _even(model: nn.Module, names: Sequence[str], num_stages: int) -> list[list[
             f"{type(model).__name__} has {count(num_blocks, 'block')} in {escape(blocks)}, fewer than the "
             f"{num_stages} stages"
         )
-    each = num_blocks // num_stages
+    per_stage = num_blocks // num_stages
     parts = [
-        [f"{blocks}.{at}" for at in range(stage * each, (stage + 1) * each)] for stage in range(num_stages)
+        [f"{blocks}.{block}" for block in range(stage * per_stage, (stage + 1) * per_stage)]
+        for stage in range(num_stages)
     ]
-    parts[-1] += [f"{blocks}.{at}" for at in range(num_stages * each, num_blocks)]
-    inside = [at for at, name in enumerate(names) if _lies_in(name, blocks)]
+    parts[-1] += [f"{blocks}.{block}" for block in range(num_stages * per_stage, num_blocks)]
+    inside = [position for position, name in enumerate(names) if _lies_in(name, blocks)]
     parts[0] += names[: inside[0]]
     parts[-1] += [name for name in names[inside[0] :] if not _lies_in(name, blocks)]
     return parts
@@ -95,14 +96,14 @@ def _blocks(model: nn.Module, names: Sequence[str]) -> tuple[str, int]:
         for path, module in model.named_modules()
         if path in (getattr(model, "pp_plan", None) or {}) and isinstance(module, nn.ModuleList)
     }
-    found = planned or find_containers(names)
-    if len(found) != 1:
+    containers = planned or find_containers(names)
+    if len(containers) != 1:
         raise PolicyError(
             f"{type(model).__name__} does not say which blocks are split over pp: it has "
-            f"{listed(list(found)) if found else 'no numbered modules'}",
+            f"{listed(list(containers)) if containers else 'no numbered modules'}",
             hint="say it with a function of your own: --stages module:function",
         )
-    return next(iter(found.items()))
+    return next(iter(containers.items()))
 
 
 def _call(model: nn.Module, num_stages: int, policy: WrapPolicy) -> list[list[str]]:
@@ -110,15 +111,15 @@ def _call(model: nn.Module, num_stages: int, policy: WrapPolicy) -> list[list[st
     function = import_name(*policy.function, STAGES)
     try:
         parts = function(model, num_stages)
-        found = [[str(path) for path in paths] for paths in parts]
+        stages = [[str(path) for path in paths] for paths in parts]
     except (Exception, SystemExit) as error:
         raise PolicyError(
             f"--stages {policy.text}: the function failed: {describe(error)}",
             hint="it is called with the model on the meta device and the number of stages, and returns a list of module "
             "paths for each stage",
         ) from error
-    if len(found) != num_stages:
+    if len(stages) != num_stages:
         raise PolicyError(
-            f"--stages {policy.text}: the function returned {len(found)} lists, not {num_stages}"
+            f"--stages {policy.text}: the function returned {len(stages)} lists, not {num_stages}"
         )
-    return found
+    return stages

@@ -175,15 +175,15 @@ def _surroundings(environment: Mapping[str, str]) -> list[Any]:
 
 def _packages(path: Iterable[str]) -> list[tuple[str, int]]:
     """Return (name and version, time of installation) of all that is installed on an import path."""
-    found = []
+    packages = []
     for directory in dict.fromkeys(path):
         try:
             with storage.scandir(directory) as entries:
                 those = [entry for entry in entries if _INSTALLED.fullmatch(entry.name)]
-                found += [(entry.name, entry.stat(follow_symlinks=False).st_mtime_ns) for entry in those]
+                packages += [(entry.name, entry.stat(follow_symlinks=False).st_mtime_ns) for entry in those]
         except OSError:  # no directory: a zip file of the standard library, or nothing
             continue
-    return sorted(found)
+    return sorted(packages)
 
 
 class ReadLog:
@@ -214,7 +214,7 @@ def evidence(directory: str, read: Iterable[str], asked_ns: int) -> dict[str, di
     """
     if any(name.partition(".")[0] == "transformers_modules" for name in list(sys.modules)):
         return None
-    found: dict[str, dict[str, str]] = {"files": {}, "beside": {}}
+    marks: dict[str, dict[str, str]] = {"files": {}, "beside": {}}
     for path, by_digest in {**_modules(), **_data(read)}.items():
         is_new = storage.exists(path) and storage.stat(path).st_mtime_ns > asked_ns - _LATE_NS
         inside = os.path.relpath(path, directory)
@@ -222,22 +222,22 @@ def evidence(directory: str, read: Iterable[str], asked_ns: int) -> dict[str, di
         mark = _mark(path, by_digest=by_digest)
         if mark is None or (is_new and inside != _CONFIG):  # the parent compares that one with what it knows
             return None
-        found["beside" if is_inside else "files"][inside if is_inside else path] = mark
-    return found
+        marks["beside" if is_inside else "files"][inside if is_inside else path] = mark
+    return marks
 
 
 def _modules() -> dict[str, bool]:
     """Return the files of all modules that are not Python's own; True for those that are judged by their bytes."""
     standard = os.path.dirname(os.__file__)
-    found = {}
+    files = {}
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if not isinstance(path, str) or not os.path.isabs(path):  # torch.ops has no file, and names one
             continue
         is_standard = path.startswith(standard + os.sep) and "-packages" not in path
         if not is_standard:
-            found[path] = name.partition(".")[0] in _BY_DIGEST
-    return found
+            files[path] = name.partition(".")[0] in _BY_DIGEST
+    return files
 
 
 def _data(read: Iterable[str]) -> dict[str, bool]:

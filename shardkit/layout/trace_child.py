@@ -162,10 +162,10 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     data = [axis.name for axis in mesh.axes if axis.role != "tensor"]
     tensor = next((axis.name for axis in mesh.axes if axis.role == "tensor"), None)
     wrap_model(model, device_mesh, policy, Meshes.of(device_mesh, data, tensor, experts), wide)
-    found = _read_model(model, mesh, before, classes)
-    found["notes"] += notes
+    answer = _read_model(model, mesh, before, classes)
+    answer["notes"] += notes
     about = {"model_class": classes[id(model)], "keep_fp32": keep_fp32, "stages": stages}
-    return {**about, "targets": [asdict(target) for target in targets], **found, **matched}
+    return {**about, "targets": [asdict(target) for target in targets], **answer, **matched}
 
 
 def _factor(model: nn.Module, plan: dict[str, Any] | None) -> tuple[tuple[Target, ...], tuple[str, ...]]:
@@ -190,17 +190,17 @@ def _match(model: nn.Module, names: dict[str, list[int]], state: _State) -> dict
     plain = [name for name in names if clean_name(name) == name]
     computed = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in state.tensors]
     shapes = {name: tuple(names[name]) for name in plain}
-    found = match_names(
+    matched = match_names(
         dict(zip(plain, plain, strict=True)), state.tensors, shapes=shapes, computed=computed, model=model
     )
     return {
-        "names": dict(found.names),
-        "converted": {fqn: to_json(made) for fqn, made in found.converted.items()},
-        "fused": dict(found.fused),
-        "failed": dict(found.failed),
-        "ignored": list(found.ignored),
-        "unused": list(found.unused),
-        "computed": list(found.made),
+        "names": dict(matched.names),
+        "converted": {fqn: to_json(made) for fqn, made in matched.converted.items()},
+        "fused": dict(matched.fused),
+        "failed": dict(matched.failed),
+        "ignored": list(matched.ignored),
+        "unused": list(matched.unused),
+        "computed": list(matched.made),
     }
 
 
@@ -296,14 +296,14 @@ def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int,
     """Return the answer: units, tensors, ties and the rest from which the parent makes a Trace."""
     after = _State.of(model)
     units = _units(model, classes)
-    index = {path: at for at, (path, _) in enumerate(units)}
+    index = {path: number for number, (path, _) in enumerate(units)}
     _check_ties(before, after, index, units)
     ties = after.ties()
     aliases = {name for group in ties for name in group[1:]}
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
     kept = {name: tensor for name, tensor in after.tensors.items() if name not in aliases}
     placed = _placed(kept, mesh)
-    views = list(dict.fromkeys(each.mesh for each in placed.values() if each.mesh is not None))
+    views = list(dict.fromkeys(place.mesh for place in placed.values() if place.mesh is not None))
     return {
         "meshes": [
             [(a.name, a.size, a.role, steps) for a, steps in zip(view.axes, view.digits, strict=True)]
@@ -330,11 +330,11 @@ def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int,
 
 def _units(model: nn.Module, classes: dict[int, str]) -> list[tuple[str, str]]:
     """Return (path, class) of the root and of every module that is a unit, in module order."""
-    found = [("", classes[id(model)])]
+    units = [("", classes[id(model)])]
     for path, module in model.named_modules():
         if path and isinstance(module, FSDPModule):
-            found.append((clean_name(path), class_before_sharding(module).__name__))
-    return found
+            units.append((clean_name(path), class_before_sharding(module).__name__))
+    return units
 
 
 def _check_ties(before: _State, after: _State, index: dict[str, int], units: list[tuple[str, str]]) -> None:
@@ -349,11 +349,11 @@ def _check_ties(before: _State, after: _State, index: dict[str, int], units: lis
 
 
 def _placed(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, Placed]:
-    found: dict[str, Placed] = {}
+    placed: dict[str, Placed] = {}
     problems = []
     for name, tensor in tensors.items():
         try:
-            found[name] = placed_on(tensor, mesh)
+            placed[name] = placed_on(tensor, mesh)
         except LayoutError as error:
             problems.append(f"{escape(name)}: {error.message}")
     LayoutError.raise_for(
@@ -361,4 +361,4 @@ def _placed(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, Placed]:
         "tensors have placements that are not supported",
         hint="replicated and dim-sharded tensors on meshes over the ranks of --mesh are supported",
     )
-    return found
+    return placed

@@ -299,10 +299,10 @@ def _ask(
     on_start()
     _log.debug("transformers is asked %s, in a process of its own", asked)
     answer = _run_child(request | _time(slot), timeout_s)
-    found = read(answer)
+    result = read(answer)
     if slot is not None:
         slot.keep(answer)
-    return found
+    return result
 
 
 def _time(slot: Slot | None) -> dict[str, int]:
@@ -405,7 +405,7 @@ def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
         ties=tuple(map(tuple, answer["ties"])),
         keep_fp32=frozenset(answer["keep_fp32"]),
         policy=wrap,
-        factored={each["path"]: Target(**each) for each in answer.get("targets", ())},
+        factored={target["path"]: Target(**target) for target in answer.get("targets", ())},
         notes=tuple(answer["notes"]),
     )
     return Trace(
@@ -445,13 +445,13 @@ class ClassAnswer:
         """Yield what it says for people; `where` are the files, such as "the output"."""
         name = escape(self.model_class)
         if self.missing:
-            folded = [each.pattern for each in fold((fqn, None) for fqn in self.missing)]
+            folded = [group.pattern for group in fold((fqn, None) for fqn in self.missing)]
             yield (
                 f"{name}.from_pretrained would initialise {count(len(self.missing), 'tensor')} at random, "
                 f"which {where} lacks: {listed(folded)}"
             )
         if self.misfits:
-            shown = [each.pattern for each in fold((fqn, None) for fqn, _ in self.misfits)]
+            shown = [group.pattern for group in fold((fqn, None) for fqn, _ in self.misfits)]
             yield (
                 f"{name}.from_pretrained would refuse {where} for {count(len(self.misfits), 'tensor')}: "
                 f"{listed(shown)} ({self.misfits[0][0]}: {self.misfits[0][1]})"
@@ -616,10 +616,10 @@ def _read(path: str, status: int, slot: Slot | None) -> ClassAnswer:
         return ClassAnswer(failure=f"the process that asks it ended {_how(status)}")
     if answer["status"] != "ok":
         return ClassAnswer(failure=escape(answer["message"]))
-    found = _parse(answer)
+    parsed = _parse(answer)
     if slot is not None:
         slot.keep(answer)
-    return found
+    return parsed
 
 
 def _parse(answer: Mapping[str, Any]) -> ClassAnswer:

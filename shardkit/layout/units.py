@@ -97,7 +97,7 @@ def _blocks(model: nn.Module) -> Iterator[str]:
         if not path or any(path.startswith(f"{outer}.") for outer in inside):
             continue
         children = dict(module.named_children())
-        is_numbered = list(children) == [str(at) for at in range(len(children))]
+        is_numbered = list(children) == [str(number) for number in range(len(children))]
         is_list = isinstance(module, _CONTAINERS) and bool(children) and is_numbered
         if is_list and all(map(_is_block, children.values())):
             inside.append(path)
@@ -128,8 +128,8 @@ def match_names(model: nn.Module, names: Iterable[str], wording: PolicyWording =
         if all("." in name for name in unknown):
             raise unknown_names(unknown, path_templates(modules), what="module paths", wording=wording)
         raise unknown_names(unknown, class_counts(model), what="module classes", wording=wording)
-    found = set(chain.from_iterable(matched.values()))
-    return [path for path in modules if path in found]
+    matching = set(chain.from_iterable(matched.values()))
+    return [path for path in modules if path in matching]
 
 
 def _match_import(name: str, modules: dict[str, nn.Module], wording: PolicyWording) -> list[str]:
@@ -364,7 +364,7 @@ def _with_dtype_around(
         return unit
     parts = unit.path.split(".")
     around = (".".join(parts[:size]) for size in range(len(parts) - 1, -1, -1))
-    return replace(unit, factors_of=next((found for path in around if (found := of_weights.get(path))), None))
+    return replace(unit, factors_of=next((dtype for path in around if (dtype := of_weights.get(path))), None))
 
 
 def shard_units(
@@ -393,14 +393,14 @@ def _members(model: nn.Module, paths: Collection[str], wide: ClassDtypes | None)
     """Return the parameters of each unit of the policy, each of them once."""
     modules = dict(model.named_modules())
     units = {id(modules[path]): path for path in paths}
-    found: dict[int, _Member] = {}
+    by_id: dict[int, _Member] = {}
     by_unit: dict[str, list[_Member]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        member = found.get(id(parameter))
+        member = by_id.get(id(parameter))
         if member is None:
             is_factor = factor_of(name) is not None
             stored = parameter.dtype if parameter.requires_grad or is_factor else None
-            member = found[id(parameter)] = _Member(
+            member = by_id[id(parameter)] = _Member(
                 [], parameter, _UnitTraits(False, stored), _is_rounded(modules, name), is_factor
             )
             by_unit.setdefault(unit_of(model, name, units), []).append(member)
@@ -424,7 +424,7 @@ def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_UnitTraits,
     is_half = has_wide and any(
         stored is not None and stored.is_floating_point and stored.itemsize == 2 for stored in narrow
     )
-    found: dict[_UnitTraits, list[_Member]] = {}
+    groups: dict[_UnitTraits, list[_Member]] = {}
     for member in members:
         kind, dtype = member.kind, member.parameter.dtype
         if kind.stored is None:
@@ -433,8 +433,8 @@ def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_UnitTraits,
             kind = next((other for other in alike if other in of_weights or other.stored is dtype), kind)
         elif is_half and kind.stored is torch.float32 and not (member.is_rounded or member.is_factor):
             kind = replace(kind, is_wide=True)
-        found.setdefault(kind, []).append(member)
-    return found
+        groups.setdefault(kind, []).append(member)
+    return groups
 
 
 def _dtype_of(members: Sequence[_Member] | None) -> torch.dtype | None:

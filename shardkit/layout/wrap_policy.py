@@ -177,8 +177,8 @@ def unknown_names(
     """
     asked = tuple(names)
     shown = ", ".join(
-        escape(name) + (suggestion(name, candidates) if at < _MAX_SUGGESTIONS else "")
-        for at, name in enumerate(asked)
+        escape(name) + (suggestion(name, candidates) if index < _MAX_SUGGESTIONS else "")
+        for index, name in enumerate(asked)
     )
     return PolicyError(
         f"{wording.name}: no module matches {shown}{'; ' + reason if reason else ''}",

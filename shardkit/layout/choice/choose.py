@@ -83,7 +83,7 @@ def make_layout(
     reason = "--layout declared" if origin == "declared" else why_no_class(model.config)
     if reason is None:
         try:
-            found = trace_model(
+            trace = trace_model(
                 model.directory,
                 mesh,
                 wrap,
@@ -97,7 +97,7 @@ def make_layout(
         except CannotBuildError as error:
             reason = f"{error.message} ({error.hint})" if error.hint else error.message
         else:
-            return fit(found, model.catalog.tensors, model.config)
+            return fit(trace, model.catalog.tensors, model.config)
     if origin == "traced":
         raise LayoutError(
             f"--layout traced: no model can be traced: {reason}", hint="--layout auto declares it then"
@@ -106,11 +106,11 @@ def make_layout(
     return declared if osft is None else factor_layout(declared, osft, model.catalog.tensors, model.config)
 
 
-def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Layout:
+def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Layout:
     """Fit a traced layout to a source: which tensors are omitted, and which name of a tie has the bytes.
 
     Args:
-        found: the live model.
+        trace: the live model.
         source: tensors of the source, by name.
         config: config.json, for the hint.
 
@@ -120,27 +120,29 @@ def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
     Raises:
         LayoutError: names or shapes differ. Lists every difference.
     """
-    targets, placed = found.layout.factored.values(), found.layout.tensors
+    targets, placed = trace.layout.factored.values(), trace.layout.tensors
     if not targets:
-        return _fit(found, source, config)
-    dense = _fit(replace(found, layout=put_dense(found.layout, targets)), source, config)
+        return _fit(trace, source, config)
+    dense = _fit(replace(trace, layout=put_dense(trace.layout, targets)), source, config)
     return put_factors(dense, targets, placed, source)
 
 
-def _fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None) -> Layout:
-    names = dict(found.names if found.names is not None else {name: name for name in source})
-    made = {made_name(fqn, source): expression for fqn, expression in found.converted.items()}
-    names |= {fqn: made_name(fqn, source) for fqn in found.converted}
+def _fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None) -> Layout:
+    names = dict(trace.names if trace.names is not None else {name: name for name in source})
+    made = {made_name(fqn, source): expression for fqn, expression in trace.converted.items()}
+    names |= {fqn: made_name(fqn, source) for fqn in trace.converted}
     held = {name: entry.shape for name, entry in source.items()} | {
-        name: each.shape for name, each in made.items()
+        name: expression.shape for name, expression in made.items()
     }
-    layout = _store_present_names(found.layout, names)
+    layout = _store_present_names(trace.layout, names)
     live = _live_shapes(layout)
     sources = {fqn: stored for fqn, stored in names.items() if fqn in live}
-    used = frozenset(sources.values()) | {leaf.name for each in made.values() for leaf in leaves(each)}
+    used = frozenset(sources.values()) | {
+        leaf.name for expression in made.values() for leaf in leaves(expression)
+    }
     left = [name for name in source if name not in used]
-    unknown, omitted = _sort_unknown(found, left)
-    missing = [name for name in layout.tensors if name not in sources and name not in found.computed]
+    unknown, omitted = _sort_unknown(trace, left)
+    missing = [name for name in layout.tensors if name not in sources and name not in trace.computed]
     shapes = [
         f"{escape(name)}: {list(held[sources[name]])} in the source, {list(shape)} in the model"
         for name, shape in live.items()
@@ -150,9 +152,9 @@ def _fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, A
     is_quantised = "quantization_config" in (config or {})
     # `from_pretrained` leaves spare tensors out too.
     if not missing and not shapes and not is_quantised and len(spare) == len(unknown):
-        omitted = (*omitted, *((name, f"{found.model_class} has no place for it") for name in spare))
+        omitted = (*omitted, *((name, f"{trace.model_class} has no place for it") for name in spare))
     elif unknown or missing or shapes:
-        raise _misfit(found, source, unknown=unknown, missing=missing, shapes=shapes, config=config)
+        raise _misfit(trace, source, unknown=unknown, missing=missing, shapes=shapes, config=config)
     computed = [name for name in layout.tensors if name not in sources]
     tensors = {name: tensor for name, tensor in layout.tensors.items() if name in sources}
     return replace(
@@ -161,12 +163,12 @@ def _fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, A
         sources=sources,
         made=made,
         omitted=omitted,
-        notes=(*layout.notes, *_notes(found, sources, made, computed)),
+        notes=(*layout.notes, *_notes(trace, sources, made, computed)),
     )
 
 
 def _notes(
-    found: Trace, sources: Mapping[str, str], made: Mapping[str, Expression], computed: Sequence[str]
+    trace: Trace, sources: Mapping[str, str], made: Mapping[str, Expression], computed: Sequence[str]
 ) -> Iterator[str]:
     renamed = [fqn for fqn, stored in sources.items() if fqn != stored and stored not in made]
     if renamed:
@@ -175,14 +177,14 @@ def _notes(
             f"({escape(sources[renamed[0]])} is {escape(renamed[0])})"
         )
     if made:
-        parts = {leaf.name for each in made.values() for leaf in leaves(each)}
+        parts = {leaf.name for expression in made.values() for leaf in leaves(expression)}
         yield (
-            f"{count(len(made), 'tensor')} of {escape(found.model_class)} made of {count(len(parts), 'tensor')} of the "
+            f"{count(len(made), 'tensor')} of {escape(trace.model_class)} made of {count(len(parts), 'tensor')} of the "
             f"files, as from_pretrained does: {listed([fqn for fqn, stored in sources.items() if stored in made])}"
         )
     if computed:
         yield (
-            f"not in the files, {escape(found.model_class)} computes them: {listed(computed)}; stock dcp.load needs "
+            f"not in the files, {escape(trace.model_class)} computes them: {listed(computed)}; stock dcp.load needs "
             "DefaultLoadPlanner(allow_partial_load=True)"
         )
 
@@ -210,24 +212,24 @@ def _store_present_names(layout: Layout, source: Mapping[str, str]) -> Layout:
     return replace(layout, tensors=tensors, ties=tuple(ties))
 
 
-def _sort_unknown(found: Trace, names: Iterable[str]) -> tuple[list[str], tuple[tuple[str, str], ...]]:
+def _sort_unknown(trace: Trace, names: Iterable[str]) -> tuple[list[str], tuple[tuple[str, str], ...]]:
     """Split the source tensors that the state dict lacks into true differences and (name, reason) to omit."""
     unknown, omitted = [], []
     for name in names:
-        pattern = next((p for p in found.ignored_patterns if re.search(p, name)), None)
-        if name in found.fused:
+        pattern = next((p for p in trace.ignored_patterns if re.search(p, name)), None)
+        if name in trace.fused:
             unknown.append(name)
-        elif name in found.absent_buffers:
-            omitted.append((name, f"a buffer that {found.model_class} makes itself and does not save"))
-        elif pattern is not None or name in found.ignored:
-            omitted.append((name, f"transformers leaves it out when it loads {found.model_class}"))
+        elif name in trace.absent_buffers:
+            omitted.append((name, f"a buffer that {trace.model_class} makes itself and does not save"))
+        elif pattern is not None or name in trace.ignored:
+            omitted.append((name, f"transformers leaves it out when it loads {trace.model_class}"))
         else:
             unknown.append(name)
     return unknown, tuple(omitted)
 
 
 def _misfit(
-    found: Trace,
+    trace: Trace,
     source: Mapping[str, TensorEntry],
     *,
     unknown: list[str],
@@ -235,14 +237,14 @@ def _misfit(
     shapes: list[str],
     config: Mapping[str, Any] | None,
 ) -> LayoutError:
-    name = escape(found.model_class)
+    name = escape(trace.model_class)
     is_compiled = _is_compiled(unknown, missing)
-    if found.fused:
+    if trace.fused:
         return LayoutError(
             f"{name} holds tensors in another form than its files store them, and it is not known how to make them",
             problems=[
-                f"{escape(fqn)}: {found.failed.get(fqn, '')} ({listed([stored for stored, other in found.fused.items() if other == fqn])})"
-                for fqn in dict.fromkeys(found.fused.values())
+                f"{escape(fqn)}: {trace.failed.get(fqn, '')} ({listed([stored for stored, other in trace.fused.items() if other == fqn])})"
+                for fqn in dict.fromkeys(trace.fused.values())
             ],
             hint="load it with from_pretrained once, save its state_dict() with torch.distributed.checkpoint, and"
             " reshard that",

@@ -88,7 +88,7 @@ def parallelise(layout: Layout, mesh: Mesh, rules: Sequence[ParallelRule]) -> La
             hint="leave one of the two out",
         )
     names = {name: (name, *_others(layout, name)) for name in layout.tensors}
-    _check_globs(rules, [each for group in names.values() for each in group])
+    _check_globs(rules, [name for group in names.values() for name in group])
     styles = {name: _style(group, rules) for name, group in names.items()}
     _check_axes(mesh, {rule.style for rule in rules})
     tensors = {name: _cut(tensor, mesh, styles[name]) for name, tensor in layout.tensors.items()}
@@ -140,18 +140,18 @@ def _check_axes(mesh: Mesh, styles: set[str]) -> None:
 
 def _style(names: Iterable[str], rules: Sequence[ParallelRule]) -> str | None:
     """Return the style that the rules give a parameter, by its names; None if no rule is about it."""
-    found = dict[str, str]()
+    styles = dict[str, str]()
     for name in names:
         for rule in rules:
             if _matches(name, rule.glob):
-                found[name] = rule.style
-    if len({_TENSOR.get(style, (style,)) for style in found.values()}) > 1:
+                styles[name] = rule.style
+    if len({_TENSOR.get(style, (style,)) for style in styles.values()}) > 1:
         raise PolicyError(
             "--parallel-rule: names of one parameter would be cut in different ways",
-            problems=[f"{escape(name)}: {style}" for name, style in found.items()],
+            problems=[f"{escape(name)}: {style}" for name, style in styles.items()],
             hint="give them one style",
         )
-    return next(iter(found.values()), None)
+    return next(iter(styles.values()), None)
 
 
 def _cut(tensor: TensorLayout, mesh: Mesh, style: str | None) -> TensorLayout:
@@ -164,7 +164,7 @@ def _cut(tensor: TensorLayout, mesh: Mesh, style: str | None) -> TensorLayout:
         return replace(tensor, placements=placements, mesh=mesh.experts)
     on_tensor = _on_tensor_axis(len(tensor.shape), style)
     size = next((axis.size for axis in mesh.axes if axis.role == "tensor"), 1)
-    before, found = iter(tensor.placements), list[Placement]()
+    before, after = iter(tensor.placements), list[Placement]()
     for axis in mesh.axes:
         placement = on_tensor if axis.role == "tensor" else next(before)
         if (
@@ -173,8 +173,8 @@ def _cut(tensor: TensorLayout, mesh: Mesh, style: str | None) -> TensorLayout:
             and placement.shard_dim == on_tensor.shard_dim
         ):
             placement = Placement(placement.shard_dim, size)
-        found.append(placement)
-    return replace(tensor, placements=tuple(found))
+        after.append(placement)
+    return replace(tensor, placements=tuple(after))
 
 
 def _on_tensor_axis(num_dims: int, style: str | None) -> Placement:
