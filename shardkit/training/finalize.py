@@ -120,8 +120,8 @@ def finalize(
         retie(model, ctx.ties)
         check_hidden(model, ctx)
         materialise(model, place)
-        for each in (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
-            rebind_optimizer(model, each)
+        for one in (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
+            rebind_optimizer(model, one)
         shards = with_ties(local_shards(model), ctx.ties)
     compare_parameters([(shard.names, shard.whole.requires_grad) for shard in shards], ctx)
     filled, own = Filled(), shards
@@ -240,12 +240,12 @@ def _open(
         return find_weights(opened, wanted, ties, model=model, rules=rules), factoring
 
     share_listings((source,), open_given, phase=_OPENING)
-    found, error, able = look_where_possible(
+    seen, error, able = look_where_possible(
         look,
         lambda error: is_read_elsewhere and isinstance(error, (SourceError, ResourceError)),
         phase=_OPENING,
     )
-    weights, factoring = found or (None, Factoring())
+    weights, factoring = seen or (None, Factoring())
     factoring = _same_factoring(factoring, own)
     used, unused = (weights.stored_names(), weights.unused) if weights is not None else ((), ())
     elsewhere, are_stages = unused_here_alone(frozenset(used), frozenset(unused))
@@ -263,7 +263,7 @@ def _open(
                 check_ties(ties, weights)
     told = gather_json(sorted(made), phase=_FITTING)
     if weights is None:
-        made = frozenset(name for each in told for name in each)
+        made = frozenset(name for names in told for name in names)
     return factoring.supplied(
         Supply(weights=weights, unavailable=None if error is None else str(error), initialised=made)
     )
@@ -276,7 +276,7 @@ def _same_factoring(mine: Factoring, own: tuple[Target, ...]) -> Factoring:
         LayoutError: on all ranks: they have other targets, as stages of a pipeline would.
     """
     told = gather_json([mine.svd, to_json(own)], phase="comparing the ranks' models")
-    svd = next((each for each, _ in told if each is not None), None)
+    svd = next((mode for mode, _ in told if mode is not None), None)
     if svd is not None and any(targets != told[0][1] for _, targets in told):
         raise LayoutError(
             "the ranks' models have other OSFT targets than each other, and the source has dense weights",

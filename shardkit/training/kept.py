@@ -82,7 +82,7 @@ def remember_files(
         tokenizer: the live one, where it was given.
     """
     more = weights.assets if weights is not None else ()
-    places = tuple(dict.fromkeys(each for each in (*directories, *more) if each is not None))
+    places = tuple(dict.fromkeys(directory for directory in (*directories, *more) if directory is not None))
     live = tokenizer if hasattr(tokenizer, "save_pretrained") else None
     if places or live is not None:
         setattr(model, _ATTRIBUTE, HubFiles(places, FOLLOWS_LINKS.get(), live, _dtypes(weights)))
@@ -112,7 +112,9 @@ class Kept:
         self._root = next((pair for pair in pairs if is_transformers(pair[1])), None)
         self._holder = next((pair for pair in pairs if _ATTRIBUTE in vars(pair[1])), None)
         buffers = {f"{path}.{name}".lstrip(".") for path, module in pairs for name in module._buffers}
-        self._adapted = next((each for _, each in pairs if isinstance(vars(each).get(_ADAPTERS), dict)), None)
+        self._adapted = next(
+            (module for _, module in pairs if isinstance(vars(module).get(_ADAPTERS), dict)), None
+        )
         path = (self._root or self._holder or ("", model))[0]
         # A config that is about a part of the model would say of the whole what is not true.
         self._dtypes = _saved_dtypes(tensors)
@@ -159,17 +161,17 @@ class Kept:
     def _files(self, problems: list[str]) -> tuple[_Files, Asset | None]:
         """Return the files, and the config of the Hub model, which the live model's may replace."""
         holder = None if self._holder is None else getattr(self._holder[1], _ATTRIBUTE)
-        found = _Files() if holder is None else _beside(holder, problems)
-        given = found.get(CONFIG)
+        files = _Files() if holder is None else _beside(holder, problems)
+        given = files.get(CONFIG)
         if self._root is not None:
-            found |= _live_configs(self._root[1], problems)
+            files |= _live_configs(self._root[1], problems)
         if self._adapted is not None:
-            found |= _adapter_config(self._adapted, problems)
-        if holder is not None and holder.tokenizer is not None and CONFIG in found:
+            files |= _adapter_config(self._adapted, problems)
+        if holder is not None and holder.tokenizer is not None and CONFIG in files:
             live = _live_tokenizer(holder.tokenizer, problems)
             if live:
-                found = {name: each for name, each in found.items() if not is_tokenizer_file(name)} | live
-        return found, given
+                files = {name: asset for name, asset in files.items() if not is_tokenizer_file(name)} | live
+        return files, given
 
     def _config(self, asset: Asset, given: Asset | None) -> bytes:
         """Return config.json with the dtype of what is saved: the Hub model's own where all tensors have theirs.
@@ -298,14 +300,14 @@ def _own_code(model: Any) -> _Files:
 
     Source: transformers 5.24, dynamic_module_utils.py, custom_object_save; `_auto_class` says that there is some.
     """
-    own = [each for each in (model, model.config) if getattr(each, "_auto_class", None) is not None]
+    own = [owner for owner in (model, model.config) if getattr(owner, "_auto_class", None) is not None]
     if not own:
         return {}
     from transformers.dynamic_module_utils import custom_object_save
 
     with tempfile.TemporaryDirectory() as scratch:
-        for each in own:
-            custom_object_save(each, scratch)
+        for owner in own:
+            custom_object_save(owner, scratch)
         names = [name for name in storage.listdir(scratch) if name.endswith(".py")]
         return {name: _held(name, os.path.join(scratch, name)) for name in names}
 
@@ -317,8 +319,8 @@ def _adapter_config(model: Any, problems: list[str]) -> _Files:
         return {}
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            (found,) = settings.values()
-            found.save_pretrained(scratch)
+            (adapter,) = settings.values()
+            adapter.save_pretrained(scratch)
             config = json.loads(read_small(os.path.join(scratch, ADAPTER_CONFIG), ADAPTER_CONFIG, _MAX_BYTES))
         except Exception as error:  # code of PEFT's own
             problems.append(f"{ADAPTER_CONFIG}: {escape(str(error))}")
@@ -331,7 +333,7 @@ def _adapter_config(model: Any, problems: list[str]) -> _Files:
 
 def _class_name(model: nn.Module) -> str:
     """Return the name by which transformers knows a model's class, however it has been subclassed."""
-    known = (each for each in type(model).__mro__ if each.__module__.partition(".")[0] in _OF_TRANSFORMERS)
+    known = (cls for cls in type(model).__mro__ if cls.__module__.partition(".")[0] in _OF_TRANSFORMERS)
     class_name = next(known).__name__
     return plain_class(model) if class_name == "PreTrainedModel" else class_name
 

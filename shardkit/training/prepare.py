@@ -243,24 +243,24 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
         plain = _build(options, dtype)
     check_sources(options.place)
     plain = _factor(plain, options)
-    found = _open_together(plain, options)
-    fit = found.fit
-    if found.untied:
-        plain = _untie(plain, found.untied)
+    opened = _open_together(plain, options)
+    fit = opened.fit
+    if opened.untied:
+        plain = _untie(plain, opened.untied)
     buffers = _computed_buffers(plain.model)
     with agreed("checking buffers"):
         _refuse_uncomputed(plain, buffers, fit)
     blueprint = _blueprint(plain.model) if fit.initialised or fit.grown else None
     if blueprint is not None:
         _warn_not_repeated(blueprint, plain, fit)
-    notes = tuple(_notes(plain, found, fit, is_given=options.model_place is None))
+    notes = tuple(_notes(plain, opened, fit, is_given=options.model_place is None))
     for note in notes:
         say(f"prepare: {note}")
     ctx = ModelInitializationContext(
         model=plain.model,
         source=options.place,
-        weights=found.weights,
-        unavailable=str(found.absent) if found.absent is not None else None,
+        weights=opened.weights,
+        unavailable=str(opened.absent) if opened.absent is not None else None,
         expected=dict(plain.expected),
         ties=plain.ties,
         initialised=fit.initialised,
@@ -273,7 +273,7 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
     )
     note_prepared(ctx, find_hidden(plain.model, plain.moved))
     own = plain.home if location_of(options.model_place).is_for_all else options.model_place
-    remember_files(plain.model, (own,), found.weights, options.tokenizer)
+    remember_files(plain.model, (own,), opened.weights, options.tokenizer)
     return ctx
 
 
@@ -324,7 +324,7 @@ def _stored_dtype(model: str, asked: PrepareOptions) -> str | None:
         mine = [dtype_of(asked.place, asked.revision, of_factored=True), look()]
     # A rank may not see the source.
     told = gather_json(mine, phase=phase)
-    return next((each for at in (0, 1) for each in (ranks[at] for ranks in told) if each), None)
+    return next((dtype for index in (0, 1) for dtype in (ranks[index] for ranks in told) if dtype), None)
 
 
 def _factor(plain: _Plain, asked: PrepareOptions) -> _Plain:
@@ -332,7 +332,7 @@ def _factor(plain: _Plain, asked: PrepareOptions) -> _Plain:
     with agreed(_OPENING):
         mine = _stored_targets(plain, asked)
     told = gather_json(None if mine is None else to_json(mine), phase=_OPENING)
-    stored = tuple(from_json(next((each for each in told if each), ())))
+    stored = tuple(from_json(next((answer for answer in told if answer), ())))
     with agreed("dividing weights into factors"):
         factoring = factor_model(
             plain.model, asked.plan, stored, grown=plain.grown, has_source=asked.place is not None
@@ -395,7 +395,7 @@ def _open_together(plain: _Plain, asked: PrepareOptions) -> _FoundSource:
     """Open the source on every rank that has it; the first of these tells all what is read and initialised."""
     told = gather_json(plain.digest(asked), phase=_OPENING)
     with agreed(_OPENING):
-        if any(each != told[0] for each in told):
+        if any(digest != told[0] for digest in told):
             raise LayoutError(
                 "the ranks do not have the same model, seed or options",
                 hint="build the model, and call prepare, the same way on every rank; one that does not see the source"
@@ -533,20 +533,20 @@ def _warn_not_repeated(blueprint: nn.Module, plain: _Plain, fit: ModelFit) -> No
         )
 
 
-def _notes(plain: _Plain, found: _FoundSource, fit: ModelFit, *, is_given: bool) -> Iterator[str]:
+def _notes(plain: _Plain, opened: _FoundSource, fit: ModelFit, *, is_given: bool) -> Iterator[str]:
     """Yield what a person should be told.
 
     Args:
         is_given: the model was given or built by a function, so that its ties may surprise.
     """
-    tied = [f"{other} to {kept}" for kept, other in plain.retied if not {kept, other} & set(found.untied)]
+    tied = [f"{other} to {kept}" for kept, other in plain.retied if not {kept, other} & set(opened.untied)]
     if tied and is_given:
         yield f"tied, as the model's class has it: {listed(tied)}"
     for fqn, rows in fit.grown.items():
         now = plain.expected[fqn].shape[0]
         yield f"{escape(fqn)}: {rows} rows in the source, {now} in the model; the rest is initialised"
-    if found.untied:
-        yield f"not tied, the source has values of their own for them: {listed(found.untied)}"
+    if opened.untied:
+        yield f"not tied, the source has values of their own for them: {listed(opened.untied)}"
     yield from plain.factoring.notes
-    yield from found.weights.notes if found.weights else ()
+    yield from opened.weights.notes if opened.weights else ()
     yield from fit.notes

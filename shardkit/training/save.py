@@ -134,7 +134,7 @@ def save(
             writer = SaveWriter(place, aliases, files)
             _write(checkpointable(state), writer, group)
             told = gather_json(recall(model, (*state[MODEL], *aliases)), group, phase=_PHASE)
-            form = next((HubNaming(*each) for each in told if each is not None), HubNaming(None, {}))
+            form = next((HubNaming(*naming) for naming in told if naming is not None), HubNaming(None, {}))
             with agreed(_PHASE, group):
                 if kept is not None:
                     _describe(model, writer, aliases, form, group, kept.write(place))
@@ -162,8 +162,8 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
     units = fsdp1_units(model)
     pieces = [
         escape(clean_name(name))
-        for name, each in model.named_parameters()
-        if is_fsdp1_part(each) and id(each) not in units
+        for name, parameter in model.named_parameters()
+        if is_fsdp1_part(parameter) and id(parameter) not in units
     ]
     LayoutError.raise_for(
         pieces,
@@ -171,10 +171,10 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
         hint="save the whole model that FSDP1 has wrapped",
     )
     reshard(model)  # what is gathered now is a copy
-    for each in optimizers:
-        refuse_copies(model, each)
+    for optimizer in optimizers:
+        refuse_copies(model, optimizer)
     own = {id(parameter) for parameter in model.parameters()}
-    stepped = [parameter for each in optimizers for parameter in stepped_by(each)]
+    stepped = [parameter for optimizer in optimizers for parameter in stepped_by(optimizer)]
     foreign = sum(id(parameter) not in own for parameter in stepped)
     if foreign:
         raise LayoutError(
@@ -182,7 +182,10 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
             " their state has no name",
             hint="make the optimizer after the model is wrapped, or give it the new parameters: rebind_optimizer",
         )
-    copies = [len(ids) - len(set(ids)) for ids in ([id(p) for p in stepped_by(each)] for each in optimizers)]
+    copies = [
+        len(ids) - len(set(ids))
+        for ids in ([id(p) for p in stepped_by(optimizer)] for optimizer in optimizers)
+    ]
     if any(copies):
         raise LayoutError(
             f"the optimizer holds {count(sum(copies), 'repeated parameter')}: it does not step all that it should",
@@ -192,14 +195,14 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
 
 def _warn_of_classes(state: State) -> None:
     """Warn of tensors that torch writes as objects of classes whose values shardkit cannot take from a file."""
-    found: dict[str, list[str]] = {}
+    by_class: dict[str, list[str]] = {}
     for name, tensor in _tensors(state, ""):
         cls = type((tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach())
         if cls.__module__.partition(".")[0] != "torch" and not is_known_class(
             cls.__module__, cls.__qualname__
         ):
-            found.setdefault(f"{cls.__module__}.{cls.__qualname__}", []).append(name)
-    for cls_name, names in found.items():
+            by_class.setdefault(f"{cls.__module__}.{cls.__qualname__}", []).append(name)
+    for cls_name, names in by_class.items():
         warnings.warn(
             f"{count(len(names), 'tensor is saved as an object', 'tensors are saved as objects')} of "
             f"{escape(cls_name)}, whose values shardkit cannot take from a file again ({listed(names)}): stock dcp.load "
@@ -284,16 +287,16 @@ def _describe(
         "files that ranks wrote are not in the directory that rank 0 sees",
         hint="save to a file system or a store that all ranks share",
     )
-    found = diagnose(model)
+    diagnosis = diagnose(model)
     ties: dict[str, list[str]] = {}
     for alias, kept in aliases.items():
         ties.setdefault(kept, [kept]).append(alias)
     content = manifest.SavedState(
         tool=manifest.TOOL,
-        model_class=found.model_class,
+        model_class=diagnosis.model_class,
         world_size=dist.get_world_size(group) if dist.is_initialized() else 1,
-        meshes=tuple(sorted({unit.mesh for unit in found.units if unit.mesh})),
-        units=tuple(manifest.Unit(path=unit.path, class_name=unit.class_name) for unit in found.units),
+        meshes=tuple(sorted({unit.mesh for unit in diagnosis.units if unit.mesh})),
+        units=tuple(manifest.Unit(path=unit.path, class_name=unit.class_name) for unit in diagnosis.units),
         ties=tuple(tuple(sorted(group, key=lambda name: name not in form.tied)) for group in ties.values()),
         key_rules=form.key_rules,
         derived=tuple(manifest.Derived(name=fqn, made_of=made) for fqn, made in form.derived.items()) or None,
@@ -356,7 +359,7 @@ def _take_back_step(model: nn.Module, states: State, new: list[torch.optim.Optim
     """Reset the step that `_complete` counted, in the state of some optimizers' parameters; None for all."""
     names = list(states)
     if new is not None:
-        stepped = {id(p) for each in new for p in stepped_by(each)}
+        stepped = {id(p) for optimizer in new for p in stepped_by(optimizer)}
         names = [name for name, tensor in _state_names(model) if id(tensor) in stepped]
     for name in names:
         if "step" in (own := states.get(name, {})):
@@ -373,7 +376,7 @@ def _complete(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torc
     there are gradients.
     """
     new = [optimizer for optimizer in optimizers if not optimizer.state]
-    parameters = [parameter for each in new for parameter in stepped_by(each)]
+    parameters = [parameter for optimizer in new for parameter in stepped_by(optimizer)]
     gradients = [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:
@@ -399,8 +402,8 @@ def find_aliases(model: nn.Module) -> dict[str, str]:
 
 def _state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and persistent buffers under all of their names, as in torch's model state dicts."""
-    found = places_of(_state_paths(model))
-    return ((place.fqn, place.tensor) for place in found if place.persistent)
+    tensors = places_of(_state_paths(model))
+    return ((place.fqn, place.tensor) for place in tensors if place.persistent)
 
 
 def _state_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -459,7 +462,7 @@ class SaveWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata`."""
-        for written in (each for rank in results for each in rank):
+        for written in (result for rank in results for result in rank):
             stop = written.storage_data.offset + written.storage_data.length
             name = written.storage_data.relative_path
             self.files[name] = max(stop, self.files.get(name, 0))
@@ -468,7 +471,9 @@ class SaveWriter(FileSystemWriter):
         if self._sends:
             super().finish(metadata, results)
             self.beside = self.metadata()
-            results = [[_in_folder(each, os.path.basename(self.path)) for each in rank] for rank in results]
+            results = [
+                [_in_folder(result, os.path.basename(self.path)) for result in rank] for rank in results
+            ]
         super().finish(metadata, results)
         if not self._sends:
             # torch 2.13, FileSystemWriter.finish, syncs the file while its bytes are still in Python's buffer.
@@ -477,7 +482,7 @@ class SaveWriter(FileSystemWriter):
     def _copies(self, metadata: Metadata, results: list[list[WriteResult]]) -> list[WriteResult]:
         """Describe aliases, and return the records of what they stand for under their names."""
         by_name: dict[str, list[WriteResult]] = {}
-        for written in (each for rank in results for each in rank):
+        for written in (result for rank in results for result in rank):
             by_name.setdefault(written.index.fqn, []).append(written)
         copies = []
         for alias, kept in self._aliases.items():
@@ -486,8 +491,8 @@ class SaveWriter(FileSystemWriter):
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[kept]
             metadata.planner_data[alias] = (MODEL, alias.removeprefix(f"{MODEL}."))
             copies += [
-                replace(each, index=MetadataIndex(alias, each.index.offset, each.index.index))
-                for each in by_name[kept]
+                replace(result, index=MetadataIndex(alias, result.index.offset, result.index.index))
+                for result in by_name[kept]
             ]
         return copies
 

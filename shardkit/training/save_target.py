@@ -174,8 +174,8 @@ class _StoreLead:
             return
         # What cannot be asked or removed stays: nobody sees it, and `shardkit gc` removes it.
         with contextlib.suppress(ShardkitError, OSError):
-            found = writer_of(self._marker).get(self._marker)
-            if found is None or self._folder.encode() not in found[0]:
+            stored = writer_of(self._marker).get(self._marker)
+            if stored is None or self._folder.encode() not in stored[0]:
                 stores.forget()
                 storage.remove_tree(self.place)
 
@@ -220,7 +220,7 @@ def expect(files: FileSystem, plan: SavePlan) -> None:
     """Tell what makes files how large this rank's file gets, as far as its tensors tell."""
     if isinstance(files, _StoreFiles):
         tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
-        nbytes = sum(each.chunk.sizes.numel() * each.properties.dtype.itemsize for each in tensors)
+        nbytes = sum(tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
         files.expected_nbytes = nbytes * 9 // 8
 
 

@@ -197,7 +197,7 @@ def wrap(
     precision = _precision(mixed_precision)
     wide = _class_dtypes(model, precision) if mixed_precision == "bf16" else None
     plan = plan_units(model, with_units(model, paths, dispatched), wide)
-    settings = {each.path: _unit_precision(each, modules[each.path], precision, wide) for each in plan.units}
+    settings = {unit.path: _unit_precision(unit, modules[unit.path], precision, wide) for unit in plan.units}
     units = _apply_checkpointing(model, {path: modules[path] for path in paths}, recomputed)
     if wide is not None:
         _cast_buffers(model, wide)
@@ -500,10 +500,10 @@ def _apply_checkpointing(
         elif not is_checkpointed(module):
             wrappers[id(module)] = checkpointed(module)
     named = model.named_modules(remove_duplicate=False)
-    found = {path: wrappers[id(module)] for path, module in named if id(module) in wrappers}
+    wrapped = {path: wrappers[id(module)] for path, module in named if id(module) in wrappers}
     # Inner ones first: no path has a wrapper in it yet.
-    for path in sorted(found, key=lambda path: -path.count(".")):
-        model.set_submodule(path, found[path])
+    for path in sorted(wrapped, key=lambda path: -path.count(".")):
+        model.set_submodule(path, wrapped[path])
     return {path: wrappers.get(id(module), module) for path, module in units.items()}
 
 
@@ -549,8 +549,8 @@ def match_policy(model: nn.Module, policy: Policy, wording: PolicyWording) -> li
         names = [member for member in members if isinstance(member, str)]
         if not members or len(classes) + len(names) < len(members):
             raise PolicyError(f"{wording.name}: holds no classes or names: {members}", hint=wording.usage)
-        found = {*_match_classes(model, classes, wording), *match_names(model, sorted(names), wording)}
-        chosen = [path for path, _ in model.named_modules() if path in found]
+        matched = {*_match_classes(model, classes, wording), *match_names(model, sorted(names), wording)}
+        chosen = [path for path, _ in model.named_modules() if path in matched]
     elif callable(policy):
         chosen = _match_predicate(model, policy, wording)
     else:
@@ -634,7 +634,7 @@ def layer_policy(*paths: str) -> set[type[nn.Module]]:
     Raises:
         PolicyError: paths that lead to no module class; lists all of them.
     """
-    found: set[type[nn.Module]] = set()
+    classes: set[type[nn.Module]] = set()
     problems = []
     for path in paths:
         module_name, _, attribute = path.rpartition(".")
@@ -644,7 +644,7 @@ def layer_policy(*paths: str) -> set[type[nn.Module]]:
             value = import_name(module_name, attribute, PolicyWording("layer_policy", "{}", _USAGE))
             if not (isinstance(value, type) and issubclass(value, nn.Module)):
                 raise PolicyError(f"layer_policy: {escape(path)} is not a class of modules")
-            found.add(value)
+            classes.add(value)
         except PolicyError as error:
             problems.append(f"{escape(path)}: {error.message.partition(': ')[2]}")
     if problems or not paths:
@@ -656,4 +656,4 @@ def layer_policy(*paths: str) -> set[type[nn.Module]]:
             hint="give import paths of module classes, such as "
             "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
         )
-    return found
+    return classes

@@ -145,7 +145,7 @@ def diagnose(model: nn.Module) -> Diagnosis:
     stored, units = _read_fsdp1(model) if kind == "fsdp1" else _read_units(model)
     total = sum(p.numel * p.itemsize for p in stored)
     num_parts = _usual_parts(stored)
-    found = Diagnosis(
+    diagnosis = Diagnosis(
         kind=kind,
         model_class=plain_class(model),
         rank=rank,
@@ -168,7 +168,7 @@ def diagnose(model: nn.Module) -> Diagnosis:
         meta=tuple(_on_meta(model)),
         problems=(),
     )
-    return replace(found, problems=tuple(_problems(found)))
+    return replace(diagnosis, problems=tuple(_problems(diagnosis)))
 
 
 def _kind(model: nn.Module) -> str:
@@ -210,26 +210,28 @@ def _is_recomputed(module: nn.Module) -> bool:
     return is_transformers_layer(module) and bool(getattr(module, "gradient_checkpointing", False))
 
 
-def _problems(found: Diagnosis) -> Iterator[str]:
-    if len(found.units) == 1:
+def _problems(diagnosis: Diagnosis) -> Iterator[str]:
+    if len(diagnosis.units) == 1:
         yield "no units: the policy matched nothing, and every forward gathers the whole model at once"
-    if found.num_parts > 1 and found.expected_bytes:
-        share = found.local_bytes / found.expected_bytes
+    if diagnosis.num_parts > 1 and diagnosis.expected_bytes:
+        share = diagnosis.local_bytes / diagnosis.expected_bytes
         if share > 1 + _TOLERANCE:
-            some, why = (found.whole, "not cut") if found.whole else (found.uneven, "cut unevenly")
+            some, why = (
+                (diagnosis.whole, "not cut") if diagnosis.whole else (diagnosis.uneven, "cut unevenly")
+            )
             yield f"this rank holds {share:.1f} times its share: {count(len(some), 'parameter')} {why} ({listed(some)})"
         elif share < 1 - _TOLERANCE:
             yield f"this rank holds {share:.1f} of its share: dims smaller than the mesh leave more to other ranks"
-    for names in found.broken_ties:
+    for names in diagnosis.broken_ties:
         yield f"{' and '.join(map(escape, names))} should be one parameter, and are not"
-    for unit in found.units if found.kind == "fsdp2" else ():
+    for unit in diagnosis.units if diagnosis.kind == "fsdp2" else ():
         if len(unit.dtypes) > 1:
             yield (
                 f"unit {escape(unit.path) or 'root'} trains parameters of {' and '.join(unit.dtypes)}, which FSDP2 "
                 "refuses at the first forward"
             )
-    if found.meta:
-        yield f"{count(len(found.meta), 'tensor')} without memory (meta): {listed(found.meta)}"
+    if diagnosis.meta:
+        yield f"{count(len(diagnosis.meta), 'tensor')} without memory (meta): {listed(diagnosis.meta)}"
 
 
 def _read_units(model: nn.Module) -> tuple[list[StoredParameter], list[DiagnosedUnit]]:
@@ -319,15 +321,16 @@ def _unit(path: str, is_root: bool, module: nn.Module, own: list[StoredParameter
 
 
 def _mesh(mesh: Any) -> str:
-    names = mesh.mesh_dim_names or tuple(str(at) for at in range(mesh.ndim))
+    names = mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
     return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
 
 
 def _precision(dtypes: Mapping[str, Sequence[torch.dtype | None]]) -> str:
     named = {
-        name: [str(d).removeprefix("torch.") for d in each if d is not None] for name, each in dtypes.items()
+        name: [str(d).removeprefix("torch.") for d in values if d is not None]
+        for name, values in dtypes.items()
     }
-    return ", ".join(f"{name} {' and '.join(each)}" for name, each in named.items() if each)
+    return ", ".join(f"{name} {' and '.join(values)}" for name, values in named.items() if values)
 
 
 def _read_fsdp1(model: nn.Module) -> tuple[list[StoredParameter], list[DiagnosedUnit]]:
@@ -349,14 +352,14 @@ def _read_fsdp1(model: nn.Module) -> tuple[list[StoredParameter], list[Diagnosed
             "reduce": (getattr(policy, "reduce_dtype", None),),
             "buffers": (getattr(policy, "buffer_dtype", None),),
         }
-        found = replace(
+        described = replace(
             _unit(path, is_root, module, own),
             mesh=f"{unit.num_shards} ranks" if unit else "",
             reshard_after_forward=module.sharding_strategy.name,
             mixed_precision=_precision(precision),
             cpu_offload=bool(module.cpu_offload.offload_params),
         )
-        units.append(found)
+        units.append(described)
     for name, parameter in model.named_parameters():
         if id(parameter) not in flat_ids:
             stored.append(_describe_parameter(clean_name(name), parameter))
@@ -389,38 +392,38 @@ def plain_class(module: nn.Module) -> str:
     return class_before_sharding(module).__name__
 
 
-def _make_table(found: Diagnosis, kind: str) -> str:
+def _make_table(diagnosis: Diagnosis, kind: str) -> str:
     """Return a diagnosis as text, with one line for units of one kind.
 
     Args:
-        kind: `found.kind` in words.
+        kind: `diagnosis.kind` in words.
     """
     lines = [
-        f"{escape(found.model_class)} on rank {found.rank} of {found.world_size}: {kind}",
-        f"  parameters    {found.local_parameters:,} of {found.parameters:,} here: {_mib(found.local_bytes)} MiB, "
-        f"expected {_mib(found.expected_bytes)} of {_mib(found.parameter_bytes)}",
-        f"  units         {_units(found)}",
-        *(f"    {line}" for line in _settings(found.units)),
-        f"  checkpointed  {count(found.checkpoint_wrappers, 'module')}",
-        *_names("uneven", found.uneven),
-        *_names("empty here", found.empty),
-        *_names("not cut", found.whole),
-        *(f"  tied          {' = '.join(map(escape, names))}" for names in found.ties),
+        f"{escape(diagnosis.model_class)} on rank {diagnosis.rank} of {diagnosis.world_size}: {kind}",
+        f"  parameters    {diagnosis.local_parameters:,} of {diagnosis.parameters:,} here: {_mib(diagnosis.local_bytes)} MiB, "
+        f"expected {_mib(diagnosis.expected_bytes)} of {_mib(diagnosis.parameter_bytes)}",
+        f"  units         {_units(diagnosis)}",
+        *(f"    {line}" for line in _settings(diagnosis.units)),
+        f"  checkpointed  {count(diagnosis.checkpoint_wrappers, 'module')}",
+        *_names("uneven", diagnosis.uneven),
+        *_names("empty here", diagnosis.empty),
+        *_names("not cut", diagnosis.whole),
+        *(f"  tied          {' = '.join(map(escape, names))}" for names in diagnosis.ties),
     ]
-    return "\n".join([*lines, *(f"  problem       {problem}" for problem in found.problems)])
+    return "\n".join([*lines, *(f"  problem       {problem}" for problem in diagnosis.problems)])
 
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:,.2f}"
 
 
-def _units(found: Diagnosis) -> str:
-    inner = [unit.path for unit in found.units if not unit.is_root]
-    roots = [unit.path for unit in found.units if unit.is_root]
+def _units(diagnosis: Diagnosis) -> str:
+    inner = [unit.path for unit in diagnosis.units if not unit.is_root]
+    roots = [unit.path for unit in diagnosis.units if unit.is_root]
     if not roots:
         return "none"
     if len(roots) > 1:
-        return f"{len(found.units)}, and nothing around them: {listed(roots)}"
+        return f"{len(diagnosis.units)}, and nothing around them: {listed(roots)}"
     return f"{len(inner)} and {escape(roots[0]) or 'the root'}{f': {listed(inner)}' if inner else ''}"
 
 

@@ -140,9 +140,9 @@ class UnitFiller:
     def _begin(self) -> None:
         """Look at what was done to the model since `prepare`, and decide once who reads."""
         ctx = self._ctx
-        found = [(names, tensor.requires_grad) for names, tensor, _ in distinct(ctx.model)]
-        compare_parameters(found, ctx)
-        self._groups.update({name: names for names, _ in found if len(names) > 1 for name in names})
+        parameters = [(names, tensor.requires_grad) for names, tensor, _ in distinct(ctx.model)]
+        compare_parameters(parameters, ctx)
+        self._groups.update({name: names for names, _ in parameters if len(names) > 1 for name in names})
         self._supply = supply_of(ctx)
         with agreed("looking at the prepared model"):
             say_put_back(ctx.model, ctx)
@@ -160,7 +160,7 @@ class UnitFiller:
 
     def _shards(self, modules: Sequence[nn.Module]) -> list[LocalShard]:
         """Return a unit's parameters and persistent buffers as whole tensors that every rank holds."""
-        found: dict[int, LocalShard] = {}
+        shards: dict[int, LocalShard] = {}
         inside: set[str] = set()
         strangers: list[str] = []
         for module in modules:
@@ -168,13 +168,13 @@ class UnitFiller:
             if not paths:
                 own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
                 strangers += [
-                    f"{type(module).__name__}: {escape(name)}" for name, each in own if each.is_meta
+                    f"{type(module).__name__}: {escape(name)}" for name, tensor in own if tensor.is_meta
                 ]
             for place in places_of((path, module) for path in paths):
                 inside.add(place.fqn)
-                if place.persistent and id(place.tensor) not in found:
+                if place.persistent and id(place.tensor) not in shards:
                     names = self._groups.get(place.fqn, (place.fqn,))
-                    found[id(place.tensor)] = LocalShard.plain(names, place.tensor, place.kind)
+                    shards[id(place.tensor)] = LocalShard.plain(names, place.tensor, place.kind)
         LayoutError.raise_for(
             strangers,
             "FSDP1 wraps parameters on meta that are not in the prepared model",
@@ -190,7 +190,7 @@ class UnitFiller:
             "names of one parameter lie in different FSDP1 units: they would be trained apart",
             hint="let the wrap policy leave both modules to one unit, such as the root (wrap the blocks alone)",
         )
-        return list(found.values())
+        return list(shards.values())
 
     def _fill(self, shards: Sequence[LocalShard]) -> None:
         ctx, filled = self._ctx, Filled()

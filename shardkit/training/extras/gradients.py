@@ -74,8 +74,8 @@ def clip_grad_norm_(
         UsageError: as for `grad_norm`.
         ShardkitError: the norm is not finite; no gradient was changed.
     """
-    found, units = _parameters(parameters)
-    norm = _norm(found, units, norm_type)
+    unique, units = _parameters(parameters)
+    norm = _norm(unique, units, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise ShardkitError(
             f"the gradient norm of order {norm_type} is {norm.item()}",
@@ -84,7 +84,7 @@ def clip_grad_norm_(
     # The arithmetic of torch.nn.utils.clip_grad_norm_, without a branch: a GPU would have to wait for it.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     parts: dict[torch.device, list[torch.Tensor]] = {}
-    for parameter in found:
+    for parameter in unique:
         if parameter.grad is not None:
             local = local_tensor(parameter.grad)
             parts.setdefault(local.device, []).append(local)
@@ -102,9 +102,9 @@ def _parameters(parameters: Parameters) -> tuple[list[torch.Tensor], Mapping[int
         parameters = parameters.parameters()
     if isinstance(parameters, torch.Tensor):
         parameters = (parameters,)
-    found = list({id(parameter): parameter for parameter in parameters}.values())
-    _refuse_fsdp1(found, units)
-    return found, units
+    unique = list({id(parameter): parameter for parameter in parameters}.values())
+    _refuse_fsdp1(unique, units)
+    return unique, units
 
 
 def _refuse_fsdp1(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit]) -> None:

@@ -164,33 +164,33 @@ class FSDPDiagnosticsCallback:
 def _settings(trainer: Any, model: nn.Module, diagnosis: Diagnosis) -> dict[str, str]:
     """Return the settings to which a strategy resolved, read from it and from the model that it wrapped."""
     strategy = trainer.strategy
-    found = {"strategy": f"{type(strategy).__name__}, {trainer.world_size} processes"}
+    settings = {"strategy": f"{type(strategy).__name__}, {trainer.world_size} processes"}
     given = getattr(strategy, "mixed_precision", None)
     plugin = getattr(strategy, "precision_plugin", None)
     implied = getattr(plugin, "mixed_precision_config", None)
-    found["mixed precision of the strategy"] = _precision(given)
-    found["mixed precision of the Trainer"] = f"precision={trainer.precision}" + (
+    settings["mixed precision of the strategy"] = _precision(given)
+    settings["mixed precision of the Trainer"] = f"precision={trainer.precision}" + (
         f": {_precision(implied)}" if implied is not None else ""
     )
-    found["mixed precision in effect"] = _in_effect(model, diagnosis, given, implied)
+    settings["mixed precision in effect"] = _in_effect(model, diagnosis, given, implied)
     if hasattr(strategy, "_save_distributed_checkpoint"):  # ModelParallelStrategy
-        found["state_dict_type"] = "sharded" if strategy._save_distributed_checkpoint else "full"
-        found["mesh"] = str(getattr(strategy, "device_mesh", None))
+        settings["state_dict_type"] = "sharded" if strategy._save_distributed_checkpoint else "full"
+        settings["mesh"] = str(getattr(strategy, "device_mesh", None))
     elif hasattr(strategy, "_state_dict_type"):  # FSDPStrategy
-        found["state_dict_type"] = strategy._state_dict_type
-        found["sharding"] = strategy.sharding_strategy.name
+        settings["state_dict_type"] = strategy._state_dict_type
+        settings["sharding"] = strategy.sharding_strategy.name
     offload = getattr(strategy, "cpu_offload", None)
     on = offload.offload_params if offload is not None else any(u.cpu_offload for u in diagnosis.units)
-    found["cpu offload"] = "parameters" if on else "none"
+    settings["cpu offload"] = "parameters" if on else "none"
     arguments = dict(getattr(strategy, "kwargs", {}))
     if "auto_wrap_policy" in arguments or offload is not None:
-        found["wrap policy"] = _policy(arguments.pop("auto_wrap_policy", None))
+        settings["wrap policy"] = _policy(arguments.pop("auto_wrap_policy", None))
         checkpointing = getattr(strategy, "_activation_checkpointing_kwargs", {}) or {}
-        found["activation checkpointing"] = _policy(
+        settings["activation checkpointing"] = _policy(
             checkpointing.get("auto_wrap_policy") or checkpointing.get("check_fn")
         )
-    found.update({name: _policy(value) for name, value in arguments.items()})
-    return {name: escape(value) for name, value in found.items()}
+    settings.update({name: _policy(value) for name, value in arguments.items()})
+    return {name: escape(value) for name, value in settings.items()}
 
 
 def _in_effect(model: nn.Module, diagnosis: Diagnosis, given: object, implied: object) -> str:
@@ -227,8 +227,8 @@ def _policy(value: Any) -> str:
     if value is None:
         return "none"
     classes = value if isinstance(value, (set, frozenset, list, tuple)) else wrap_policy_classes(value)
-    if classes and all(isinstance(each, type) for each in classes):
-        return ", ".join(sorted(each.__name__ for each in classes))
+    if classes and all(isinstance(cls, type) for cls in classes):
+        return ", ".join(sorted(cls.__name__ for cls in classes))
     return getattr(value, "__name__", None) or str(value)
 
 
@@ -241,10 +241,10 @@ def _largest(model: nn.Module, number: int) -> list[str]:
         if not path or (len(children) == 1 and not own):  # a wrapper around the one that counts
             continue
         local = [local_tensor(parameter) for parameter in module.parameters()]
-        numel, nbytes = sum(each.numel() for each in local), sum(each.nbytes for each in local)
+        numel, nbytes = sum(tensor.numel() for tensor in local), sum(tensor.nbytes for tensor in local)
         if numel:
             held.append((numel, nbytes, clean_name(path), type(module).__name__))
-    held.sort(key=lambda each: -each[0])  # stable: the module that comes first
+    held.sort(key=lambda row: -row[0])  # stable: the module that comes first
     return [
         f"module {escape(path)} ({kind}): {numel:,} parameters here, {nbytes / MIB:,.1f} MiB"
         for numel, nbytes, path, kind in held[:number]
@@ -260,7 +260,7 @@ def _callback_classes() -> tuple[type, ...]:
                 import_module(name)
             except ModuleNotFoundError:
                 continue
-        return tuple(sys.modules[found].Callback for found in (imported or [name]))
+        return tuple(sys.modules[package].Callback for package in (imported or [name]))
     raise UsageError(
         "FSDPDiagnosticsCallback needs Lightning, which is not installed", hint="pip install lightning"
     )

@@ -198,8 +198,8 @@ def anonymous_bytes() -> int | None:
             text = file.read()
     except OSError:
         return None
-    at = text.find(_FIELD)
-    return int(text[at + len(_FIELD) :].split(None, 1)[0]) * 1024 if at >= 0 else None
+    offset = text.find(_FIELD)
+    return int(text[offset + len(_FIELD) :].split(None, 1)[0]) * 1024 if offset >= 0 else None
 
 
 def _has_cuda() -> bool:

@@ -41,8 +41,8 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> Names
     """
     names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
     strangers = [
-        f"group {at}: parameter {index}, shape {tuple(parameter.shape)}"
-        for at, group in enumerate(optimizer.param_groups)
+        f"group {number}: parameter {index}, shape {tuple(parameter.shape)}"
+        for number, group in enumerate(optimizer.param_groups)
         for index, parameter in enumerate(group["params"])
         if id(parameter) not in names
     ]
@@ -116,10 +116,10 @@ def refuse_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """
     copies = {id(shard.gathered) for shard in fsdp_shards(model)}
     stepped = stepped_by(optimizer)
-    found = sum(id(parameter) in copies for parameter in stepped)
-    if found:
+    num_copies = sum(id(parameter) in copies for parameter in stepped)
+    if num_copies:
         raise UsageError(
-            f"{found} of the {count(len(stepped), 'parameter')} that the optimizer steps are gathered copies, so the "
+            f"{num_copies} of the {count(len(stepped), 'parameter')} that the optimizer steps are gathered copies, so the "
             "model's own would stay as they are",
             hint="after a forward without backward, call model.reshard() first, then make the optimizer",
         )
@@ -152,7 +152,7 @@ def _check_unused(optimizer: torch.optim.Optimizer) -> None:
     kept = [
         name
         for name, value in vars(optimizer).items()
-        if isinstance(value, list | tuple) and any(isinstance(each, nn.Parameter) for each in value)
+        if isinstance(value, list | tuple) and any(isinstance(item, nn.Parameter) for item in value)
     ]
     if kept:
         raise UsageError(

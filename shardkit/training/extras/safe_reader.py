@@ -227,9 +227,9 @@ def _check_lists(catalog: Catalog) -> None:
     num_steps = 0
     for path in (catalog.paths or {}).values():
         num_steps += len(path)
-        for at, step in enumerate(path):
+        for depth, step in enumerate(path):
             if type(step) is int:
-                lengths[path[:at]] = max(lengths.get(path[:at], 0), step + 1)
+                lengths[path[:depth]] = max(lengths.get(path[:depth], 0), step + 1)
     if sum(lengths.values()) > num_steps + _MAX_LIST_GAPS:
         raise SourceError(
             f"the paths in planner_data make lists of {sum(lengths.values())} entries for "
@@ -261,10 +261,12 @@ def _part(opened: DcpDirectory, needed: Mapping[str, Iterable[int]]) -> tuple[Dc
     )
     for fqn, rows in needed.items():
         entry = whole.tensors[fqn]
-        new_rows |= {row: at for at, row in enumerate(rows, len(part.chunks))}
+        new_rows |= {row: new_row for new_row, row in enumerate(rows, len(part.chunks))}
         chosen = ((table.file[row], table.start[row], table.nbytes[row], table.region(row)) for row in rows)
         part.add_tensor(fqn, entry.dtype, entry.shape, chosen)
-    transforms = {at: opened.transforms[row] for row, at in new_rows.items() if row in opened.transforms}
+    transforms = {
+        new_row: opened.transforms[row] for row, new_row in new_rows.items() if row in opened.transforms
+    }
     return DcpDirectory(catalog=part, transforms=transforms, objects={}), new_rows
 
 
@@ -355,8 +357,8 @@ def vetted(data: memoryview, where: str) -> io.BytesIO:
     try:
         value = torch.load(_clean_copy(reader, entries, pickle), map_location="cpu", weights_only=True)
     except Exception as error:  # torch may refuse with any kind of exception
-        found = re.search(r"WeightsUnpickler error: (.*)", str(error))
-        reason = escape(found[1] if found else (str(error).splitlines() or [type(error).__name__])[0])
+        match = re.search(r"WeightsUnpickler error: (.*)", str(error))
+        reason = escape(match[1] if match else (str(error).splitlines() or [type(error).__name__])[0])
         raise SourceError(f"{where}: torch's weights-only loader refuses it: {reason}") from None
     out = io.BytesIO()
     torch.save(value, out)

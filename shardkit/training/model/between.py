@@ -48,8 +48,8 @@ def keep_changes(model: nn.Module) -> None:
     for place in _changed(model, ctx):
         ctx.buffers[place.fqn] = place.tensor.detach().to("cpu", copy=True)
     hidden: list[Hidden] = _PREPARED[ctx]
-    known = {id(each.tensor()) for each in hidden}
-    hidden += [each for each in find_hidden(model, []) if each.fqn and id(each.tensor()) not in known]
+    known = {id(entry.tensor()) for entry in hidden}
+    hidden += [entry for entry in find_hidden(model, []) if entry.fqn and id(entry.tensor()) not in known]
 
 
 def say_put_back(model: nn.Module, ctx: ModelInitializationContext) -> None:
@@ -92,7 +92,7 @@ def release(model: nn.Module) -> None:
 def check_hidden(model: nn.Module, ctx: ModelInitializationContext) -> None:
     """Refuse a model that holds tensors on meta which nothing fills, as `refuse_hidden` does."""
     release(model)
-    others = (each.model for each in _PREPARED if each is not ctx and each.model is not model)
+    others = (prepared.model for prepared in _PREPARED if prepared is not ctx and prepared.model is not model)
     elsewhere = {id(parameter) for other in others for parameter in other.parameters()}
     refuse_hidden(model, _PREPARED.get(ctx, ()), elsewhere)  # type: ignore[no-untyped-call]
 
@@ -126,11 +126,11 @@ def compare_parameters(
             names
             for names in tied
             if world()[0]
-            == next((at for at, (sees, ties) in enumerate(told) if sees and list(names) in ties), None)
+            == next((rank for rank, (sees, ties) in enumerate(told) if sees and list(names) in ties), None)
         ]
-        found = [] if ctx.weights is None else diverged_ties(mine, ctx.weights)
+        diverged = [] if ctx.weights is None else diverged_ties(mine, ctx.weights)
         LayoutError.raise_for(
-            [f"{escape(first)} and {escape(other)}" for first, other, _ in found],
+            [f"{escape(first)} and {escape(other)}" for first, other, _ in diverged],
             "parameters were tied after prepare, and the source has two values for them: one would be lost",
             hint="tie them in the function that builds the model, or in its config, if the source has one value; else "
             "leave them apart",
@@ -153,8 +153,8 @@ def _refuse_frozen_apart(order: Sequence[str], masks: Sequence[Mask]) -> None:
     alike = {rank: mask.bits for rank, mask in enumerate(masks) if mask.order == masks[world()[0]].order}
     problems = [
         f"{escape(name)}: trained on {numbered(trains)}, frozen on {numbered(sorted(alike.keys() - trains))}"
-        for at, name in enumerate(order)
-        if 0 < len(trains := [rank for rank, bits in alike.items() if bits[at] == "1"]) < len(alike)
+        for index, name in enumerate(order)
+        if 0 < len(trains := [rank for rank, bits in alike.items() if bits[index] == "1"]) < len(alike)
     ]
     LayoutError.raise_for(
         problems,

@@ -123,19 +123,19 @@ def class_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     Args:
         model: wrapped or not; it is left as it is.
     """
-    found: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     has_any = any(not isinstance(place.tensor, DTensor) for place in buffer_places(model, once=True))
     for prefix, twin in meta_twins(model, None) if has_any else ():
         if twin is None:
             continue
         with contextlib.suppress(Exception):  # what it has computed by then counts
             compute_buffers(twin, None, seeds=(0, 1))
-        found |= {
+        buffers |= {
             clean_name(prefix + place.fqn): place.tensor
             for place in buffer_places(twin, once=True)
             if not place.persistent and not place.tensor.is_meta
         }
-    return found
+    return buffers
 
 
 def unlike_computed(model: nn.Module, computed: Mapping[str, torch.Tensor]) -> list[str]:
@@ -153,9 +153,9 @@ def unlike_computed(model: nn.Module, computed: Mapping[str, torch.Tensor]) -> l
         for place in buffer_places(model, once=True)
         if not place.tensor.is_meta and not isinstance(place.tensor, DTensor)
     }
-    found = [fqn for fqn, value in computed.items() if fqn in held and not _are_close(held[fqn], value)]
-    originals = {fqn: "{}{}original_{}".format(*fqn.rpartition(".")) for fqn in found}
-    return [fqn for fqn in found if originals[fqn] not in held or originals[fqn] in found]
+    unlike = [fqn for fqn, value in computed.items() if fqn in held and not _are_close(held[fqn], value)]
+    originals = {fqn: "{}{}original_{}".format(*fqn.rpartition(".")) for fqn in unlike}
+    return [fqn for fqn in unlike if originals[fqn] not in held or originals[fqn] in unlike]
 
 
 def _are_close(held: torch.Tensor, computed: torch.Tensor) -> bool:
@@ -227,7 +227,9 @@ def _tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield "", value
     elif isinstance(value, (list, tuple)):
-        yield from ((f"[{at}]", item) for at, item in enumerate(value) if isinstance(item, torch.Tensor))
+        yield from (
+            (f"[{index}]", item) for index, item in enumerate(value) if isinstance(item, torch.Tensor)
+        )
     elif isinstance(value, dict):
         yield from ((f"[{key!r}]", item) for key, item in value.items() if isinstance(item, torch.Tensor))
 
@@ -340,8 +342,8 @@ def _differing(model: nn.Module) -> list[str]:
     return [
         fqn
         for fqn in told[0]
-        if all(fqn in each and each[fqn][0] == told[0][fqn][0] for each in told)
-        and any(each[fqn] != told[0][fqn] for each in told)
+        if all(fqn in other and other[fqn][0] == told[0][fqn][0] for other in told)
+        and any(other[fqn] != told[0][fqn] for other in told)
     ]
 
 

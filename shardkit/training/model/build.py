@@ -252,8 +252,8 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         UsageError: it is not the name of one.
     """
     if isinstance(dtype, str):
-        found = CASTS.get(short_dtype(dtype)) or BY_NAME.get(dtype)
-        dtype = getattr(torch, found.name) if found is not None and found.is_convertible else dtype
+        known = CASTS.get(short_dtype(dtype)) or BY_NAME.get(dtype)
+        dtype = getattr(torch, known.name) if known is not None and known.is_convertible else dtype
     if dtype is None or (isinstance(dtype, torch.dtype) and _is_convertible(dtype)):
         return dtype
     raise UsageError(
@@ -301,9 +301,9 @@ def _to_meta(param: nn.Parameter, replaced: WeakIdKeyDictionary) -> nn.Parameter
     if param.is_meta or isinstance(param, nn.parameter.UninitializedParameter):
         return param
     if param in replaced:
-        found = replaced[param]
-        assert isinstance(found, nn.Parameter)
-        return found
+        known = replaced[param]
+        assert isinstance(known, nn.Parameter)
+        return known
     memoryless = torch.empty_like(param.detach(), device="meta")
     twin = nn.Parameter(memoryless, requires_grad=param.requires_grad)
     twin.__class__ = type(param)
@@ -515,12 +515,12 @@ def _buffers_to_cpu(model: nn.Module) -> None:
             setattr(place.module, place.name, place.tensor.cpu())
 
 
-def _set_dtypes(model: nn.Module, found: ClassDtypes) -> None:
+def _set_dtypes(model: nn.Module, dtypes: ClassDtypes) -> None:
     """Give floating parameters their dtypes, and fp32 to buffers for which the model's class wants it."""
     for name, param in model.named_parameters():
         if _is_convertible(param.dtype):
-            param.data = param.data.to(found.of(clean_name(name)))
+            param.data = param.data.to(dtypes.of(clean_name(name)))
     for place in buffer_places(model, once=True):
-        is_kept = found.kept is not None and found.kept.search(place.fqn)
+        is_kept = dtypes.kept is not None and dtypes.kept.search(place.fqn)
         if is_kept and _is_convertible(place.tensor.dtype):
             setattr(place.module, place.name, place.tensor.to(torch.float32))

@@ -220,7 +220,7 @@ def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple
     Raises:
         IntegrityError, ResourceError: a file cannot be read as described.
     """
-    found = []
+    diverged = []
     for group in ties:
         stored = {weights.names[name]: name for name in reversed(group) if name in weights.names}
         first, *others = dict.fromkeys(weights.names[name] for name in group if name in weights.names) or [""]
@@ -228,8 +228,10 @@ def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple
             continue
         whole = {name: [full_region(weights.entry(name).shape)] for name in (first, *others)}
         catalog = weights.located(whole).catalog
-        found += [(first, other, stored[other]) for other in others if not same_bytes(catalog, first, other)]
-    return found
+        diverged += [
+            (first, other, stored[other]) for other in others if not same_bytes(catalog, first, other)
+        ]
+    return diverged
 
 
 def _refuse_quantised(weights: Weights) -> None:
@@ -292,15 +294,15 @@ def _choose(sides: _ModelAndSource, lacking: Sequence[str], missing: Missing) ->
 
 
 def _problems(sides: _ModelAndSource, lacking: Sequence[str], unexpected: Sequence[str]) -> list[str]:
-    unused, found = sides.weights.unused, []
+    unused, problems = sides.weights.unused, []
     shapes = {fqn: sides.expected[fqn].shape for fqn in lacking}
     for what, names, held, others in (
         ("missing", lacking, shapes, unused),
         ("unexpected", unexpected, unused, lacking),
     ):
         closest = suggestions(names, others)
-        found += [f"{what}: {escape(name)} {list(held[name])}{closest.get(name, '')}" for name in names]
-    return found
+        problems += [f"{what}: {escape(name)} {list(held[name])}{closest.get(name, '')}" for name in names]
+    return problems
 
 
 def _compare(sides: _ModelAndSource, grown: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:

@@ -72,16 +72,16 @@ def find_hidden(model: nn.Module, moved: Sequence[nn.Parameter] | None) -> list[
     """
     named = {id(place.tensor): place.fqn for place in places(model)}
     own = {id(parameter) for parameter in moved or ()}
-    found = {
+    hidden = {
         id(tensor): Hidden(weakref.ref(tensor), where, named.get(id(tensor), ""))
         for where, tensor, in_module in held_beside(model)
         if id(tensor) in named or moved is None or not in_module or id(tensor) in own
     }
     for parameter in moved or ():
         if parameter.is_meta and id(parameter) not in named:
-            found.setdefault(id(parameter), Hidden(weakref.ref(parameter), "", ""))
+            hidden.setdefault(id(parameter), Hidden(weakref.ref(parameter), "", ""))
     unused = _unused(model) - named.keys()
-    return [each for key, each in found.items() if key not in unused]
+    return [entry for key, entry in hidden.items() if key not in unused]
 
 
 def _unused(model: nn.Module) -> set[int]:
@@ -92,7 +92,7 @@ def _unused(model: nn.Module) -> set[int]:
 
 def has_hidden(model: nn.Module) -> bool:
     """True for a model that was built on meta and has tensors there that it does not have by name."""
-    return any(not each.fqn for each in find_hidden(model, None))
+    return any(not entry.fqn for entry in find_hidden(model, None))
 
 
 def refuse_hidden(model: nn.Module, hidden: Sequence[Hidden], elsewhere: Collection[int]) -> None:
@@ -109,18 +109,18 @@ def refuse_hidden(model: nn.Module, hidden: Sequence[Hidden], elsewhere: Collect
     Raises:
         LayoutError: names all such tensors.
     """
-    if not any(_is_left(each, elsewhere) for each in hidden):
+    if not any(_is_left(entry, elsewhere) for entry in hidden):
         return
     gc.collect()  # what refers to itself in a circle dies now
-    left = [each for each in hidden if _is_left(each, elsewhere)]
+    left = [entry for entry in hidden if _is_left(entry, elsewhere)]
     reached = {id(held.value): held.where for held in held_beside(model)}
-    stale = [each for each in left if each.fqn and _id(each) in reached]
-    never = [each for each in left if not each.fqn]
+    stale = [entry for entry in left if entry.fqn and _id(entry) in reached]
+    never = [entry for entry in left if not entry.fqn]
     if not stale and not never:
         return
     reached = {**_in_globals(model), **reached}
-    problems = [f"{_described(each, reached)}, which was {escape(each.fqn)}" for each in stale]
-    problems += _folded(_described(each, reached) for each in never)
+    problems = [f"{_described(entry, reached)}, which was {escape(entry.fqn)}" for entry in stale]
+    problems += _folded(_described(entry, reached) for entry in never)
     LayoutError.raise_for(
         problems,
         f"{count(len(stale) + len(never), 'tensor')} of the model on meta, in no state dict: nothing fills "
@@ -132,7 +132,7 @@ def refuse_hidden(model: nn.Module, hidden: Sequence[Hidden], elsewhere: Collect
 def let_go(hidden: list[Hidden], model: nn.Module) -> None:
     """Forget the tensors that a model has by name: what a weak reference leads to cannot be given memory."""
     named = {id(place.tensor) for place in places(model)} if hidden else set()
-    hidden[:] = [each for each in hidden if _id(each) not in named]
+    hidden[:] = [entry for entry in hidden if _id(entry) not in named]
 
 
 def _hint(*, is_stale: bool) -> str:
@@ -147,20 +147,20 @@ def _hint(*, is_stale: bool) -> str:
     )
 
 
-def _id(each: Hidden) -> int | None:
-    tensor = each.tensor()
+def _id(entry: Hidden) -> int | None:
+    tensor = entry.tensor()
     return None if tensor is None else id(tensor)
 
 
-def _is_left(each: Hidden, elsewhere: Collection[int]) -> bool:
-    tensor = each.tensor()
+def _is_left(entry: Hidden, elsewhere: Collection[int]) -> bool:
+    tensor = entry.tensor()
     return tensor is not None and tensor.is_meta and id(tensor) not in elsewhere
 
 
-def _described(each: Hidden, reached: dict[int, str]) -> str:
-    tensor = each.tensor()
+def _described(entry: Hidden, reached: dict[int, str]) -> str:
+    tensor = entry.tensor()
     assert tensor is not None
-    where = reached.get(id(tensor)) or each.where
+    where = reached.get(id(tensor)) or entry.where
     shape = list(tensor.shape)
     return f"{escape(where)}: {shape}" if where else f"a parameter of {shape} that something else holds"
 
@@ -213,7 +213,7 @@ def _parts(where: str, value: Any) -> Iterator[_Reached]:
         for key, item in list(dict.items(value)):
             yield _Reached(f"{where}[{key!r}]" if type(key) in (str, int) else where, item, False)
     elif issubclass(kind, (list, tuple)):
-        yield from (_Reached(f"{where}[{at}]", item, False) for at, item in enumerate(tuple(value)))
+        yield from (_Reached(f"{where}[{index}]", item, False) for index, item in enumerate(tuple(value)))
     elif kind is types.FunctionType:
         yield from _parts_of_function(where, value)
     elif kind is functools.partial:
@@ -230,10 +230,10 @@ def _parts(where: str, value: Any) -> Iterator[_Reached]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     try:
-        found = object.__getattribute__(value, "__dict__")
+        attributes = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
-        found = None
-    return found if type(found) is dict else {}
+        attributes = None
+    return attributes if type(attributes) is dict else {}
 
 
 def _parts_of_function(where: str, function: types.FunctionType) -> Iterator[_Reached]:

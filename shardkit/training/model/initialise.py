@@ -109,20 +109,20 @@ def not_repeated(blueprint: nn.Module, writes: Mapping[str, int], fqns: Collecti
         writes: FQN -> how often a parameter was written while the model was built.
         fqns: the parameters to be initialised.
     """
-    found: list[str] = []
+    missed: list[str] = []
     modules = dict(blueprint.named_modules())
     for path, module in modules.items():
         own = dict(module.named_parameters(recurse=False))
         named = {full_name(path, name): param for name, param in own.items()}
         named = {fqn: param for fqn, param in named.items() if fqn in fqns and writes.get(fqn)}
-        if not named or any(is_transformers(modules[each]) for each in around(path)):
+        if not named or any(is_transformers(modules[outer]) for outer in around(path)):
             continue
         before = {fqn: times_written(param) for fqn, param in named.items()}
         with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
             for step in _steps(modules, path):
                 step()
-        found += [fqn for fqn, param in named.items() if writes[fqn] > times_written(param) - before[fqn]]
-    return found
+        missed += [fqn for fqn, param in named.items() if writes[fqn] > times_written(param) - before[fqn]]
+    return missed
 
 
 def _make(modules: dict[str, nn.Module], path: str, seed: int) -> dict[str, torch.Tensor]:
@@ -194,7 +194,7 @@ def _steps(modules: dict[str, nn.Module], path: str) -> Iterator[Callable[[], ob
     transformers model, or of any other module that has one, called on the module and on those around it:
     GPT-2's blocks scale weights of their children.
     """
-    outwards = [(each, modules[each]) for each in around(path)]
+    outwards = [(outer, modules[outer]) for outer in around(path)]
     adapted = _adapter(outwards)
     for _, module in outwards:
         # The class is asked: an instance of PEFT's wrappers passes on what it is asked for.
@@ -204,8 +204,8 @@ def _steps(modules: dict[str, nn.Module], path: str) -> Iterator[Callable[[], ob
         if adapted is not None:
             yield adapted
             return  # PEFT makes adapters after the model has been initialised
-    for at, (_, module) in enumerate(outwards):
-        holder = _holder([each for _, each in outwards[at:]])
+    for depth, (_, module) in enumerate(outwards):
+        holder = _holder([enclosing for _, enclosing in outwards[depth:]])
         if holder is not None:
             yield lambda holder=holder, module=module: holder._init_weights(module)  # type: ignore[misc]
 
@@ -226,20 +226,20 @@ def _required(function: Any) -> int:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C
         return 0
-    return sum(each.default is each.empty and each.kind in kinds for each in parameters)
+    return sum(parameter.default is parameter.empty and parameter.kind in kinds for parameter in parameters)
 
 
 def _adapter(outwards: list[tuple[str, nn.Module]]) -> Callable[[], object] | None:
     """Return PEFT's initialisation of the LoRA layer whose adapter a module is part of; None for others."""
     path = outwards[0][0]
-    at: int
+    depth: int
     layer: Any
-    for at, (outer, layer) in enumerate(outwards):
+    for depth, (outer, layer) in enumerate(outwards):
         segments = path.removeprefix(outer).strip(".").split(".")
         if segments[0] not in _ADAPTERS or not hasattr(type(layer), "reset_lora_parameters"):
             continue
         names = segments[1:2] or list(getattr(layer, segments[0]).keys())
-        configs: Any = next((m.peft_config for _, m in outwards[at:] if hasattr(m, "peft_config")), {})
+        configs: Any = next((m.peft_config for _, m in outwards[depth:] if hasattr(m, "peft_config")), {})
         modes = {name: getattr(configs.get(name), "init_lora_weights", True) for name in names}
         computed = {str(mode) for mode in modes.values() if mode not in _PLAIN_LORA}
         if computed:
@@ -270,9 +270,9 @@ def put_rows(shard: LocalShard, values: torch.Tensor, first_row: int, filled: Fi
     offsets = (first_row, *(0,) * (values.ndim - 1)) if values.ndim else ()
     rows = Region(offsets, tuple(values.shape))
     for part in shard.parts:
-        found = shard.cut(part, rows)
-        if found is not None:
-            region, target = found
+        overlap = shard.cut(part, rows)
+        if overlap is not None:
+            region, target = overlap
             with torch.no_grad():
                 target.copy_(values[window(relative_to(region, offsets))])
             filled.elements[shard.fqn] += region.num_elements

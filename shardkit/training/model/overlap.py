@@ -15,10 +15,10 @@ from shardkit.training.ranks.local import LocalShard, is_expanded
 
 def apart(shards: Sequence[LocalShard]) -> list[LocalShard]:
     """Return shards with memory of their own where several are filled on the same; the others are as they were."""
-    shared = {at for group in _on_one_memory(shards) for at in group}
+    shared = {index for group in _on_one_memory(shards) for index in group}
     return [
-        replace(shard, whole=shard.whole.detach().clone()) if at in shared else shard
-        for at, shard in enumerate(shards)
+        replace(shard, whole=shard.whole.detach().clone()) if index in shared else shard
+        for index, shard in enumerate(shards)
     ]
 
 
@@ -48,13 +48,13 @@ def put_together(shards: Sequence[LocalShard], filled: Sequence[LocalShard]) -> 
     """
     groups = _on_one_memory(shards) if filled else []
     with torch.no_grad():
-        for at in (at for group in groups for at in group):
-            shards[at].tensor.copy_(filled[at].tensor)
+        for index in (index for group in groups for index in group):
+            shards[index].tensor.copy_(filled[index].tensor)
     return [
-        f"{listed([shards[at].fqn for at in group])} lie on one memory, and the source has other values for "
+        f"{listed([shards[index].fqn for index in group])} lie on one memory, and the source has other values for "
         f"{escape(shards[lost[0]].fqn)} than for the rest"
         for group in groups
-        if (lost := [at for at in group if not same_bits(shards[at].tensor, filled[at].tensor)])
+        if (lost := [index for index in group if not same_bits(shards[index].tensor, filled[index].tensor)])
     ]
 
 
@@ -62,19 +62,19 @@ def _on_one_memory(shards: Sequence[LocalShard]) -> list[list[int]]:
     """Return the places of shards whose bytes lie between each other's, in groups of two and more."""
     groups: list[list[int]] = []
     before: tuple[str, int] | None = None
-    for device, start, stop, at in sorted(_extents(shards)):
+    for device, start, stop, index in sorted(_extents(shards)):
         if before is not None and before[0] == device and start < before[1]:
-            groups[-1].append(at)
+            groups[-1].append(index)
             stop = max(stop, before[1])
         else:
-            groups.append([at])
+            groups.append([index])
         before = device, stop
     return [sorted(group) for group in groups if len(group) > 1]
 
 
 def _extents(shards: Sequence[LocalShard]) -> Iterator[tuple[str, int, int, int]]:
-    for at, shard in enumerate(shards):
+    for index, shard in enumerate(shards):
         local = shard.tensor
         if shard.persistent and type(local) is torch.Tensor and not local.is_meta and local.numel():
             last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-            yield str(local.device), local.data_ptr(), local.data_ptr() + (last + 1) * local.itemsize, at
+            yield str(local.device), local.data_ptr(), local.data_ptr() + (last + 1) * local.itemsize, index

@@ -68,7 +68,7 @@ def states_to_read(model: nn.Module, weights: Weights | None) -> tuple[list[Loca
         described = {fqn: (entry.dtype.name, entry.shape) for fqn, entry in entries.items()}
     told = gather_json(described, phase="comparing the source with the model")
     if described is None:
-        described = next((each for each in told if each is not None), {})
+        described = next((answer for answer in told if answer is not None), {})
     shards, left = [], []
     for fqn, (name, shape) in described.items():
         dtype = torch_dtype(BY_NAME[name])

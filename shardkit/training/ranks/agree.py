@@ -195,7 +195,7 @@ def agree(
     told = gather_json(None if error is None else _describe(error), group, phase=phase)
     if error is not None and (len(told) == 1 or not isinstance(error, Exception)):
         raise error
-    if any(each is not None for each in told):
+    if any(other is not None for other in told):
         ranks = dist.get_process_group_ranks(group) if len(told) > 1 else [0]
         raise _together(told, ranks) from error
 
@@ -232,17 +232,17 @@ def look_where_possible(
     Raises:
         As `agree`: errors that matter, or those of all ranks if none succeeds.
     """
-    found: _Found | None = None
+    result: _Found | None = None
     error: BaseException | None = None
     try:
-        found = look()
+        result = look()
     except BaseException as caught:  # the others must not wait
         error = caught
     agree(None if error is None or is_absent(error) else error, phase=phase)
     able = [rank for rank, succeeded in enumerate(gather_json(error is None, phase=phase)) if succeeded]
     if not able:
         agree(error, phase=phase)
-    return found, error, able
+    return result, error, able
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
@@ -259,21 +259,21 @@ def _describe(error: BaseException) -> dict[str, Any]:
 def _together(told: Sequence[dict[str, Any] | None], ranks: Sequence[int]) -> ShardkitError:
     """Return one error for those that the ranks told."""
     distinct: dict[str, list[int]] = {}
-    for rank, each in zip(ranks, told, strict=True):
-        if each is not None:
-            distinct.setdefault(json.dumps(each), []).append(rank)
-    found = [(json.loads(text), numbered(who)) for text, who in distinct.items()]
-    kinds = [_kind(each["kinds"]) for each, _ in found]
+    for rank, failure in zip(ranks, told, strict=True):
+        if failure is not None:
+            distinct.setdefault(json.dumps(failure), []).append(rank)
+    failures = [(json.loads(text), numbered(who)) for text, who in distinct.items()]
+    kinds = [_kind(failure["kinds"]) for failure, _ in failures]
     lineage: Sequence[type[ShardkitError]] = kinds[0].__mro__
     common = next(kind for kind in lineage if all(issubclass(other, kind) for other in kinds))
     problems: list[str] = []
-    for each, who in found:
-        if len(found) > 1 or not each["problems"]:
-            problems.append(f"{who}: {each['message']}")
-        problems += (f"{who}: {problem}" for problem in each["problems"])
+    for failure, who in failures:
+        if len(failures) > 1 or not failure["problems"]:
+            problems.append(f"{who}: {failure['message']}")
+        problems += (f"{who}: {problem}" for problem in failure["problems"])
     failed = sum(map(len, distinct.values()))
-    message = found[0][0]["message"] if len(found) == 1 else f"{failed} of {len(told)} ranks failed"
-    hint = next((each["hint"] for each, _ in found if each["hint"]), None)
+    message = failures[0][0]["message"] if len(failures) == 1 else f"{failed} of {len(told)} ranks failed"
+    hint = next((failure["hint"] for failure, _ in failures if failure["hint"]), None)
     return common(message, problems=problems, hint=hint)
 
 

@@ -99,7 +99,7 @@ def distinct(model: nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor, Expe
     groups: dict[int, list[ModuleTensor]] = {}
     for place in places(model):
         groups.setdefault(id(place.tensor), []).append(place)
-    found = []
+    tensors = []
     for group in sorted(groups.values(), key=lambda group: group[0].kind != "parameter"):
         first = group[0]
         expected = ExpectedTensor(
@@ -109,15 +109,15 @@ def distinct(model: nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor, Expe
             kind=first.kind,
             persistent=any(place.persistent for place in group),
         )
-        found.append((tuple(dict.fromkeys(place.fqn for place in group)), first.tensor, expected))
-    return found
+        tensors.append((tuple(dict.fromkeys(place.fqn for place in group)), first.tensor, expected))
+    return tensors
 
 
 def describe(model: nn.Module) -> tuple[dict[str, ExpectedTensor], tuple[tuple[str, ...], ...]]:
     """Return a model's parameters and buffers by first name, and the groups of names that share one."""
-    found = distinct(model)
-    ties = tuple(names for names, _, _ in found if len(names) > 1)
-    return {expected.fqn: expected for _, _, expected in found}, ties
+    tensors = distinct(model)
+    ties = tuple(names for names, _, _ in tensors if len(names) > 1)
+    return {expected.fqn: expected for _, _, expected in tensors}, ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +241,7 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
         UsageError: the model is wrapped by FSDP1.
     """
     refuse_fsdp1(model)
-    found: list[LocalShard] = []
+    shards: list[LocalShard] = []
     problems: list[str] = []
     for names, whole, expected in distinct(model):
         try:
@@ -249,7 +249,7 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
         except LayoutError as error:
             problems.append(f"{escape(names[0])}: {error.message}")
             continue
-        found.append(
+        shards.append(
             LocalShard(
                 names=names,
                 kind=expected.kind,
@@ -260,7 +260,7 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
             )
         )
     LayoutError.raise_for(problems, f"{len(problems)} tensors are placed in a way that is not understood")
-    return found
+    return shards
 
 
 def reshard(model: nn.Module) -> None:
@@ -284,17 +284,17 @@ def with_root(model: nn.Module) -> nn.Module:
         root = model.trainer.strategy.model  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):  # it has no trainer, or Fabric's
         return model
-    is_root = isinstance(root, FullyShardedDataParallel) and any(each is model for each in root.modules())
+    is_root = isinstance(root, FullyShardedDataParallel) and any(module is model for module in root.modules())
     return root if is_root else model  # type: ignore[return-value]
 
 
 def fsdp1_units(model: nn.Module) -> dict[int, Fsdp1Unit]:
     """Return the FSDP1 units of a model by the ids of what modules may have as parameters for them."""
-    found: dict[int, Fsdp1Unit] = {}
+    units: dict[int, Fsdp1Unit] = {}
     for module in with_root(model).modules():
         unit = fsdp1_unit(module) if isinstance(module, FullyShardedDataParallel) else None
-        found |= dict.fromkeys(map(id, unit.registered), unit) if unit is not None else {}
-    return found
+        units |= dict.fromkeys(map(id, unit.registered), unit) if unit is not None else {}
+    return units
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
@@ -434,8 +434,8 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     except (OSError, AttributeError):
         return None
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    found: Callable[[int, int, int], int] = call
-    return found
+    madvise: Callable[[int, int, int], int] = call
+    return madvise
 
 
 def advise_huge_pages(memory: torch.Tensor) -> None:

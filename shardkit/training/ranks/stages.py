@@ -19,13 +19,13 @@ _PHASE = "comparing the ranks' models"
 def with_ties(shards: Iterable[LocalShard], ties: Iterable[Sequence[str]]) -> list[LocalShard]:
     """Return shards with all names of their ties, those too that are on another stage."""
     groups = {name: group for group in ties for name in group}
-    found = list(shards)
-    held = {name for shard in found for name in shard.names}
+    own = list(shards)
+    held = {name for shard in own for name in shard.names}
     return [
         replace(shard, names=(*shard.names, *(other for other in group if other not in held)))
         if (group := next((groups[name] for name in shard.names if name in groups), None)) is not None
         else shard
-        for shard in found
+        for shard in own
     ]
 
 
@@ -43,8 +43,8 @@ def unused_here_alone(used: frozenset[str], unused: frozenset[str]) -> tuple[fro
         return frozenset(), False
     order = sorted(used | unused)
     every = gather_masks(unused - used, order, phase=_PHASE)
-    masks = [each.bits for each in every if each.order == every[world()[0]].order]
-    elsewhere = {name for at, name in enumerate(order) if any(bits[at] == "0" for bits in masks)}
+    masks = [mask.bits for mask in every if mask.order == every[world()[0]].order]
+    elsewhere = {name for index, name in enumerate(order) if any(bits[index] == "0" for bits in masks)}
     return unused & elsewhere, len(set(every)) > 1
 
 
@@ -60,17 +60,17 @@ def on_other_ranks(shards: Sequence[LocalShard], expected: Mapping[str, Expected
     held = {name: shard for shard in shards for name in shard.names}
     if all(gather_json(expected.keys() <= held.keys(), phase=_PHASE)):
         return frozenset()
-    masks = [each.bits for each in gather_masks(held, tuple(expected), phase=_PHASE)]
+    masks = [mask.bits for mask in gather_masks(held, tuple(expected), phase=_PHASE)]
     # Each rank tells whom it shares a tensor with, in places of `expected`: those who lack it are the wrong ones.
     wanted = {
-        at: shard.whole.device_mesh.mesh.flatten().tolist()
-        for at, fqn in enumerate(expected)
+        index: shard.whole.device_mesh.mesh.flatten().tolist()
+        for index, fqn in enumerate(expected)
         if (shard := held.get(fqn)) is not None and isinstance(shard.whole, DTensor)
     }
-    torn = {at for at, ranks in wanted.items() if any(masks[other][at] == "0" for other in ranks)}
-    wrong = {at for each in gather_json(sorted(torn), phase=_PHASE) for at in each}
+    torn = {index for index, ranks in wanted.items() if any(masks[other][index] == "0" for other in ranks)}
+    wrong = {index for indices in gather_json(sorted(torn), phase=_PHASE) for index in indices}
     return frozenset(
         fqn
-        for at, fqn in enumerate(expected)
-        if fqn not in held and at not in wrong and any(bits[at] == "1" for bits in masks)
+        for index, fqn in enumerate(expected)
+        if fqn not in held and index not in wrong and any(bits[index] == "1" for bits in masks)
     )
