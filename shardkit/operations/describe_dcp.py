@@ -102,9 +102,7 @@ class DcpOutput:
         """
         layout, mesh, is_whole = self.layout, self.layout.mesh, self.optimizer_cast is not None
         placed = {fqn: layout.tensors[fqn] for fqn in self.output.catalog.tensors}  # in file order
-        views = {
-            view: index for index, view in enumerate(dict.fromkeys(t.mesh for t in placed.values() if t.mesh))
-        }
+        views = list(dict.fromkeys(t.mesh for t in placed.values() if t.mesh))
         return manifest.Presharded(
             tool=manifest.TOOL,
             source=self.identity,
@@ -140,7 +138,7 @@ class DcpOutput:
                     dtype=self.dtypes[fqn].name,
                     shape=tensor.shape,
                     placements=tuple(map(str, tensor.placements)),
-                    mesh=None if tensor.mesh is None else views[tensor.mesh],
+                    mesh=None if tensor.mesh is None else views.index(tensor.mesh),
                     stage=tensor.stage,
                     unit=tensor.unit,
                     buffer=tensor.is_buffer,
