@@ -43,11 +43,10 @@ def derive_base(
     """
     place, tensors = replaced(made, gone), dict[str, BaseTensor]()
     for stored, tensor in (base.tensors or {}).items():
-        name = place.get(stored)
-        if name is not None:
-            tensors[name] = BaseTensor(dtype or made[name].dtype, made[name].shape)
-        elif stored not in gone:
+        if stored not in place and stored not in gone:
             tensors[stored] = tensor
+        for name in place.get(stored, ()):
+            tensors[name] = BaseTensor(dtype or made[name].dtype, made[name].shape)
     catalog = None if base.catalog is None else derive(base.catalog, made, gone)
     return replace(base, tensors=None if base.tensors is None else tensors, catalog=catalog)
 

@@ -6,7 +6,7 @@ moves bytes treats it like a stored one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -22,25 +22,31 @@ def derive(catalog: Catalog, made: Mapping[str, Codec], gone: Collection[str] = 
     Args:
         catalog: its extents are raw bytes, unless `encoding` says that records were not opened yet: then what is made has
             no chunks.
-        made: by name. What they are made of is gone: each stands where the first of it was that is not in `gone`.
+        made: by name. What they are made of is gone: each stands where the first of it was that is not in `gone`. Several
+            may be made of the same: codes and scales of a weight.
         gone: stored names that the result does not have, and for which nothing stands.
     """
     derived = replace(catalog, files=list(catalog.files), tensors={}, chunks=type(catalog.chunks)())
     place = replaced(made, gone)
     for stored in catalog.tensors:
-        name = place.get(stored)
-        if name is None and stored not in gone:
+        if stored not in place and stored not in gone:
             derived.copy_tensor(catalog, stored, stored)
-        elif name is not None and name not in derived.tensors:
-            add_computed(derived, catalog, name, made[name])
+        for name in place.get(stored, ()):
+            if name not in derived.tensors:
+                add_computed(derived, catalog, name, made[name])
     if catalog.paths is not None:
         derived.paths = _paths(catalog.paths, made, place, gone)
     return derived
 
 
-def replaced(made: Mapping[str, Codec], gone: Collection[str]) -> dict[str, str]:
-    """Return the stored names that tensors stand for: stored name -> what is made of it."""
-    return {stored: name for name, codec in made.items() for stored in codec.of if stored not in gone}
+def replaced(made: Mapping[str, Codec], gone: Collection[str]) -> dict[str, list[str]]:
+    """Return the stored names that tensors stand for: stored name -> all that is made of it."""
+    place = dict[str, list[str]]()
+    for name, codec in made.items():
+        for stored in codec.of:
+            if stored not in gone:
+                place.setdefault(stored, []).append(name)
+    return place
 
 
 def add_computed(
@@ -91,17 +97,20 @@ def made_by(catalog: Catalog, name: str, codec: type) -> bool:
 
 
 def _paths(
-    paths: Mapping[str, Path], made: Mapping[str, Codec], place: Mapping[str, str], gone: Collection[str]
+    paths: Mapping[str, Path],
+    made: Mapping[str, Codec],
+    place: Mapping[str, Sequence[str]],
+    gone: Collection[str],
 ) -> dict[str, Path]:
     """Return the path of each tensor in the state dict that was saved, as if the made ones had been in it."""
     found = dict[str, Path]()
     for stored, path in paths.items():
-        name = place.get(stored)
-        if name is None and stored not in gone:
+        if stored not in place and stored not in gone:
             found[stored] = path
-        elif name == stored:
-            found[name] = path
-        elif name is not None and path and stored == made[name].of[0]:
-            before = stored.removesuffix(str(path[-1]))
-            found[name] = (*path[:-1], name.removeprefix(before))
+        for name in place.get(stored, ()):
+            if name == stored:
+                found[name] = path
+            elif path and stored == made[name].of[0]:
+                before = stored.removesuffix(str(path[-1]))
+                found[name] = (*path[:-1], name.removeprefix(before))
     return found
