@@ -40,7 +40,7 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """Return the config.json of a checkpoint's model, if there is one."""
     if checkpoint.hub is not None:
         return checkpoint.hub.config
-    return next((config for each in checkpoint.assets if (config := read_config(each)) is not None), None)
+    return next((config for path in checkpoint.assets if (config := read_config(path)) is not None), None)
 
 
 def why_scaled(checkpoint: Checkpoint, *, is_nvfp4_known: bool = False) -> str | None:

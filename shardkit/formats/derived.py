@@ -58,5 +58,5 @@ def _select(
     names: Collection[str],
 ) -> Catalog:
     chosen = {name: made[name] for name in names if name in made}
-    stored = dict.fromkeys(each for name in names for each in (made[name].of if name in made else (name,)))
+    stored = dict.fromkeys(part for name in names for part in (made[name].of if name in made else (name,)))
     return derive(select(list(stored)), chosen, gone)

@@ -42,7 +42,7 @@ def folded_base(base: Base) -> Base:
         return base
     refuse_other_dtypes(tensors, targets.values())
     others = [tensor for name, tensor in tensors.items() if factor_of(name) not in targets]
-    dtype = most_bytes((each.dtype, prod(each.shape) * each.dtype.itemsize) for each in others)
+    dtype = most_bytes((tensor.dtype, prod(tensor.shape) * tensor.dtype.itemsize) for tensor in others)
     return derive_base(base, _folds(targets), dtype=dtype)
 
 

@@ -39,7 +39,7 @@ class Gaps(NamedTuple):
         """Yield each as a warning; `where` is what lacks it, such as "the model"."""
         yield from (gap.line(where) for gap in self.found)
         if self.cut:
-            modules, shown = count(len(self.cut), "module"), [each.pattern for each in fold_lines(self.cut)]
+            modules, shown = count(len(self.cut), "module"), [line.pattern for line in fold_lines(self.cut)]
             yield f"{modules} of the adapter have other shapes than its settings call for: {'; '.join(shown[:3])}"
         if self.files:
             files = count(len(self.files), "weight file")

@@ -124,7 +124,7 @@ def is_models_own(name: str, folders: Collection[str] = ()) -> bool:
         folders: of modules with weights of their own.
     """
     folder, _, base = name.rpartition("/")
-    if folder and any(f"{folder}/".startswith(f"{each}/") for each in folders):
+    if folder and any(f"{folder}/".startswith(f"{module}/") for module in folders):
         return is_asset(base) or is_asset(name) or base.endswith((".json", ".safetensors", ".bin"))
     return _WEIGHTS.fullmatch(name) is not None or name == ADAPTER_CONFIG or is_asset(name)
 
@@ -158,10 +158,10 @@ def refusal(
     Raises:
         ResourceError: as `find_foreign`.
     """
-    found = find_foreign(path, kind, made, may_be_begun=may_be_begun)
-    if not found:
+    foreign = find_foreign(path, kind, made, may_be_begun=may_be_begun)
+    if not foreign:
         return None
-    names = [each.partition(":")[0] for each in found]
+    names = [line.partition(":")[0] for line in foreign]
     what = "holds what shardkit did not write"
     if kind is OutputKind.HUB and not any(map(_WEIGHTS.fullmatch, _listdir(path))):
         what = "holds no weights of a Hub model"
@@ -171,7 +171,7 @@ def refusal(
         what = "is not a sharded checkpoint"
     return UsageError(
         f"{shown} exists and {what}: it is not replaced",
-        problems=found,
+        problems=foreign,
         hint="move that somewhere else, or choose another name; no option removes it",
     )
 
@@ -205,26 +205,26 @@ def find_foreign(path: str, kind: OutputKind, made: Made | None, *, may_be_begun
     """
     if storage.lexists(path) and (storage.islink(path) or not storage.isdir(path)):
         return [escape(os.path.basename(path))]
-    claim, found = _claim(path, kind, made or {}, may_be_begun=may_be_begun), list[str]()
+    claim, foreign = _claim(path, kind, made or {}, may_be_begun=may_be_begun), list[str]()
     try:
         for here, folders, names in storage.walk(path, onerror=_unless_gone):
             inside = os.path.relpath(here, path)
             inside = "" if inside == os.curdir else f"{inside}/"
-            passed = [each for each in sorted(folders) if is_nobodys(f"{inside}{each}")]
+            passed = [folder for folder in sorted(folders) if is_nobodys(f"{inside}{folder}")]
             if claim.is_stored and not inside:
-                passed += [each for each in folders if _may_lie_in_store(each, claim)]
+                passed += [folder for folder in folders if _may_lie_in_store(folder, claim)]
             others = [
-                each
-                for each in sorted(folders)
-                if each not in passed
-                and (f"{inside}{each}" not in claim.folders or storage.islink(os.path.join(here, each)))
+                folder
+                for folder in sorted(folders)
+                if folder not in passed
+                and (f"{inside}{folder}" not in claim.folders or storage.islink(os.path.join(here, folder)))
             ]
-            folders[:] = [each for each in folders if each not in passed and each not in others]
-            found += [f"{escape(inside + each)}/" for each in others]
-            found += _foreign_files(path, [inside + each for each in sorted(names)], claim, made)
+            folders[:] = [folder for folder in folders if folder not in passed and folder not in others]
+            foreign += [f"{escape(inside + folder)}/" for folder in others]
+            foreign += _foreign_files(path, [inside + name for name in sorted(names)], claim, made)
     except OSError as error:
         raise ResourceError(f"{escape(path)} cannot be looked through: {error.strerror}") from error
-    return found
+    return foreign
 
 
 def _unless_gone(error: OSError) -> None:
@@ -336,12 +336,12 @@ def _listed(path: str, kind: OutputKind) -> tuple[dict[str, manifest.SavedFile |
         return {}, False
     if said.kind is not kind:
         return {}, False
-    found = dict(said.files)
+    files = dict(said.files)
     for folder in said.folders:
         inside = _listed(os.path.join(path, folder), kind)[0]
-        found |= {f"{folder}/{name}": file for name, file in inside.items()}
-        found[f"{folder}/{manifest.NAME}"] = None
-    return found, said.lists_all
+        files |= {f"{folder}/{name}": file for name, file in inside.items()}
+        files[f"{folder}/{manifest.NAME}"] = None
+    return files, said.lists_all
 
 
 class _Said(NamedTuple):

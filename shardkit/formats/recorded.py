@@ -108,28 +108,28 @@ def find_manifests(
         IntegrityError: `given` is not what was written; or files have the recorded sizes but other tensors.
         ResourceError: a manifest may not be read.
     """
-    found = SourceManifests()
+    manifests = SourceManifests()
     if not check_source:
         if given is not None:
             raise UsageError("--source-manifest is for comparing, and --check-source is off")
-        return found
-    homes = [home_of(directory_of(path)), *(each.directory for each in catalogs if each.directory)]
+        return manifests
+    homes = [home_of(directory_of(path)), *(catalog.directory for catalog in catalogs if catalog.directory)]
     homes = list(dict.fromkeys(storage.realpath(home) for home in homes))
     if given is not None:
         read = _read_given(os.fspath(given), homes.pop(0))
         _check_fits(read, catalogs)
-        _take(read, catalogs, found)
+        _take(read, catalogs, manifests)
     for home in homes:
         try:
             beside = _read_beside(home)
         except SourceError as error:
-            found.warnings.append(
+            manifests.warnings.append(
                 f"the source is not compared with its manifest: {error.message}; {_NEW_ONE}"
             )
             continue
         if beside is not None:
-            _take(beside, catalogs, found)
-    return found
+            _take(beside, catalogs, manifests)
+    return manifests
 
 
 def _read_given(path: str, source: str) -> _Read:
@@ -177,17 +177,17 @@ def _check_fits(read: _Read, catalogs: Iterable[Catalog]) -> None:
         )
 
 
-def _take(read: _Read, catalogs: Iterable[Catalog], found: SourceManifests) -> None:
+def _take(read: _Read, catalogs: Iterable[Catalog], manifests: SourceManifests) -> None:
     """Give files the checksums of a manifest."""
     listed, tensors = _listed(read), manifest.all_tensors(read.content)
     for path, file in listed.items():
         crc = manifest.crc_of(file)
         if crc is not None and storage.isfile(path) and storage.getsize(path) == file.size:
-            found.files.setdefault(path, crc)
+            manifests.files.setdefault(path, crc)
     for catalog in catalogs:
         _check_headers(catalog, listed, tensors)
     if any([_add_checksums(catalog, listed, tensors) for catalog in catalogs]):
-        found.paths.append(read.path)
+        manifests.paths.append(read.path)
 
 
 def unlike_stored(
@@ -216,9 +216,9 @@ def _check_headers(
         if entry is None:
             problems.append(f"{escape(fqn)}: recorded, and not in the files")
         else:
-            found = f"{entry.dtype.name} {list(entry.shape)}"
+            stored = f"{entry.dtype.name} {list(entry.shape)}"
             recorded = f"{said.dtype} {list(said.shape)}"
-            problems.append(f"{escape(fqn)}: {found}, the manifest records {escape(recorded)}")
+            problems.append(f"{escape(fqn)}: {stored}, the manifest records {escape(recorded)}")
     if problems:
         names = ", ".join(escape(file.name) for file in catalog.files[:3])
         raise IntegrityError(
@@ -279,7 +279,7 @@ def _tensor_rows(
 ) -> tuple[dict[int, list[Entry]], dict[int, list[Entry]]]:
     """Return two dicts by file: tensors of one chunk that have a CRC-32 in a manifest, and all chunks."""
     table = catalog.chunks
-    found: dict[int, list[Entry]] = {}
+    recorded: dict[int, list[Entry]] = {}
     chunks: dict[int, list[Entry]] = {}
     for fqn, entry in catalog.tensors.items():
         said = tensors.get(fqn)
@@ -294,8 +294,8 @@ def _tensor_rows(
                     and (said.dtype, said.shape) == (entry.dtype.name, entry.shape)
                     and nbytes == entry.nbytes
                 ):
-                    found.setdefault(number, []).append(Entry(start, start + nbytes, said.crc32))
-    return found, chunks
+                    recorded.setdefault(number, []).append(Entry(start, start + nbytes, said.crc32))
+    return recorded, chunks
 
 
 class _DisjointRows:
@@ -314,14 +314,14 @@ class _DisjointRows:
     def fill(self, rows: Iterable[Entry]) -> None:
         """Add the parts of some rows that nothing covers."""
         for row in sorted(rows):
-            at = row.start
-            while at < row.stop:
-                place = bisect_left(self.rows, (at + 1,))
-                at = max(at, self._stop_before(place))
+            start = row.start
+            while start < row.stop:
+                place = bisect_left(self.rows, (start + 1,))
+                start = max(start, self._stop_before(place))
                 stop = min(row.stop, self._start_from(place))
-                if at < stop:
-                    self.rows.insert(place, Entry(at, stop, row.crc))
-                at = max(at, stop)
+                if start < stop:
+                    self.rows.insert(place, Entry(start, stop, row.crc))
+                start = max(start, stop)
 
     def _stop_before(self, place: int) -> int:
         return self.rows[place - 1].stop if place else 0

@@ -199,11 +199,11 @@ def recognise(path: str) -> Format | None:
     Args:
         path: a directory, or a file that is a checkpoint or stands for one.
     """
-    row, found = _look(home_of(directory_of(path)))
-    if found is None:
+    row, recognised = _look(home_of(directory_of(path)))
+    if recognised is None:
         return row
-    inside, _ = _look(home_of(found.weights))
-    name = found.structure.format
+    inside, _ = _look(home_of(recognised.weights))
+    name = recognised.structure.format
     if name is None:
         return inside
     return replace(inside or _FORMATS["dcp"], name=name, is_trainers=True, is_dcp_alone=False)
@@ -211,8 +211,8 @@ def recognise(path: str) -> Format | None:
 
 def format_of(path: str) -> str | None:
     """Return the name of the format that `recognise` finds; None if the path is no checkpoint."""
-    found = recognise(path)
-    return None if found is None else found.name
+    row = recognise(path)
+    return None if row is None else row.name
 
 
 def open_checkpoint(
@@ -246,13 +246,13 @@ def _open_local(source: str, format: str | None) -> Checkpoint:
         _check_listing(directory)
     if format is not None:
         return _open(_FORMATS[format], directory)
-    row, found = _look(directory)
-    if found is not None:
-        weights = home_of(found.weights)
+    row, recognised = _look(directory)
+    if recognised is not None:
+        weights = home_of(recognised.weights)
         inside, _ = _look(weights)
         if inside is None:
-            raise _nothing(found.weights)
-        return plain_dcp.inside(_open(inside, weights), found, directory)
+            raise _nothing(recognised.weights)
+        return plain_dcp.inside(_open(inside, weights), recognised, directory)
     if row is None:
         raise _nothing(source)
     return _open(row, directory)
@@ -331,9 +331,9 @@ def _look(path: str) -> tuple[Format | None, plain_dcp.RecognisedDirectory | Non
     if not storage.isdir(path):
         return next((row for row in (_HUB, _FULL_FILE) if _opener(row).matches(path)), None), None
     names = listing(path)
-    found = next((row for row in _EXACT if _matches(row, path, names)), None)
-    if found is not None:
-        return found, None
+    row = next((row for row in _EXACT if _matches(row, path, names)), None)
+    if row is not None:
+        return row, None
     structure = plain_dcp.find_structure(path)
     if structure is not None:
         return None, structure

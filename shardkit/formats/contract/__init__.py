@@ -187,9 +187,9 @@ class Checkpoint:
             SourceError, IntegrityError, ResourceError: as `manifest.read`.
         """
         directory = self.catalog.directory
-        found = manifest.read(directory) if directory else None
-        self.parsed[directory] = found  # whoever else reads it in the meantime gets this one
-        return found
+        content = manifest.read(directory) if directory else None
+        self.parsed[directory] = content  # whoever else reads it in the meantime gets this one
+        return content
 
     def opened_at(self, directory: str) -> DcpFolder | None:
         """Return the opened DCP directory if it is the one at a path, so that nobody parses it again; else None."""
@@ -279,8 +279,8 @@ def meant_path(path: str, error: ShardkitError) -> ShardkitError:
 def _closest(path: str) -> str | None:
     """Return the path whose name is nearest to that of a path, escaped; None if no name there is like it."""
     around, name = os.path.split(path.rstrip("/"))
-    found = nearest(name, sorted(listing(around or os.curdir)))
-    return None if found is None else escape(os.path.join(around, found))
+    closest = nearest(name, sorted(listing(around or os.curdir)))
+    return None if closest is None else escape(os.path.join(around, closest))
 
 
 def matching(names: Iterable[str], *patterns: str) -> list[str]:
@@ -315,11 +315,11 @@ def inner(path: str, below: str) -> str | None:
     Args:
         below: relative, with "/" between its parts.
     """
-    found = os.path.join(path, *below.split("/"))
-    if not storage.isdir(found):
+    directory = os.path.join(path, *below.split("/"))
+    if not storage.isdir(directory):
         return None
     home = os.path.join(storage.realpath(path), "")
-    return found if storage.realpath(found).startswith(home) else None
+    return directory if storage.realpath(directory).startswith(home) else None
 
 
 def own_name(path: str) -> str:
@@ -334,12 +334,12 @@ def parent(path: str) -> str:
 
 def asset_directories(*candidates: str | None) -> tuple[str, ...]:
     """Return the directories that hold a Hub model's config, tokenizer or processor, each once."""
-    found = dict[str, str]()
+    directories = dict[str, str]()
     for path in candidates:
         if path is not None and _has_assets(path):
             # One may be relative, and the other, a file's parent, absolute.
-            found.setdefault(storage.absolute(path), path)
-    return tuple(found.values())
+            directories.setdefault(storage.absolute(path), path)
+    return tuple(directories.values())
 
 
 def _has_assets(path: str) -> bool:

@@ -283,10 +283,10 @@ def count_of(value: object) -> object | None:
 def _settings(group: Group) -> dict[str, str]:
     """Return the settings of a group as text; torch gathers named parameters in no fixed order."""
     params = group.get(PARAMS)
-    found = {str(key): repr(value) for key, value in group.items() if key != PARAMS and is_plain(value)}
+    settings = {str(key): repr(value) for key, value in group.items() if key != PARAMS and is_plain(value)}
     if isinstance(params, list):
-        found[PARAMS] = repr(sorted(params) if all(type(key) is str for key in params) else params)
-    return found
+        settings[PARAMS] = repr(sorted(params) if all(type(key) is str for key in params) else params)
+    return settings
 
 
 def _other_settings(

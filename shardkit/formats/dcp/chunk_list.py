@@ -159,7 +159,7 @@ def _chunk(row: Sequence[Any], file_size: int) -> ListedChunk:
         raise ValueError("CRC-32")
     if not len(shape) == len(offsets) == len(sizes) <= _MAX_DIMS:
         raise ValueError("dims")
-    if any(at + size > full for at, size, full in zip(offsets, sizes, shape, strict=True)):
+    if any(offset + size > full for offset, size, full in zip(offsets, sizes, shape, strict=True)):
         raise ValueError("region")
     region, kind = Region(tuple(offsets), tuple(sizes)), BY_NAME[dtype]
     if region.num_elements * kind.itemsize != data_nbytes:

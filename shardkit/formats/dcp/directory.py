@@ -103,7 +103,7 @@ class DcpDirectory:
         """
         assert self.has_records
         chosen, table = subset_within(self.catalog, wanted), self.catalog.chunks
-        known = {(table.file[row], table.start[row]): each for row, each in self.transforms.items()}
+        known = {(table.file[row], table.start[row]): transform for row, transform in self.transforms.items()}
         places = enumerate(zip(chosen.chunks.file, chosen.chunks.start, strict=True))
         transforms = {row: known[place] for row, place in places if place in known} if known else {}
         return select_raw(chosen, transforms, tuple(wanted), opened=opened)
@@ -435,10 +435,10 @@ def unused_shards(directory: str, names: Collection[str]) -> list[str]:
         names: the files that it uses; all names are relative to the directory.
     """
     folders = {os.path.dirname(name) for name in names if _is_shard(name)} | {""}
-    found = (
+    present = (
         os.path.join(folder, name) for folder in folders for name in listing(os.path.join(directory, folder))
     )
-    return sorted(name for name in set(found).difference(names) if name.endswith(_SUFFIX))
+    return sorted(name for name in set(present).difference(names) if name.endswith(_SUFFIX))
 
 
 def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
@@ -493,12 +493,10 @@ def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
             previous = extent
     message = f"{metadata.where} places {len(problems)} entries where their bytes cannot be"
     if problems and sum(map(len, lost.values())) == len(problems):
-        short = {
-            files[
-                at
-            ].name: f"it has {files[at].size} bytes, and needs at least {stop} (for {listed(lost[at])})"
-            for at, stop in needed.items()
-        }
+        short = dict[str, str]()
+        for file, stop in needed.items():
+            size, names = files[file].size, listed(lost[file])
+            short[files[file].name] = f"it has {size} bytes, and needs at least {stop} (for {names})"
         raise DamagedFiles(message, short, problems=problems, hint=_ANOTHER_COPY)
     SourceError.raise_for(problems, message, hint=_ANOTHER_COPY)
 
@@ -546,13 +544,13 @@ def are_row_shards(shape: Shape, boxes: array[int]) -> bool:
     num_dims = len(shape)
     if num_dims == 0 or 0 in shape:
         return False
-    each = np.frombuffer(boxes, dtype=np.int64).reshape(-1, 2 * num_dims)
-    if (each < 0).any() or (each[:, num_dims:] > np.array(shape, dtype=np.int64) - each[:, :num_dims]).any():
+    rows = np.frombuffer(boxes, dtype=np.int64).reshape(-1, 2 * num_dims)
+    if (rows < 0).any() or (rows[:, num_dims:] > np.array(shape, dtype=np.int64) - rows[:, :num_dims]).any():
         return False  # a chunk, perhaps an empty one, reaches outside
-    each = each[each[:, num_dims:].all(axis=1)]
-    if not len(each):
+    rows = rows[rows[:, num_dims:].all(axis=1)]
+    if not len(rows):
         return False
-    offsets, sizes = each[:, :num_dims], each[:, num_dims:]
+    offsets, sizes = rows[:, :num_dims], rows[:, num_dims:]
     starts, counts = offsets[:, 0], sizes[:, 0]
     if offsets[:, 1:].any() or (sizes[:, 1:] != np.array(shape[1:], dtype=np.int64)).any():
         return False

@@ -188,8 +188,8 @@ def _take_scalar(catalog: Catalog, shards: Catalog, fqn: str) -> bool:
     """Point a scalar at the shards if they hold another value; True if they do."""
     if fqn not in shards.tensors or shards.tensors[fqn].dtype is not catalog.tensors[fqn].dtype:
         return False
-    found, wanted = (_bytes_of(each, fqn) for each in (catalog, shards))
-    if found == wanted:
+    current, wanted = (_bytes_of(side, fqn) for side in (catalog, shards))
+    if current == wanted:
         return False
     row, other = catalog.tensors[fqn].first_chunk, shards.tensors[fqn].first_chunk
     catalog.files.append(shards.files[shards.chunks.file[other]])
@@ -302,8 +302,8 @@ class _Parts(NamedTuple):
 def _shard_names(names: Collection[str]) -> dict[str, _ShardName]:
     """Return the names of shards, in the order of rank and number."""
     matches = ((name, _NAME.fullmatch(name)) for name in names)
-    found = {name: _ShardName(*map(int, match.groups())) for name, match in matches if match}
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+    shards = {name: _ShardName(*map(int, match.groups())) for name, match in matches if match}
+    return dict(sorted(shards.items(), key=lambda item: item[1]))
 
 
 def _read_shards(directory: str, prefix: str) -> Catalog:
@@ -325,8 +325,8 @@ def _read_shards(directory: str, prefix: str) -> Catalog:
     problems: list[str] = []
     for name in shards:
         _read_shard(catalog, parts, locate(directory, name), prefix + name, problems)
-    for fqn, found in parts.items():
-        _add(catalog, fqn, found, problems)
+    for fqn, tensor_parts in parts.items():
+        _add(catalog, fqn, tensor_parts, problems)
     SourceError.raise_for(
         problems,
         f"the shards in {escape(directory)} do not make up {count(len(problems), 'tensor')}",
@@ -366,22 +366,22 @@ def _read_shard(
     file = len(catalog.files) - 1
     for tensor in header.tensors:
         corner = corners[tensor.fqn] if corners is not None else (0,) * len(tensor.shape)
-        found = parts.setdefault(tensor.fqn, _Parts(tensor.dtype, {}))
+        known = parts.setdefault(tensor.fqn, _Parts(tensor.dtype, {}))
         region = Region(corner, tensor.shape)
-        if found.dtype is not tensor.dtype:
+        if known.dtype is not tensor.dtype:
             problems.append(
-                f"{escape(tensor.fqn)}: {escape(name)} has {tensor.dtype.name}, another {found.dtype.name}"
+                f"{escape(tensor.fqn)}: {escape(name)} has {tensor.dtype.name}, another {known.dtype.name}"
             )
-        elif any(len(other.sizes) != len(tensor.shape) for other in islice(found.chunks, 1)):
+        elif any(len(other.sizes) != len(tensor.shape) for other in islice(known.chunks, 1)):
             problems.append(
                 f"{escape(tensor.fqn)}: {escape(name)} has {len(tensor.shape)} dims, another does not"
             )
         else:  # an equal region is a replica
-            found.chunks.setdefault(region, _PartExtent(file, tensor.start, tensor.nbytes))
+            known.chunks.setdefault(region, _PartExtent(file, tensor.start, tensor.nbytes))
 
 
-def _add(catalog: Catalog, fqn: str, found: _Parts, problems: list[str]) -> None:
-    regions, chunks = list(found.chunks), list(found.chunks.values())
+def _add(catalog: Catalog, fqn: str, parts: _Parts, problems: list[str]) -> None:
+    regions, chunks = list(parts.chunks), list(parts.chunks.values())
     shape: Shape = tuple(map(max, zip(*(region.stops for region in regions), strict=True)))
     reason = find_tiling_error(shape, regions)
     if reason:
@@ -390,7 +390,7 @@ def _add(catalog: Catalog, fqn: str, found: _Parts, problems: list[str]) -> None
         problems.append(f"{escape(fqn)}: {reason} (parts lie in {', '.join(names)}{more})")
         return
     files, starts, nbytes = ([chunk[column] for chunk in chunks] for column in range(3))
-    catalog.add_tensor_columns(fqn, found.dtype, shape, files, starts, nbytes, regions)
+    catalog.add_tensor_columns(fqn, parts.dtype, shape, files, starts, nbytes, regions)
 
 
 def point_at_parts(metadata: DcpMetadata, files: list[SourceFile]) -> None:
@@ -489,7 +489,7 @@ def saved_offsets(header: SafetensorsHeader, name: str) -> dict[str, Shape] | No
     if text is None:
         return None
     info = parse_object(text.encode(), f"{name}, {_INFO}")
-    found: dict[str, Shape] = {}
+    corners: dict[str, Shape] = {}
     problems: list[str] = []
     for tensor in header.tensors:
         fields = info.get(tensor.fqn)
@@ -500,13 +500,13 @@ def saved_offsets(header: SafetensorsHeader, name: str) -> dict[str, Shape] | No
                 f"{escape(tensor.fqn)}: expected {len(tensor.shape)} offsets, found {escape(repr(offsets))}"
             )
         else:
-            found[tensor.fqn] = corner
+            corners[tensor.fqn] = corner
     SourceError.raise_for(
         problems,
         f"{escape(name)}: {_INFO} does not place {len(problems)} tensors",
         hint="the file is damaged or was put together by hand: use another copy",
     )
-    return found
+    return corners
 
 
 def _corner(offsets: object, num_dims: int) -> Shape | None:

@@ -30,7 +30,7 @@ def unstrided(layout: Layout) -> Layout:
     return replace(
         layout,
         tensors={
-            fqn: replace(tensor, placements=tuple(Placement(each.shard_dim) for each in tensor.placements))
+            fqn: replace(tensor, placements=tuple(Placement(p.shard_dim) for p in tensor.placements))
             for fqn, tensor in layout.tensors.items()
         },
     )
@@ -53,7 +53,7 @@ def shard_images(
     Raises:
         SourceError: dtypes or names that safetensors cannot hold, or a header that is too large.
     """
-    file_of = {rank: at for at, rank in enumerate(layout.mesh.file_ranks)}
+    file_of = {rank: file for file, rank in enumerate(layout.mesh.file_ranks)}
     files: list[list[PlacedRegion]] = [[] for _ in file_of]
     names = [(name, fqn) for fqn in layout.tensors for name in (fqn, *aliases.get(fqn, ()))]
     for name, fqn in sorted(names, key=lambda pair: natural(pair[0])):
@@ -74,12 +74,12 @@ def shard_images(
 
 def _content(rank: int, placed: Sequence[PlacedRegion]) -> Content:
     name = _NAME.format(rank + 1)
-    stored = [OutputTensor(each.fqn, each.source, each.dtype, each.region.sizes) for each in placed]
+    stored = [OutputTensor(part.fqn, part.source, part.dtype, part.region.sizes) for part in placed]
     check_writable(stored)
     order = list(range(len(placed)))
     if not are_aligned(stored):
-        order.sort(key=lambda at: -stored[at].dtype.itemsize)  # stable
-    offsets = {each.fqn: {"saved_offsets": list(each.region.offsets)} for each in placed}
+        order.sort(key=lambda index: -stored[index].dtype.itemsize)  # stable
+    offsets = {part.fqn: {"saved_offsets": list(part.region.offsets)} for part in placed}
     metadata = {"DCP_VERSION": _VERSION, "DCP_SHARDING_INFO": json.dumps(offsets), "format": "pt"}
-    header = make_header(name, [stored[at] for at in order], metadata)
-    return Content(name, [placed[at] for at in order], [header, *(b"" for _ in order[1:])])
+    header = make_header(name, [stored[index] for index in order], metadata)
+    return Content(name, [placed[index] for index in order], [header, *(b"" for _ in order[1:])])

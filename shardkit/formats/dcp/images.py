@@ -121,7 +121,7 @@ class DcpImages:
         self.objects = frozenset(objects)
         self._holes: dict[str, TensorHoles] = {}
         file_ranks = layout.mesh.file_ranks
-        self._file_of = None if layout.mesh.pp == 1 else {rank: at for at, rank in enumerate(file_ranks)}
+        self._file_of = None if layout.mesh.pp == 1 else {rank: file for file, rank in enumerate(file_ranks)}
         num_files = len(file_ranks)
         rows = [array("i") for _ in range(num_files)]
         ends = [0] * num_files

@@ -274,17 +274,17 @@ def match_columns(tensor: Tensor, storage: StorageTable, rows: array[int]) -> Co
     if boxes[~is_first, num_dims:].all(axis=1).any():  # listed again, and has elements
         return None
     boxes = boxes[is_first]
-    offsets, at = boxes[:, :num_dims], np.frombuffer(rows, dtype=np.int32)
-    if len(at) != len(boxes) or (np.frombuffer(storage.num_dims, dtype=np.int8)[at] != num_dims).any():
+    offsets, ids = boxes[:, :num_dims], np.frombuffer(rows, dtype=np.int32)
+    if len(ids) != len(boxes) or (np.frombuffer(storage.num_dims, dtype=np.int8)[ids] != num_dims).any():
         return None
-    corner_at = np.frombuffer(storage.corner_at, dtype=np.int64)[at]
+    corner_at = np.frombuffer(storage.corner_at, dtype=np.int64)[ids]
     placed = np.frombuffer(storage.corners, dtype=np.int64)[corner_at[:, None] + np.arange(num_dims)]
     if (placed != offsets).any() or not _are_ascending(offsets):
         return None
     return (
-        array("i", np.frombuffer(storage.path_ids, dtype=np.int32)[at].tobytes()),
-        array("q", np.frombuffer(storage.offsets, dtype=np.int64)[at].tobytes()),
-        array("q", np.frombuffer(storage.lengths, dtype=np.int64)[at].tobytes()),
+        array("i", np.frombuffer(storage.path_ids, dtype=np.int32)[ids].tobytes()),
+        array("q", np.frombuffer(storage.offsets, dtype=np.int64)[ids].tobytes()),
+        array("q", np.frombuffer(storage.lengths, dtype=np.int64)[ids].tobytes()),
         array("q", boxes.tobytes()),
     )
 
@@ -319,10 +319,10 @@ def _regions(tensor: Tensor) -> Iterator[tuple[Region, bytes]]:
             yield Region((), ()), b""
         return
     values, raw = tensor.boxes.tolist(), tensor.boxes.tobytes()
-    for at in range(0, len(values), step):
-        middle = at + num_dims
-        region = Region(tuple(values[at:middle]), tuple(values[middle : at + step]))
-        yield region, raw[at * itemsize : middle * itemsize]
+    for start in range(0, len(values), step):
+        middle = start + num_dims
+        region = Region(tuple(values[start:middle]), tuple(values[middle : start + step]))
+        yield region, raw[start * itemsize : middle * itemsize]
 
 
 def _planner_paths(value: object, where: str, problems: list[str]) -> dict[str, Path] | None:
@@ -357,8 +357,8 @@ def _path_problem(path: object) -> str | None:
 
 def rank_files(names: Collection[str]) -> dict[int, str]:
     """Return rank -> file, in the order of ranks, of the finished rank-local metadata among some names."""
-    found = {int(match[1]): name for name in names if (match := _RANK.fullmatch(name)) and not match[2]}
-    return dict(sorted(found.items()))
+    files = {int(match[1]): name for name in names if (match := _RANK.fullmatch(name)) and not match[2]}
+    return dict(sorted(files.items()))
 
 
 def read_rank_metadata(directory: str, names: Collection[str], max_bytes: int) -> DcpMetadata:
@@ -373,9 +373,9 @@ def read_rank_metadata(directory: str, names: Collection[str], max_bytes: int) -
         SourceError: a rank is missing or did not finish, a file is damaged, or ranks contradict each other.
         ResourceError: a file may not be read.
     """
-    found = rank_files(names)
+    files = rank_files(names)
     unfinished = sorted(name for name in names if (match := _RANK.fullmatch(name)) and match[2])
-    gaps = list(islice((rank for rank in range(max(found)) if rank not in found), _MAX_LISTED))
+    gaps = list(islice((rank for rank in range(max(files)) if rank not in files), _MAX_LISTED))
     if unfinished or gaps:
         problems = [f"__{rank}.metadata: no such file" for rank in gaps]
         problems += [f"{escape(name)}: this rank's save did not finish" for name in unfinished]
@@ -385,7 +385,7 @@ def read_rank_metadata(directory: str, names: Collection[str], max_bytes: int) -
             hint=_MISSING_RANK,
         )
     parts: list[DcpMetadata] = []
-    for name in found.values():
+    for name in files.values():
         data = read_small(os.path.join(directory, name), name, max_bytes, follow=False)
         parts.append(parse_metadata(data, where=name))
     return _Merge(parts).result()

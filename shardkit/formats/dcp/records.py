@@ -184,22 +184,22 @@ class _LateRecords:
 
     def opened(self, file: int, start: int, descriptor: Callable[[int], int], /) -> tuple[int, int]:
         """See `LateRecords`."""
-        at = bisect_right(self._starts[file], start) - 1
-        rows, table, key = self._rows[file][at], self._catalog.chunks, (file, at)
+        index = bisect_right(self._starts[file], start) - 1
+        rows, table, key = self._rows[file][index], self._catalog.chunks, (file, index)
         if key not in self._is_open:
             with self._locks.setdefault(key, threading.Lock()):
                 if key not in self._is_open:
-                    self._open_record(file, at, descriptor(file))
+                    self._open_record(file, index, descriptor(file))
                     self._is_open.add(key)
-        return table.file[rows[0]], table.start[rows[0]] + start - self._starts[file][at]
+        return table.file[rows[0]], table.start[rows[0]] + start - self._starts[file][index]
 
-    def _open_record(self, file: int, at: int, fd: int) -> None:
+    def _open_record(self, file: int, index: int, fd: int) -> None:
         catalog, table, source = self._catalog, self._catalog.chunks, self._catalog.files[file]
         scanner = getattr(self._thread, "scanner", None)
         if scanner is None:
             scanner = self._thread.scanner = RecordScanner(0)
         scanner.open(fd)
-        for row in self._rows[file][at]:
+        for row in self._rows[file][index]:
             entry, sizes = self._tensor_of(row), table.region(row).sizes
             place = table.start[row], table.nbytes[row]
             try:
@@ -217,8 +217,9 @@ class _LateRecords:
                 _point(catalog, entry, row, record)
         checksums = source.checksums
         assert checksums is not None  # `open_late`
-        checksums.starts[at], checksums.stops[at] = record.data_start, record.data_start + record.data_nbytes
-        checksums.crcs[at] = record.crc32 or 0
+        checksums.starts[index] = record.data_start
+        checksums.stops[index] = record.data_start + record.data_nbytes
+        checksums.crcs[index] = record.crc32 or 0
 
     def _tensor_of(self, row: int) -> TensorEntry:
         return self._entries[bisect_right(self._firsts, row) - 1]
@@ -473,9 +474,9 @@ class _BulkPointer:
             these = every[part]
             kinds, offsets = self._kind_of[these], self._starts[these]
             templates = [template for kind in kinds.tolist() if (template := self._templates[kind])]
-            found = self._bulk.compare(fd, templates, offsets, self._nbytes[these])
-            is_left[part] = ~found.is_alike
-            these, kinds, crcs = these[found.is_alike], kinds[found.is_alike], found.crcs[found.is_alike]
+            is_alike, crcs = self._bulk.compare(fd, templates, offsets, self._nbytes[these])
+            is_left[part] = ~is_alike
+            these, kinds, crcs = these[is_alike], kinds[is_alike], crcs[is_alike]
             columns.append((self._starts[these] + self._data_at[kinds], self._data[kinds], crcs))
             self._starts[these] += self._shifts[kinds]
             self._nbytes[these] = self._sizes[kinds]

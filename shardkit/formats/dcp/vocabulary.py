@@ -206,8 +206,8 @@ class StorageTable:
 
     def extend(self, indexes: IndexRun, infos: StorageInfoRun) -> None:
         """Add the entries of a run."""
-        at = len(self.corners)
-        self.corner_at.extend(accumulate(indexes.num_dims[:-1], initial=at))
+        first = len(self.corners)
+        self.corner_at.extend(accumulate(indexes.num_dims[:-1], initial=first))
         self.num_dims.extend(indexes.num_dims)
         self.corners.frombytes(indexes.corners)
         for ids, known, names in (
@@ -222,8 +222,8 @@ class StorageTable:
 
     def corner(self, row: int) -> bytes | None:
         """Return a chunk's offsets as `Index.corner` has them, None for an object."""
-        at, num_dims = self.corner_at[row], self.num_dims[row]
-        return None if num_dims < 0 else self.corners[at : at + num_dims].tobytes()
+        first, num_dims = self.corner_at[row], self.num_dims[row]
+        return None if num_dims < 0 else self.corners[first : first + num_dims].tobytes()
 
 
 class Tensor(Record):

@@ -159,12 +159,12 @@ class _MetadataPickler:
         # Now every word is in the memo, and what the entries have in common is made once.
         index, place = self._index_head(name), self._place_head()
         offset, length = text("offset"), text("length")
-        offsets, join, at, ends = self._offsets, b"".join, self._file_parts, dict[int, bytes]()
+        offsets, join, heads, ends = self._offsets, b"".join, self._file_parts, dict[int, bytes]()
         for region, (file, start, nbytes) in zip(regions[1:], places[1:], strict=True):
-            head = at.get(file)
+            head = heads.get(file)
             if head is None:
                 head = place + text(files[file]) + offset  # the name enters the memo where it first stands
-                at[file] = place + text(files[file]) + offset
+                heads[file] = place + text(files[file]) + offset
             if nbytes not in ends:
                 ends[nbytes] = length + pickle_int(nbytes) + _SET
             yield join((index, offsets(region.offsets), head, pickle_int(start), ends[nbytes]))
@@ -190,16 +190,16 @@ class _MetadataPickler:
         """A chunk's corner: not in the memo, which the reader must keep alive, but made only once."""
         if len(self._corners) > _MAX_CORNERS:
             self._corners.clear()
-        found = self._corners.get(values)
-        if found is None:
-            found = self._corners[values] = self._bare_size(values)
-        return found
+        pickled = self._corners.get(values)
+        if pickled is None:
+            pickled = self._corners[values] = self._bare_size(values)
+        return pickled
 
     def _properties(self, dtype: str) -> bytes:
         """`TensorProperties` of a plain strided tensor: dtype, layout, grad, memory format, pinned."""
-        found = self._memo.get(("properties", dtype))
-        if found:
-            return found
+        known = self._memo.get(("properties", dtype))
+        if known:
+            return known
         parts = [self._class(_METADATA, "TensorProperties"), _NEW, _MARK, self._class("torch", dtype)]
         parts += (
             self._class("torch.serialization", "_get_layout"),
@@ -232,16 +232,16 @@ class _MetadataPickler:
         return b"".join([*parts, b"\x85", _REDUCE])
 
     def _class(self, module: str, name: str) -> bytes:
-        found = self._memo.get((module, name))
-        if found:
-            return found
+        known = self._memo.get((module, name))
+        if known:
+            return known
         opcodes = self._text(module) + self._text(name) + b"\x93"
         return opcodes + self._remember((module, name))
 
     def _text(self, value: str) -> bytes:
-        found = self._memo.get(value)
-        if found:
-            return found
+        known = self._memo.get(value)
+        if known:
+            return known
         data = value.encode("utf-8")
         opcode = b"\x8c" + bytes([len(data)]) if len(data) < 256 else b"X" + struct.pack("<I", len(data))
         return opcode + data + self._remember(value)

@@ -149,7 +149,7 @@ def _open_zero(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
     stale += [name for rank, name in sorted(files.optimizers.items()) if rank >= num_ranks]
     stale += [name for rank, name in sorted(files.models.items()) if not is_partitioned or rank >= num_ranks]
     stale += [files.whole] if is_partitioned and files.whole else []
-    opened_files = [item.file for found in (states, optimizers, experts) for item in found]
+    opened_files = [item.file for group in (states, optimizers, experts) for item in group]
     weights = _assemble(opened_files, states, masters, experts)
     notes = _notes_on_masters(main, optimizers)
     checkpoint = _checkpoint(path, tag, main, weights, f"zero{first.stage}", notes)
@@ -469,13 +469,13 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates) -> OptimizerState | 
     opened = open_states(tag, [f"zero/{name}/{leaf}{_SUFFIX}" for name, leaf in wanted], _read)
     for (name, leaf), (file, value) in zip(wanted, opened, strict=True):
         if isinstance(value, TensorRef):
-            found: Weight | float | None = _weight(len(files), value, shapes[name] if value.shape else ())
+            content: Weight | float | None = _weight(len(files), value, shapes[name] if value.shape else ())
         else:
-            found = value
-        if found is None:
+            content = value
+        if content is None:
             return Unmapped([file.name], f"it does not hold the {escape(leaf)} of {escape(name)}")
         files.append(file)
-        taken.setdefault(name, {})[leaf] = found
+        taken.setdefault(name, {})[leaf] = content
     names = [list(group) for group in state.groups or ()]
     steps = {
         name: settings.steps[number]
@@ -524,7 +524,7 @@ def _leaves(tag: Tag, name: str) -> set[str]:
     """Return the names of what a parameter's directory has beside its weights, without `.pt`."""
     directory = inner(tag.directory, f"zero/{name}")
     names = listing(directory) if directory is not None else frozenset()
-    return {found.removesuffix(_SUFFIX) for found in names if found.endswith(_SUFFIX) and found != _WEIGHTS}
+    return {file.removesuffix(_SUFFIX) for file in names if file.endswith(_SUFFIX) and file != _WEIGHTS}
 
 
 def _read(file: TorchFile) -> _FileValue:

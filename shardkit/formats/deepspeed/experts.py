@@ -129,21 +129,21 @@ def _whole_groups(
     """Return the groups with the experts of all ranks, one expert-parallel rank after another."""
     numbers: dict[str, set[str]] = defaultdict(set)
     for name in (name for expert in experts for name in expert.tensors):
-        if found := _EXPERT.fullmatch(name):
-            numbers[found[1]].add(found[2])
+        if match := _EXPERT.fullmatch(name):
+            numbers[match[1]].add(match[2])
     groups, problems = list[Mapping[str, Shape]](), list[str]()
     for number, group in enumerate(map(partial(_one_by_one, main.stacked), main.groups or ())):
         ep_size = optimizers[0].ep_size_of(number, len(optimizers))
         whole: dict[str, Shape] = {}
         for ep_rank in range(ep_size if ep_size > 1 else 0):
             for name, shape in group.items():
-                found = _EXPERT.fullmatch(name)
-                total = len(numbers[found[1]]) if found else 0
-                if found is None or not total or total % ep_size:
+                match = _EXPERT.fullmatch(name)
+                total = len(numbers[match[1]]) if match else 0
+                if match is None or not total or total % ep_size:
                     problems += [f"{escape(name)}: {ep_size} ranks have one each, files have {total} experts"]
                     continue
-                at = int(found[2]) + ep_rank * (total // ep_size)
-                whole[f"{found[1]}{at}{found[3]}"] = shape
+                index = int(match[2]) + ep_rank * (total // ep_size)
+                whole[f"{match[1]}{index}{match[3]}"] = shape
         groups.append(group if ep_size == 1 else whole)
     IntegrityError.raise_for(
         list(dict.fromkeys(problems)),
@@ -155,13 +155,13 @@ def _whole_groups(
 
 def _one_by_one(stacked: Mapping[str, int], group: Mapping[str, Shape]) -> dict[str, Shape]:
     """Return a group with AutoEP's stacked experts as their files have them: one after another."""
-    found: dict[str, Shape] = {}
+    unstacked: dict[str, Shape] = {}
     for name, shape in group.items():
         if shape and shape[0] <= stacked.get(name, 0):
-            found |= {f"{name}.{at}": shape[1:] for at in range(shape[0])}
+            unstacked |= {f"{name}.{index}": shape[1:] for index in range(shape[0])}
         else:
-            found[name] = shape
-    return found
+            unstacked[name] = shape
+    return unstacked
 
 
 class _MasterFit(NamedTuple):
@@ -216,5 +216,5 @@ def _read(file: TorchFile, ref: TensorRef, first: int, count: int) -> tuple[floa
     with open_regular(file.path, file.name) as (fd, _):
         data = read_exactly(fd, ref.start + first * size, count * size, file.name)
     if ref.dtype.name == "bfloat16":  # the upper half of a float32
-        data = b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2))
+        data = b"".join(b"\0\0" + data[offset : offset + 2] for offset in range(0, len(data), 2))
     return struct.unpack(f"<{count}{_FORMATS[ref.dtype.name]}", data)

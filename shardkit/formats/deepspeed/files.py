@@ -211,14 +211,14 @@ def survey(tag: Tag) -> StateFiles:
 
 
 def _refuse_splits(tag: Tag, names: Sequence[str], split: Sequence[str], hint: str) -> None:
-    for what, found in (
+    for what, files in (
         ("was trained with tensor parallelism: its matrices are cut, and the files do not say how", split),
         (
             "was trained as a pipeline: its layers are in files of their own",
             filter(_PIPELINE.fullmatch, names),
         ),
     ):
-        problems = [escape(tag.prefix + name) for name in found]
+        problems = [escape(tag.prefix + name) for name in files]
         SourceError.raise_for(problems, f"{escape(tag.directory)} {what}", hint=hint)
 
 

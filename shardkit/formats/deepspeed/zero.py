@@ -53,10 +53,10 @@ def masters_of(
     """
     shapes = _shapes(model)
     masters: dict[str, Weight] = {}
-    for name, found in pieces_of(model, optimizers, directory).items():
+    for name, pieces in pieces_of(model, optimizers, directory).items():
         parts = [
             FlatRange(first_file + piece.rank, optimizers[piece.rank].flat[piece.group], *piece[2:])
-            for piece in found
+            for piece in pieces
         ]
         masters[name] = Weight(dtype=parts[0].tensor.dtype, shape=shapes[name], pieces=parts)
     return masters
@@ -84,8 +84,8 @@ def open_zero_optimizer(
         return Unmapped(names, params)
     pieces = pieces_of(model, optimizers, directory)
     lengths = [{number: ref.shape[0] for number, ref in enumerate(rank.flat)} for rank in optimizers]
-    found = split_states(directory, inner, pieces, _shapes(model), lengths, params)
-    return Unmapped(names, found) if isinstance(found, str) else found
+    state = split_states(directory, inner, pieces, _shapes(model), lengths, params)
+    return Unmapped(names, state) if isinstance(state, str) else state
 
 
 def group_params(groups: Sequence[Group], names: Sequence[Sequence[str]]) -> list[list[str]] | str:
@@ -97,10 +97,10 @@ def group_params(groups: Sequence[Group], names: Sequence[Sequence[str]]) -> lis
     """
     if len(groups) == 1:
         return [[name for flat in names for name in flat]]
-    numbers = [found if isinstance(found := group.get(PARAMS), list) else [] for group in groups]
-    flat = [number for found in numbers for number in found]
+    numbers = [params if isinstance(params := group.get(PARAMS), list) else [] for group in groups]
+    flat = [number for params in numbers for number in params]
     if all(type(number) is int for number in flat) and sorted(flat) == list(range(len(names))):
-        return [[name for number in found for name in names[number]] for found in numbers]
+        return [[name for number in params for name in names[number]] for params in numbers]
     return f"which parameters its {len(groups)} groups have cannot be told"
 
 
@@ -121,7 +121,7 @@ def pieces_of(model: ModelStates, optimizers: Sequence[OptimizerStates], directo
             problems.append(str(error))
 
     lengths = [[ref.shape[0] for ref in optimizer.flat] for optimizer in optimizers]
-    paddings = {number: found for number, found in enumerate(optimizers[0].paddings or ()) if any(found)}
+    paddings = {number: gaps for number, gaps in enumerate(optimizers[0].paddings or ()) if any(gaps)}
     if not problems and optimizers[0].stage == 3:
         collect(partitioned_pieces, _shapes(model), lengths)
     elif not problems:
@@ -133,7 +133,7 @@ def pieces_of(model: ModelStates, optimizers: Sequence[OptimizerStates], directo
         problems, f"{escape(directory)}: the fp32 partitions do not hold the parameters", hint=_HINT
     )
     # A parameter without elements has no pieces; it still has a dtype, a state, and a place to point at.
-    return {name: found or [FlatPiece(0, 0, 0, 0, 0)] for name, found in pieces.items()}
+    return {name: parts or [FlatPiece(0, 0, 0, 0, 0)] for name, parts in pieces.items()}
 
 
 def _shapes(model: ModelStates) -> dict[str, Shape]:
@@ -198,8 +198,8 @@ def joined_pieces(
     start = 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
         stop = start + prod(shape)
-        found = across(group, bounds, start, min(stop, bounds[-1]))
-        pieces[name] = [piece._replace(rank=ranks[piece.rank]) if ranks else piece for piece in found]
+        parts = across(group, bounds, start, min(stop, bounds[-1]))
+        pieces[name] = [piece._replace(rank=ranks[piece.rank]) if ranks else piece for piece in parts]
         start = stop + padding
     # DeepSpeed fills up to a multiple of twice the ranks, for NCCL; how much of that is saved differs.
     align = 2 * len(lengths)
@@ -236,9 +236,9 @@ def partitioned_pieces(shapes: Mapping[str, Shape], lengths: Sequence[Sequence[i
             target = rank * part
             stop = start + min(part, size - target)
             # The last ranks' parts may be short or empty; a part may cross from one group into the next.
-            for found in across(0, bounds, start, stop):
+            for piece in across(0, bounds, start, stop):
                 pieces[name].append(
-                    FlatPiece(rank, found.rank, found.start, target + found.target, found.length)
+                    FlatPiece(rank, piece.rank, piece.start, target + piece.target, piece.length)
                 )
         start += part
     return pieces

@@ -44,10 +44,10 @@ def is_adapter(names: Collection[str]) -> bool:
 def adapted_model(directory: str) -> str | None:
     """Return the path or repo of the model that an adapter was trained on, as it says; None if it does not."""
     try:
-        found = parse_object(read_inside(directory, ADAPTER_CONFIG, _MAX_CONFIG_BYTES), ADAPTER_CONFIG)
+        config = parse_object(read_inside(directory, ADAPTER_CONFIG, _MAX_CONFIG_BYTES), ADAPTER_CONFIG)
     except ShardkitError:  # it is missing, or whoever needs the rest of it says what is wrong
         return None
-    name = found.get("base_model_name_or_path")
+    name = config.get("base_model_name_or_path")
     return name if isinstance(name, str) and name else None
 
 

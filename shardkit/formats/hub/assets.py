@@ -165,14 +165,14 @@ def modules(directory: str) -> dict[str, str]:
     Raises:
         SourceError: one of them lies outside of the model's directory.
     """
-    found = dict[str, str]()
+    name_of = dict[str, str]()
     for module in _json(directory, MODULES, list):
         if isinstance(module, dict) and isinstance(module.get("path"), str):
-            found[module["path"]] = str(module.get("name", ""))
+            name_of[module["path"]] = str(module.get("name", ""))
     for name in _json(directory, _ROUTER, dict).get("types", ()):
-        found.setdefault(str(name), "")
-    unsafe = [path for path in found if "\0" in path or not is_unicode(path)]
-    folders = {os.path.normpath(path): name for path, name in found.items() if path not in unsafe}
+        name_of.setdefault(str(name), "")
+    unsafe = [path for path in name_of if "\0" in path or not is_unicode(path)]
+    folders = {os.path.normpath(path): name for path, name in name_of.items() if path not in unsafe}
     unsafe += [path for path in folders if os.path.isabs(path) or os.pardir in path.split(os.sep)]
     if unsafe:
         raise SourceError(
@@ -216,7 +216,7 @@ def weights_beside(
         if name in taken or not may_hold_weights(name):
             continue
         folder, _, rest = name.partition("/")
-        is_module = fnmatchcase(folder, _FOLDERS[1]) or any(name.startswith(f"{each}/") for each in folders)
+        is_module = fnmatchcase(folder, _FOLDERS[1]) or any(name.startswith(f"{path}/") for path in folders)
         if not rest or is_module:
             yield name, "weights of a module of its own" if is_module else _what(name)
         else:
@@ -251,10 +251,10 @@ def list_around(directory: str) -> list[tuple[str, str]]:
     above, own = os.path.split(here)
     if own not in module_folders(above):
         return []
-    found = [name for name in list_weights(above) if not name.startswith(f"{own}/")]
+    names = [name for name in list_weights(above) if not name.startswith(f"{own}/")]
     return [
         (os.path.join(os.pardir, name), f"{what}; {MODULES} above names {own} as one of its modules")
-        for name, what in weights_beside(found, (), module_folders(above))
+        for name, what in weights_beside(names, (), module_folders(above))
     ]
 
 
@@ -296,7 +296,7 @@ def list_assets(directory: str) -> tuple[dict[str, str], tuple[str, ...]]:
     except OSError as error:
         raise ResourceError(f"cannot list {escape(directory)}: {error.strerror}") from None
     inside = [name for folder in module_folders(directory) for name in _walk(directory, folder)]
-    found, refused = dict[str, str](), list[str]()
+    assets, refused = dict[str, str](), list[str]()
     for name in sorted({*filter(is_asset, names), *inside}):
         try:
             path = locate(directory, name)
@@ -304,5 +304,5 @@ def list_assets(directory: str) -> tuple[dict[str, str], tuple[str, ...]]:
             refused.append(name)
             continue
         if storage.isfile(path):
-            found[name] = path
-    return found, tuple(refused)
+            assets[name] = path
+    return assets, tuple(refused)

@@ -154,8 +154,8 @@ def find_base(checkpoint: Checkpoint) -> Base | None:
     parent, name = os.path.split(os.path.abspath(directory))
     base = _open(os.path.basename(parent) if is_data_folder(name) else name, directory, is_given=False)
     is_trainers = checkpoint.hub is None or _TRAINER_STATE in storage.listdir(directory)
-    found = _manifest_of(checkpoint)
-    kept = found.others or () if isinstance(found, (manifest.Presharded, manifest.SavedState)) else ()
+    recorded = _manifest_of(checkpoint)
+    kept = recorded.others or () if isinstance(recorded, (manifest.Presharded, manifest.SavedState)) else ()
     says_dtype = any(file.name == f"{SAVED_ASSETS}/{CONFIG}" for file in kept)
     return replace(base, is_trainers=is_trainers, says_dtype=says_dtype)
 
@@ -244,7 +244,7 @@ def recorded_names(checkpoint: Checkpoint) -> RecordedNames:
         return RecordedNames(tuple(tuple(f"{SAVED_ROOT}.{fqn}" for fqn in group) for group in recorded.ties))
     if not isinstance(recorded, manifest.Presharded):
         return RecordedNames()
-    omitted = tuple((each.name, each.reason) for each in recorded.omitted)
+    omitted = tuple((entry.name, entry.reason) for entry in recorded.omitted)
     if recorded.hub_names is not None or recorded.key_rules:
         return RecordedNames(recorded.ties, omitted=omitted)
     parts = (leaf.name for made in read_derived(recorded).values() for leaf in leaves(made))
@@ -282,13 +282,13 @@ def recorded_tokens(checkpoint: Checkpoint) -> int | None:
     return recorded.vocab_size if isinstance(recorded, (manifest.Presharded, manifest.SavedState)) else None
 
 
-def source_key_rules(found: manifest.Presharded) -> tuple[KeyRule, ...] | None:
+def source_key_rules(recorded: manifest.Presharded) -> tuple[KeyRule, ...] | None:
     """Return the rules from the model's names to the source's; None if preshard kept the names.
 
     Factors of OSFT have the names of their weights there.
     """
-    root = found.root or ""
-    names = {fqn.removeprefix(root): each.source.name for fqn, each in found.tensors.items()}
+    root = recorded.root or ""
+    names = {fqn.removeprefix(root): tensor.source.name for fqn, tensor in recorded.tensors.items()}
     return find_rules({weight_of(fqn): weight_of(name) for fqn, name in names.items()}) or None
 
 
@@ -315,11 +315,11 @@ def saved_derived(checkpoint: Checkpoint) -> dict[str, Expression]:
     return read_derived(_manifest_of(checkpoint))
 
 
-def read_derived(found: manifest.Manifest | None) -> dict[str, Expression]:
+def read_derived(recorded: manifest.Manifest | None) -> dict[str, Expression]:
     """Return what the manifest of a sharded checkpoint says of derived tensors, as `saved_derived` does."""
-    derived = None if found is None or isinstance(found, manifest.HubModel) else found.derived
+    derived = None if recorded is None or isinstance(recorded, manifest.HubModel) else recorded.derived
     try:
-        return {each.name: from_json(each.made_of) for each in derived or ()}
+        return {tensor.name: from_json(tensor.made_of) for tensor in derived or ()}
     except ValueError as error:
         raise SourceError(
             f"{manifest.NAME}: derived: {error}",
@@ -327,10 +327,10 @@ def read_derived(found: manifest.Manifest | None) -> dict[str, Expression]:
         ) from None
 
 
-def read_key_rules(found: manifest.Manifest | None) -> tuple[KeyRule, ...] | None:
+def read_key_rules(recorded: manifest.Manifest | None) -> tuple[KeyRule, ...] | None:
     """Return the rules in the manifest of a sharded checkpoint, as `saved_key_rules` does."""
-    rules = found.key_rules if isinstance(found, (manifest.Presharded, manifest.SavedState)) else None
-    if rules is None or (isinstance(found, manifest.Presharded) and not rules):  # preshard writes no rules
+    rules = recorded.key_rules if isinstance(recorded, (manifest.Presharded, manifest.SavedState)) else None
+    if rules is None or (isinstance(recorded, manifest.Presharded) and not rules):  # preshard writes no rules
         return None
     return tuple(KeyRule(old, new, 0) for old, new in rules)
 
@@ -380,7 +380,7 @@ def _describe(
         config=read_config(directory),
         tensors={entry.fqn: BaseTensor(entry.dtype, entry.shape) for entry in tensors} if model else None,
         assets=assets,
-        left_out=tuple(each for each in beside if each[0] not in assets),
+        left_out=tuple(item for item in beside if item[0] not in assets),
         is_given=is_given,
         repo_id=repo_id_of(directory),
     )
@@ -398,7 +398,7 @@ def _no_config(label: str, directory: str) -> SourceError:
     place, copy = in_shell(os.path.join(label, part)), in_shell(os.path.join("OUT", part))
     return SourceError(
         f"--base {escape(label)} has no {CONFIG}: its {MODULES} says that the model lies in a directory below",
-        problems=[f"{escape(each)}: a model of its own" for each in models],
+        problems=[f"{escape(model)}: a model of its own" for model in models],
         hint=f"write into a copy, which keeps the other modules: cp -r {in_shell(label)} OUT; "
         f"`shardkit consolidate CHECKPOINT {copy} --base {place} --overwrite`",
     )

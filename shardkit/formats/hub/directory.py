@@ -189,9 +189,9 @@ def read_index(path: str, name: str) -> HubIndex:
     content = parse_object(read_small(path, name, MAX_INDEX_BYTES), name)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        found = "no entry" if weight_map == {} else type(weight_map).__name__
+        actual = "no entry" if weight_map == {} else type(weight_map).__name__
         raise SourceError(
-            f"{escape(name)}: weight_map: expected an object that names files, found {found}",
+            f"{escape(name)}: weight_map: expected an object that names files, found {actual}",
             hint=DOWNLOAD_AGAIN,
         )
     problems = [
@@ -265,10 +265,10 @@ def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[t
             return error
 
     at_once = location_of(next(iter(paths.values()), "")).connections
-    found = zip(paths, map_at_once(read, paths, at_once), strict=True)
+    results = zip(paths, map_at_once(read, paths, at_once), strict=True)
     contents: list[tuple[str, Content]] = []
     errors: list[SourceError] = []
-    for name, content in found:
+    for name, content in results:
         if isinstance(content, SourceError):
             errors.append(content)
         else:
@@ -319,9 +319,9 @@ def _check_index(index: HubIndex, contents: dict[str, Content], index_name: str)
 
 
 def _lacking(fqn: str, listed: str, holders: dict[str, list[str]]) -> str:
-    found = holders.get(fqn)
-    if found:
-        return f"{escape(fqn)}: listed in {escape(listed)}, found in {escape(found[0])}"
+    files = holders.get(fqn)
+    if files:
+        return f"{escape(fqn)}: listed in {escape(listed)}, found in {escape(files[0])}"
     return f"{escape(fqn)}: listed in {escape(listed)}, which lacks it"
 
 
@@ -330,15 +330,15 @@ def _unreadable(content: Content) -> Mapping[str, str]:
 
 
 def _refuse_unreadable(contents: Mapping[str, Content], paths: Mapping[str, str]) -> None:
-    found = {
+    reasons = {
         fqn: f"{name}: {why}"
         for name, content in contents.items()
         for fqn, why in _unreadable(content).items()
     }
-    if found:
+    if reasons:
         from shardkit.formats.torchsave.classes import refuse_objects
 
-        refuse_objects(found, [_source(name, paths[name], content) for name, content in contents.items()])
+        refuse_objects(reasons, [_source(name, paths[name], content) for name, content in contents.items()])
 
 
 def _source(name: str, path: str, content: Content) -> SourceFile:

@@ -136,8 +136,8 @@ class WeightFiles:
         """Return the files that are numbered as parts of one set with some that an index lists."""
 
         def sets(names: Collection[str]) -> dict[str, tuple[str, str]]:
-            found = ((name, _OF_A_SET.fullmatch(name)) for name in names)
-            return {name: (match["stem"], match["of"]) for name, match in found if match}
+            matches = ((name, _OF_A_SET.fullmatch(name)) for name in names)
+            return {name: (match["stem"], match["of"]) for name, match in matches if match}
 
         known = set(sets(listed).values())
         return sorted(name for name, of in sets(self.numbered).items() if of in known and name not in listed)
@@ -158,7 +158,9 @@ def absent_parts(names: Collection[str]) -> tuple[str, ...]:
         total, first, width = int(of.partition(".")[0]), 0 if 0 in digits else 1, min(digits.values())
         if max(digits) < first + total <= _MAX_PARTS:
             lost += [
-                f"{stem}-{at:0{width}d}-of-{of}" for at in range(first, first + total) if at not in digits
+                f"{stem}-{part:0{width}d}-of-{of}"
+                for part in range(first, first + total)
+                if part not in digits
             ]
     return tuple(lost)
 
@@ -303,10 +305,10 @@ def _no_such_variant(names: Collection[str], label: str, variant: str) -> Source
     )
 
 
-def _ambiguous(label: str, found: list[str]) -> SourceError:
+def _ambiguous(label: str, names: list[str]) -> SourceError:
     return SourceError(
-        f"{escape(label)}: {len(found)} files could be the weights",
-        problems=map(escape, found),
+        f"{escape(label)}: {len(names)} files could be the weights",
+        problems=map(escape, names),
         hint="say which: name the variant, or give the path of one of these files",
     )
 

@@ -204,12 +204,12 @@ def _check_entry(fqn: str, fields: object, base: int) -> StoredTensor:
         raise ValueError(f"data_offsets: expected [start, stop], found {list(offsets)}")
     _check_count(shape)
     dtype, shape = _check_dtype(fields["dtype"], shape)
-    expected, found = prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
-    if expected != found:
+    expected, nbytes = prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
+    if expected != nbytes:
         raise ValueError(
-            f"{dtype.safetensors} of shape {_show(shape)} takes {expected} bytes, data_offsets give {found}"
+            f"{dtype.safetensors} of shape {_show(shape)} takes {expected} bytes, data_offsets give {nbytes}"
         )
-    return StoredTensor(fqn, dtype, shape, base + offsets[0], found)
+    return StoredTensor(fqn, dtype, shape, base + offsets[0], nbytes)
 
 
 def _check_integers(field: str, value: object) -> tuple[int, ...]:
@@ -393,7 +393,7 @@ class SafetensorsImages:
         self.stem = stem
         if files is not None:
             known = {tensor.fqn: tensor for tensor in tensors}
-            self.images = [_make_image(name, [known[fqn] for fqn in each]) for name, each in files.items()]
+            self.images = [_make_image(name, [known[fqn] for fqn in fqns]) for name, fqns in files.items()]
         else:
             groups = _split(tensors, max_shard_bytes)
             self.images = [

@@ -82,10 +82,10 @@ def _count(files: Mapping[str, str]) -> int | None:
     if not listed:
         return None
     added = [
-        each
+        token_id
         for name, read in _ADDED.items()
         if name in files
-        for each in read(read_small(files[name], name, _MAX_BYTES), name)
+        for token_id in read(read_small(files[name], name, _MAX_BYTES), name)
     ]
     return min(max(max(listed[0]), *added, -1) + 1, _MAX_TOKENS)
 
@@ -110,7 +110,7 @@ def _fast(data: bytes, name: str) -> Iterator[int]:
     vocab = model.get("vocab") if isinstance(model, dict) else None
     yield from _ids([*vocab.values()]) if isinstance(vocab, dict) else range(len(vocab or ()))
     added = content.get("added_tokens")
-    yield from _ids([each.get("id") for each in added or () if isinstance(each, dict)])
+    yield from _ids([token.get("id") for token in added or () if isinstance(token, dict)])
 
 
 def _table(data: bytes, name: str) -> Iterator[int]:
@@ -128,27 +128,27 @@ def _decoder(data: bytes, name: str) -> Iterator[int]:
 
 def _pieces(data: bytes, name: str) -> Iterator[int]:
     """Yield the numbers of a SentencePiece model's pieces: the fields 1 of the message, whatever is in them."""
-    at = number = 0
-    while at < len(data):
-        tag, at = _varint(data, at, name)
+    offset = number = 0
+    while offset < len(data):
+        tag, offset = _varint(data, offset, name)
         if tag & 7 != 2:  # every field of the model is a message
             raise SourceError(f"{escape(name)}: not a SentencePiece model")
-        size, at = _varint(data, at, name)
-        at += size
+        size, offset = _varint(data, offset, name)
+        offset += size
         if tag >> 3 == 1:
             yield number
             number += 1
 
 
-def _varint(data: bytes, at: int, name: str) -> tuple[int, int]:
+def _varint(data: bytes, offset: int, name: str) -> tuple[int, int]:
     value = 0
     for shift in range(0, 64, 7):
-        if at >= len(data):
+        if offset >= len(data):
             break
-        value |= (data[at] & 127) << shift
-        at += 1
-        if data[at - 1] < 128:
-            return value, at
+        value |= (data[offset] & 127) << shift
+        offset += 1
+        if data[offset - 1] < 128:
+            return value, offset
     raise SourceError(f"{escape(name)}: it ends in the middle of a field")
 
 

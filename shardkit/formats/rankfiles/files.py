@@ -140,12 +140,12 @@ def open_each(
     failures: list[SourceError] = []
     for name, path in zip(names, locate_all(directory, names), strict=True):
         try:
-            found = read(open_torch_file(path, prefix + name))
+            content = read(open_torch_file(path, prefix + name))
         except SourceError as error:
             failures.append(error)
             continue
-        yield found
-        del found
+        yield content
+        del content
     if len(failures) == 1:
         raise failures[0]
     if failures:
@@ -220,16 +220,16 @@ class TensorCollector:
             children = enumerate(value)
         else:
             return self._add_value(source, value, path)
-        found, others = not path, list[str | int]()
+        has_tensor, others = not path, list[str | int]()
         for key, child in children:
             if type(child) not in _SCALARS and self._add_below(source, child, (*path, key)):
-                found = True
+                has_tensor = True
             else:
                 others.append(key)
-        if found:  # a tree without any tensor counts as one object, not one for each number in it
+        if has_tensor:  # a tree without any tensor counts as one object, not one for each number in it
             self._check_number(len(others), source)
             self._objects.update(dict.fromkeys(path_name((*path, key)) for key in others))
-        return found
+        return has_tensor
 
     def _check_number(self, num_more: int, source: SourceFile) -> None:
         if len(self._tensors) + len(self._objects) + num_more > _MAX_NAMES:

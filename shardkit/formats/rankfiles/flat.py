@@ -50,13 +50,13 @@ Pieces = dict[str, list[FlatPiece]]
 
 def across(group: int, bounds: Sequence[int], start: int, stop: int) -> Iterator[FlatPiece]:
     """Yield the pieces of elements `start` to `stop` of a flat tensor whose parts begin and end at `bounds`."""
-    at = start
+    begin = start
     rank = bisect_right(bounds, start) - 1
-    while at < stop:
-        length = min(bounds[rank + 1], stop) - at
+    while begin < stop:
+        length = min(bounds[rank + 1], stop) - begin
         if length:
-            yield FlatPiece(rank, group, at - bounds[rank], at - start, length)
-        at += length
+            yield FlatPiece(rank, group, begin - bounds[rank], begin - start, length)
+        begin += length
         rank += 1
 
 
@@ -120,14 +120,14 @@ def _columns(
     nbytes: list[int] = []
     regions: list[Region] = []
     for piece in weight.pieces:
-        at = piece.tensor.start + piece.start * itemsize
+        start = piece.tensor.start + piece.start * itemsize
         for region in flat_range_boxes(weight.shape, piece.target, piece.target + piece.length):
             size = region.num_elements * itemsize
             files.append(piece.file)
-            starts.append(at)
+            starts.append(start)
             nbytes.append(size)
             regions.append(region)
-            at += size
+            start += size
     return files, starts, nbytes, regions
 
 
@@ -155,7 +155,7 @@ class StateDict(NamedTuple):
         """Return the state dict with only what it takes to read its tensors."""
         dicts = (*self.states.values(), *(self.groups or ()))
         return self._replace(
-            file=without_tree(self.file, (value for each in dicts for value in each.values()))
+            file=without_tree(self.file, (value for entries in dicts for value in entries.values()))
         )
 
 
@@ -196,10 +196,10 @@ def split_states(
     for name, parts in pieces.items():
         leaves = taken[name] = {}
         for leaf, value in ranks[0].states[parts[0].group].items():
-            found = _leaf(leaf, value, shapes[name], parts, ranks, lengths)
-            if isinstance(found, str):
-                return f"{escape(leaf)} of {escape(name)}: {found}"
-            leaves[leaf] = found
+            content = _leaf(leaf, value, shapes[name], parts, ranks, lengths)
+            if isinstance(content, str):
+                return f"{escape(leaf)} of {escape(name)}: {content}"
+            leaves[leaf] = content
         if not leaves:
             return f"{escape(name)}: {NEVER}"
     agreement = OptimizerComparison()

@@ -93,10 +93,10 @@ def open_optimizer_files(
         if first is None and len(names) > 1 and _is_flat(state, parameters):
             return _open_flat(directory, names, parameters)
         if first is None:
-            found = _names(state, parameters)
-            if isinstance(found, str):
-                return Unmapped(names, found)
-            first, named = state, found
+            decided = _names(state, parameters)
+            if isinstance(decided, str):
+                return Unmapped(names, decided)
+            first, named = state, decided
         reason = _problem(state, named, None if len(names) == 1 else shapes)
         if reason is not None:
             return Unmapped(names, f"{escape(state.file.name)}: {reason}")
@@ -160,14 +160,14 @@ def _names(state: StateDict, parameters: Sequence[Parameter]) -> dict[_Key, str]
     shapes: dict[Any, Shape] = {
         key: shape for key, leaves in state.states.items() if (shape := _shape(leaves)) is not None
     }
-    found = names_in_groups(groups, shapes, parameters)
-    if found is None and (factored := _factored(state)):
+    named = names_in_groups(groups, shapes, parameters)
+    if named is None and (factored := _factored(state)):
         return (
             f"{listed(factored)} do not have a parameter's shape, which would tell which one they belong to"
         )
-    if found is None:
-        found = name_numbers([group[PARAMS] for group in groups], shapes, parameters)
-    return found if isinstance(found, str) else {key: found[key] for key in found}
+    if named is None:
+        named = name_numbers([group[PARAMS] for group in groups], shapes, parameters)
+    return named if isinstance(named, str) else {key: named[key] for key in named}
 
 
 def _factored(state: StateDict) -> list[str]:
@@ -259,7 +259,7 @@ def _open_flat(
     lengths = [_flat_lengths(rank, numbers) for rank in ranks]
     first = lengths[0]
     units = None
-    if first is not None and all(found == first for found in lengths):
+    if first is not None and all(own == first for own in lengths):
         sizes = [length * len(ranks) for length in first.values()]
         # FSDP1 stores a tied parameter under each of its names, and trains it once.
         units = split_units(sizes, len(ranks), parameters) or split_units(
@@ -278,21 +278,21 @@ def _open_flat(
             ]
     shapes = {parameter.name: parameter.shape for unit in units for parameter in unit}
     params = [list(shapes) if group[PARAMS] else [] for group in groups]
-    found = split_states(directory, ranks, pieces, shapes, [first] * len(ranks), params)
-    return Unmapped(names, found) if isinstance(found, str) else found
+    result = split_states(directory, ranks, pieces, shapes, [first] * len(ranks), params)
+    return Unmapped(names, result) if isinstance(result, str) else result
 
 
 def _flat_lengths(rank: StateDict, numbers: Sequence[int]) -> dict[int, int] | None:
     """Return the elements that a rank has of each flat parameter; None if a state does not tell."""
-    found: dict[int, int] = {}
+    lengths: dict[int, int] = {}
     for number in numbers:
         leaves = rank.states.get(number, {})
         sizes = {value.shape for value in leaves.values() if isinstance(value, TensorRef) and value.shape}
         length = _flat_length(leaves)
         if not length or len(sizes) != 1:
             return None
-        found[number] = length
-    return found
+        lengths[number] = length
+    return lengths
 
 
 class _ParameterRange(NamedTuple):
@@ -313,8 +313,8 @@ def split_units(
         parameters: the model's, in its order.
     """
     choices = [_units(sizes, num_ranks, parameters, has_root=has_root) for has_root in (True, False)]
-    found = [choice for choice in choices if choice is not None]
-    return found[0] if found and found.count(found[0]) == len(found) else None
+    fitting = [choice for choice in choices if choice is not None]
+    return fitting[0] if fitting and fitting.count(fitting[0]) == len(fitting) else None
 
 
 def _units(
@@ -347,20 +347,22 @@ def _only_runs(
         size: [run for run in modules if _fits(bounds[run.stop] - bounds[run.start], size, num_ranks)]
         for size in set(sizes)
     }
-    first, at = list[_ParameterRange](), 0
+    first, end = list[_ParameterRange](), 0
     for size in sizes:
-        run = min((run for run in fitting[size] if run.start >= at), key=lambda run: run.stop, default=None)
+        run = min((run for run in fitting[size] if run.start >= end), key=lambda run: run.stop, default=None)
         if run is None:
             return None
         first.append(run)
-        at = run.stop
-    last, at = list[_ParameterRange](), len(parameters)
+        end = run.stop
+    last, start = list[_ParameterRange](), len(parameters)
     for size in reversed(sizes):
-        run = max((run for run in fitting[size] if run.stop <= at), key=lambda run: run.start, default=None)
+        run = max(
+            (run for run in fitting[size] if run.stop <= start), key=lambda run: run.start, default=None
+        )
         if run is None:
             return None
         last.append(run)
-        at = run.start
+        start = run.start
     if first != last[::-1]:
         return None
     # Any other choice would have a larger module in place of one of these: one around it, of almost its size.
@@ -393,7 +395,7 @@ def parameters_of(
         plain: names of tensors that every rank holds whole. Beside sharded tensors, these are buffers.
         contents: as in `Gathered`.
     """
-    table, seen, found = catalog.chunks, set[object](), list[Parameter]()
+    table, seen, parameters = catalog.chunks, set[object](), list[Parameter]()
     is_sharded = len(plain) < len(catalog.tensors)
     for name, entry in catalog.tensors.items():
         if not entry.dtype.is_floating or (is_sharded and name in plain):
@@ -404,19 +406,19 @@ def parameters_of(
         if entry.num_elements and key in seen:
             continue
         seen.add(key)
-        found.append(Parameter(name, entry.shape, (contents or {}).get(name)))
-    return found
+        parameters.append(Parameter(name, entry.shape, (contents or {}).get(name)))
+    return parameters
 
 
 def without_copies(parameters: Sequence[Parameter]) -> list[Parameter]:
     """Return the parameters, leaving out matrices that are copies of earlier ones: tied ones that are stored twice."""
-    seen, found = set[object](), list[Parameter]()
+    seen, kept = set[object](), list[Parameter]()
     for parameter in parameters:
         key = (parameter.shape, parameter.content)
         if parameter.content is None or len(parameter.shape) < 2 or key not in seen:
-            found.append(parameter)
+            kept.append(parameter)
         seen.add(key)
-    return found
+    return kept
 
 
 def has_names(group: Mapping[str, Any]) -> bool:
@@ -485,10 +487,10 @@ def name_numbers(
         if len(groups) == 1 and wanted == [parameter.shape for parameter in adapters]:
             names = [parameter.name for parameter in adapters]
         else:
-            found = _only_names(wanted, parameters)
-            if isinstance(found, str):
-                return found
-            names = found
+            fitting = _only_names(wanted, parameters)
+            if isinstance(fitting, str):
+                return fitting
+            names = fitting
         named.update(zip(numbers, names, strict=True))
     if len(set(named.values())) < len(named):
         return "the shapes of its states fit the same parameters twice"
@@ -512,12 +514,12 @@ def _only_names(wanted: Sequence[Shape], parameters: Sequence[Parameter]) -> lis
 def _first_places(wanted: Sequence[Shape], parameters: Sequence[Parameter]) -> list[int] | None:
     """Return the first places in the model's order that fit, None if none do."""
     places: list[int] = []
-    at = 0
+    place = 0
     for shape in wanted:
-        while at < len(parameters) and parameters[at].shape != shape:
-            at += 1
-        if at == len(parameters):
+        while place < len(parameters) and parameters[place].shape != shape:
+            place += 1
+        if place == len(parameters):
             return None
-        places.append(at)
-        at += 1
+        places.append(place)
+        place += 1
     return places

@@ -97,24 +97,24 @@ class ZipReader:
             crc = crc32(self._pread(start, min(_READ_BYTES, stop - start)), crc)
         self._compare(name, entry, crc)
 
-    def _compare(self, name: str, entry: ZipEntry, found: int) -> None:
-        if found != entry.crc:
+    def _compare(self, name: str, entry: ZipEntry, crc: int) -> None:
+        if crc != entry.crc:
             raise IntegrityError(
-                f"{self.where}: entry {name} is damaged: recorded CRC-32 {entry.crc:08x}, found {found:08x}",
+                f"{self.where}: entry {name} is damaged: recorded CRC-32 {entry.crc:08x}, found {crc:08x}",
                 hint="use another copy of the checkpoint",
             )
 
     def _pread(self, start: int, nbytes: int) -> bytes:
-        pieces, at = [], self.offset + start
+        pieces, offset = [], self.offset + start
         while nbytes:
             try:
-                piece = self._source(at, nbytes)
+                piece = self._source(offset, nbytes)
             except OSError as error:
-                raise ResourceError(f"{self.where}: reading at byte {at}: {error.strerror}") from None
+                raise ResourceError(f"{self.where}: reading at byte {offset}: {error.strerror}") from None
             if not piece:
-                self.refuse(f"the file ends at byte {at}, inside it")
+                self.refuse(f"the file ends at byte {offset}, inside it")
             pieces.append(piece)
-            at, nbytes = at + len(piece), nbytes - len(piece)
+            offset, nbytes = offset + len(piece), nbytes - len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
@@ -131,12 +131,12 @@ def read_directory(
     Raises:
         SourceError: damaged, cut short, or with entries that are not stored as they are.
     """
-    count, at, stop = _find_directory(reader)
+    count, start, stop = _find_directory(reader)
     if not 0 < count <= max_entries:
         reader.refuse(f"it has {count} entries")
-    if stop - at > _MAX_DIRECTORY:
-        reader.refuse(f"its directory has {stop - at} bytes, more than any that torch writes")
-    directory = reader.read(at, stop - at)
+    if stop - start > _MAX_DIRECTORY:
+        reader.refuse(f"its directory has {stop - start} bytes, more than any that torch writes")
+    directory = reader.read(start, stop - start)
     entries: dict[str, ZipEntry] = {}
     prefix, pos, free = None, 0, 0
     for _ in range(count):
@@ -148,9 +148,9 @@ def read_directory(
         prefix, reader.prefix = top, top.decode("utf-8", "replace")
         if header_at < free:
             reader.refuse(f"entry {escape(short)} overlaps the one before")
-        entry = _locate(reader, name, header_at, entry._replace(crc_at=at + entry.crc_at))
+        entry = _locate(reader, name, header_at, entry._replace(crc_at=start + entry.crc_at))
         free = entry.start + entry.nbytes
-        if free > at:
+        if free > start:
             reader.refuse(f"entry {escape(short)} reaches into the directory")
         entries[short] = entry
     if pos != len(directory):
@@ -161,7 +161,8 @@ def read_directory(
 def _find_directory(reader: ZipReader) -> tuple[int, int, int]:
     """Return (number of entries, first byte, byte after the last) of the central directory."""
     end_at = reader.length - END.size
-    signature, disk, first_disk, here, count, nbytes, at, comment = END.unpack(reader.read(end_at, END.size))
+    record = reader.read(end_at, END.size)
+    signature, disk, first_disk, here, count, nbytes, start, comment = END.unpack(record)
     if signature != 0x06054B50 or comment:
         reader.refuse("it does not end like a torch.save record: cut short, or compressed as a whole")
     stop = end_at
@@ -173,10 +174,10 @@ def _find_directory(reader: ZipReader) -> tuple[int, int, int]:
             values = END64.unpack(reader.read(stop, END64.size))
             if disk64 or disks != 1 or end64_at != stop or values[0] != 0x06064B50 or values[1] != 44:
                 reader.refuse("its zip64 end record is not where it should be")
-            disk, first_disk, here, count, nbytes, at = values[4:]
-    if disk or first_disk or here != count or at + nbytes != stop:
+            disk, first_disk, here, count, nbytes, start = values[4:]
+    if disk or first_disk or here != count or start + nbytes != stop:
         reader.refuse("its directory is not where its end record says")
-    return count, at, stop
+    return count, start, stop
 
 
 def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, int, ZipEntry, int]:
@@ -222,8 +223,8 @@ def _wide(reader: ZipReader, extra: bytes, *values: int) -> list[int]:
 def _locate(reader: ZipReader, name: bytes, header_at: int, entry: ZipEntry) -> ZipEntry:
     """Return the entry with its place. Its own header gives the place, and must agree with the directory."""
     fields = LOCAL.unpack(reader.read(header_at, LOCAL.size))
-    found = reader.read(header_at + LOCAL.size, fields[9]) if fields[9] == len(name) else b""
-    if fields[0] != 0x04034B50 or fields[3] or fields[2] & ~_FLAGS or found != name:
+    local_name = reader.read(header_at + LOCAL.size, fields[9]) if fields[9] == len(name) else b""
+    if fields[0] != 0x04034B50 or fields[3] or fields[2] & ~_FLAGS or local_name != name:
         reader.refuse(f"the header of entry {escape(name.decode('utf-8', 'replace'))!r} is damaged")
     start = header_at + LOCAL.size + fields[9] + fields[10]
     if start + entry.nbytes > reader.length:
@@ -239,6 +240,6 @@ def crc_of_range(fd: int, start: int, nbytes: int, name: str) -> int:
         ResourceError: the device fails.
     """
     crc, stop = 0, start + nbytes
-    for at in range(start, stop, _READ_BYTES):
-        crc = crc32(read_exactly(fd, at, min(_READ_BYTES, stop - at), name), crc)
+    for offset in range(start, stop, _READ_BYTES):
+        crc = crc32(read_exactly(fd, offset, min(_READ_BYTES, stop - offset), name), crc)
     return crc

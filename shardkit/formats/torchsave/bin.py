@@ -133,18 +133,18 @@ def read_bin(path: str, name: str) -> BinFile:
         is_zip = read_exactly(fd, 0, min(size, 4), name) == _ZIP_MAGIC
         checksum = 0 if is_zip else crc_of_range(fd, 0, size, name)
         stamp = stamp_of(fd)
-    checksums, found = None, None
+    checksums, content = None, None
     if is_zip:
         checksum, checksums, screened = _screen(path, name)
-        found = _read_objects(path, name, screened) if screened != () or not has_torch() else None
-    if found is None:
+        content = _read_objects(path, name, screened) if screened != () or not has_torch() else None
+    if content is None:
         entries = _load(path, name, is_zip)
-        found = _split(entries, name, path, _mappings(stamp) if is_zip else [])
+        content = _split(entries, name, path, _mappings(stamp) if is_zip else [])
     note = f"{escape(name)} has the format from before torch 1.6: it is held in memory as a whole"
     return BinFile(
-        tensors=found.tensors,
-        objects=found.objects,
-        unreadable=found.unreadable,
+        tensors=content.tensors,
+        objects=content.objects,
+        unreadable=content.unreadable,
         size=size,
         crc32=checksum,
         notes=() if is_zip else (note,),
@@ -195,20 +195,20 @@ def _read_objects(path: str, name: str, screened: tuple[str, ...] | SourceError)
         Unsupported: it names what would have to be imported.
     """
     file = open_torch_file(path, name)
-    found = list(leaves(file.tree))
+    entries = list(leaves(file.tree))
     named = file.unknown if isinstance(screened, SourceError) else screened
-    classes = [str(each.value) for _, each in found if isinstance(each, UnreadableTensor) and each.value]
-    classes += [each for each in named if is_known_class(*_module_and_name(each))]
-    is_special = bool(classes) or any(isinstance(each, DistributedRef) for _, each in found)
-    needed = ("torch.", "gguf.", *(f"{each.partition('.')[0]}{end}" for each in classes for end in "._"))
-    foreign = [each for each in named if each in file.unknown or each.startswith(_DISTRIBUTED)]
+    classes = [str(leaf.value) for _, leaf in entries if isinstance(leaf, UnreadableTensor) and leaf.value]
+    classes += [kind for kind in named if is_known_class(*_module_and_name(kind))]
+    is_special = bool(classes) or any(isinstance(leaf, DistributedRef) for _, leaf in entries)
+    needed = ("torch.", "gguf.", *(f"{kind.partition('.')[0]}{end}" for kind in classes for end in "._"))
+    foreign = [kind for kind in named if kind in file.unknown or kind.startswith(_DISTRIBUTED)]
     if is_special:
-        foreign = [each for each in foreign if each not in _BESIDE_CLASSES and not each.startswith(needed)]
+        foreign = [kind for kind in foreign if kind not in _BESIDE_CLASSES and not kind.startswith(needed)]
     if foreign:
         held = {
-            ".".join(map(str, key)): class_of(each)
-            for key, each in found
-            if type(each) is UnmadeObject and each.name in foreign
+            ".".join(map(str, key)): class_of(leaf)
+            for key, leaf in entries
+            if type(leaf) is UnmadeObject and leaf.name in foreign
         }
         raise foreign_objects(name, path, foreign, held, file.data)
     if file.num_dropped:
@@ -280,20 +280,20 @@ def _load(path: str, name: str, is_zip: bool) -> Mapping[object, object]:
     return entries
 
 
-def _no_state_dict(name: str, found: object) -> Unsupported:
+def _no_state_dict(name: str, value: object) -> Unsupported:
     return Unsupported(
-        f"{escape(name)}: expected a state dict, found {type(found).__name__}",
+        f"{escape(name)}: expected a state dict, found {type(value).__name__}",
         hint="save model.state_dict(), best as safetensors",
     )
 
 
 def _refusal(error: Exception, path: str, name: str) -> SourceError:
     """Put torch's refusal into one line; its own text advises running the file's code."""
-    found = re.search(r"GLOBAL ([\w.]+)", str(error)) or re.search(
+    match = re.search(r"GLOBAL ([\w.]+)", str(error)) or re.search(
         r"``([\w.]+)``.* must be imported", str(error)
     )
-    if found:
-        return foreign_objects(name, path, [found[1]], {})
+    if match:
+        return foreign_objects(name, path, [match[1]], {})
     if "'torch.storage.UntypedStorage' has no attribute 'dtype'" in str(error):
         return Unsupported(
             f"{escape(name)}: the format from before torch 1.6 cannot hold tensors of its dtype; torch cannot load it either",
@@ -319,17 +319,17 @@ def _mappings(stamp: FileStamp) -> _Mappings:
     Source: man 5 proc, /proc/pid/maps.
     """
     device = f"{os.major(stamp.device):02x}:{os.minor(stamp.device):02x}"
-    found = []
+    mappings = []
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             for line in maps:
                 addresses, _, offset, on, inode = line.split(maxsplit=5)[:5]
                 if inode == str(stamp.inode) and on == device:
                     start, _, stop = addresses.partition("-")
-                    found.append((int(start, 16), int(stop, 16), int(offset, 16)))
+                    mappings.append((int(start, 16), int(stop, 16), int(offset, 16)))
     except (OSError, ValueError):
         return []
-    return found
+    return mappings
 
 
 def _split(entries: Mapping[object, object], name: str, path: str, mappings: _Mappings) -> _BinContent:

@@ -174,8 +174,8 @@ def describe(name: str, tensors: Sequence[str] | int) -> str:
 
 def made_by(module: str, function: str) -> str | None:
     """Return the class, with its module, of what a function makes of tensors; None if it is no such function."""
-    found = _MAKES.fullmatch(function)
-    return None if found is None else f"{module}.{_MADE.get(found[1] or '', function)}"
+    match = _MAKES.fullmatch(function)
+    return None if match is None else f"{module}.{_MADE.get(match[1] or '', function)}"
 
 
 def quantised_parameter(data: object, attributes: Mapping[str, object]) -> tuple[str, str] | None:
@@ -216,33 +216,34 @@ def unreadable(
     return error
 
 
-def refuse_classes(found: Mapping[str, UnreadableClass], path: str) -> None:
+def refuse_classes(errors: Mapping[str, UnreadableClass], path: str) -> None:
     """Raise all that was found of tensors of such classes at once, if anything was.
 
     Args:
-        found: by the tensor's name, as it is in the file.
+        errors: by the tensor's name, as it is in the file.
         path: of the checkpoint, a DCP directory.
     """
-    why = {name: each.why for name, each in found.items()}
+    why = {name: error.why for name, error in errors.items()}
     hint = f"{_other_model(why)}load it with what saved it, {_REPLACE.format(_DEQUANTISED)}"
-    is_quantised = any(_QUANTISED in each for each in why.values())
-    _refuse(why, hint if is_quantised else _how_to_unwrap({each.class_name for each in found.values()}, path))
+    is_quantised = any(_QUANTISED in reason for reason in why.values())
+    names = {error.class_name for error in errors.values()}
+    _refuse(why, hint if is_quantised else _how_to_unwrap(names, path))
 
 
-def refuse_objects(found: Mapping[str, str], files: Iterable[SourceFile]) -> None:
+def refuse_objects(reasons: Mapping[str, str], files: Iterable[SourceFile]) -> None:
     """Do the same for tensors in files of `torch.save`.
 
     Args:
-        found: the file and why, by the tensor's name.
+        reasons: the file and why, by the tensor's name.
         files: all that were opened.
     """
-    is_quantised = any(_QUANTISED in why for why in found.values())
+    is_quantised = any(_QUANTISED in why for why in reasons.values())
     plain = (
         "t.dequantize()" if is_quantised else "torch.empty(t.shape, dtype=t.dtype).copy_(t), or t.to_dense()"
     )
     _refuse(
-        {name: escape(why) for name, why in found.items()},
-        f"{_other_model(found)}load each file with torch where the class can be imported, {_REPLACE.format(plain)}",
+        {name: escape(why) for name, why in reasons.items()},
+        f"{_other_model(reasons)}load each file with torch where the class can be imported, {_REPLACE.format(plain)}",
         tuple(files),
     )
 
@@ -277,10 +278,10 @@ def _how_to_save_plain(path: str, named: Collection[str], data: Collection[str])
     """
     if not all(map(_is_data, named)):
         return "convert the file if you trust it"
-    wanted = sorted({*named, *(each for each in data if not each.startswith(_TORCH_ALLOWS))})
-    modules = ", ".join(sorted({"torch", *(each.partition(".")[0] for each in wanted)}))
-    allowed = [f"({each}, {each!r})" for each in wanted]
-    if any(each.startswith("numpy.") for each in wanted):
+    wanted = sorted({*named, *(name for name in data if not name.startswith(_TORCH_ALLOWS))})
+    modules = ", ".join(sorted({"torch", *(name.partition(".")[0] for name in wanted)}))
+    allowed = [f"({name}, {name!r})" for name in wanted]
+    if any(name.startswith("numpy.") for name in wanted):
         allowed.append("*(each for each in vars(numpy.dtypes).values() if isinstance(each, type))")
     stem, suffix = os.path.splitext(path)
     return f"""where these classes can be imported, save its tensors alone, and put that file in its place:
@@ -299,24 +300,24 @@ def _is_data(name: str) -> bool:
     return _OF_NUMPY.fullmatch(name) is not None or parts[-1].lstrip("_")[:1].isupper()
 
 
-def _other_model(found: Mapping[str, str]) -> str:
+def _other_model(reasons: Mapping[str, str]) -> str:
     """Return the advice to take the original of a model that was quantised after training, if any of it was."""
     after = (
-        _QUANTISED in why and not why.endswith(_QUANTISERS["transformer_engine"]) for why in found.values()
+        _QUANTISED in why and not why.endswith(_QUANTISERS["transformer_engine"]) for why in reasons.values()
     )
     return "take the model that it was quantised from; or " if any(after) else ""
 
 
-def _refuse(found: Mapping[str, str], hint: str, files: tuple[SourceFile, ...] = ()) -> None:
-    if not found:
+def _refuse(reasons: Mapping[str, str], hint: str, files: tuple[SourceFile, ...] = ()) -> None:
+    if not reasons:
         return
     error = UnreadableClass(
-        f"{count(len(found), 'tensor is an object', 'tensors are objects')} of a class whose values shardkit cannot "
+        f"{count(len(reasons), 'tensor is an object', 'tensors are objects')} of a class whose values shardkit cannot "
         "take from a file",
-        problems=[f"{escape(name)}: {why}" for name, why in found.items()],
+        problems=[f"{escape(name)}: {why}" for name, why in reasons.items()],
         hint=hint,
     )
-    error.tensors, error.files = frozenset(found), files
+    error.tensors, error.files = frozenset(reasons), files
     raise error
 
 

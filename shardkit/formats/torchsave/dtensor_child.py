@@ -41,11 +41,11 @@ def main() -> None:
 def _state(mesh: DeviceMesh, tensors: list[Any]) -> OrderedDict[str, torch.Tensor]:
     state: OrderedDict[str, torch.Tensor] = OrderedDict()
     last = torch.empty(0)
-    for each in tensors:
-        if isinstance(each, str):
-            state[each] = last
+    for entry in tensors:
+        if isinstance(entry, str):
+            state[entry] = last
             continue
-        name, dtype, shape, local_shape, dims = each
+        name, dtype, shape, local_shape, dims = entry
         last = torch.empty(local_shape, dtype=getattr(torch, dtype))
         if dims is not None:
             placements = [Replicate() if dim is None else Shard(dim) for dim in dims]

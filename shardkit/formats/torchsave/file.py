@@ -421,8 +421,8 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> object:
         return UnreadableTensor("a parameter without data")
     made = Fields("", ())
     made.build(args[3] if len(args) > 3 else None)
-    found = quantised_parameter(args[0], made.items)
-    return args[0] if found is None else UnreadableTensor(*found)
+    unreadable = quantised_parameter(args[0], made.items)
+    return args[0] if unreadable is None else UnreadableTensor(*unreadable)
 
 
 def _rebuild_from_type(args: tuple[Any, ...]) -> object:
@@ -516,8 +516,8 @@ def _mesh_shape(mesh: Fields) -> Shape | None:
         sizes = (sizes,) if type(sizes) is int else sizes
     if not isinstance(sizes, (tuple, list)):
         return None
-    found = tuple(map(_axis_size, sizes))
-    return found if all(size > 0 for size in found) else None
+    shape = tuple(map(_axis_size, sizes))
+    return shape if all(size > 0 for size in shape) else None
 
 
 def _axis_size(size: object) -> int:
@@ -607,19 +607,19 @@ def _int_of(value: Fields, name: str, position: int) -> int | None:
     for args in (value.args, state if type(state) is tuple else ()):
         if len(args) > position and type(args[position]) is int:
             return int(args[position])
-    found = value.items.get(name)
-    return found if type(found) is int else None
+    field = value.items.get(name)
+    return field if type(field) is int else None
 
 
 def _shard_order(order: object) -> dict[int, Sequence[int]]:
     """Return the axes that cut each dim, in their order."""
-    found: dict[int, Sequence[int]] = {}
+    axes_of: dict[int, Sequence[int]] = {}
     for entry in order if isinstance(order, (tuple, list)) else ():
         args = entry.args if isinstance(entry, Fields) else ()
         if len(args) != 2 or type(args[0]) is not int or not _are_ints(args[1]):
             raise ValueError("the order of its shards is not understood")
-        found[args[0]] = args[1]
-    return found
+        axes_of[args[0]] = args[1]
+    return axes_of
 
 
 def _are_ints(values: object) -> TypeGuard[Sequence[int]]:

@@ -68,8 +68,8 @@ class Template(NamedTuple):
     @property
     def tail_nbytes(self) -> int:
         """Bytes after the data."""
-        at, text = self.fixed[-1]
-        return at + len(text)
+        start, text = self.fixed[-1]
+        return start + len(text)
 
 
 def read_entries(
@@ -192,9 +192,9 @@ class RecordScanner:
         self._known: dict[Hashable, Template] = {}
         self._fd, self._at, self._window = -1, 0, b""
 
-    def open(self, fd: int, at: int = 0, window: bytes = b"") -> None:
-        """Turn to another file, of which some bytes from `at` on may be known."""
-        self._fd, self._at, self._window = fd, at, window
+    def open(self, fd: int, start: int = 0, window: bytes = b"") -> None:
+        """Turn to another file, of which some bytes from `start` on may be known."""
+        self._fd, self._at, self._window = fd, start, window
 
     def known(self, kind: Hashable, length: int) -> Template | None:
         """Return the template of a kind and length, None until one such record was read."""
@@ -228,18 +228,18 @@ class RecordScanner:
         if self._bytes(offset, len(known.head)) != known.head:
             return None
         tail = self._bytes(offset + known.tail_at, length - known.tail_at)
-        for at, text in known.fixed:
-            if not tail.startswith(text, at):
+        for pos, text in known.fixed:
+            if not tail.startswith(text, pos):
                 return None
         crc = tail[known.crcs[0] : known.crcs[0] + 4]
-        for at in known.crcs[1:]:
-            if tail[at : at + 4] != crc:
+        for pos in known.crcs[1:]:
+            if tail[pos : pos + 4] != crc:
                 return None
         if known.id_crcs:
-            at, nbytes = known.id_range
-            id_crc = crc32(tail[at : at + nbytes]).to_bytes(4, "little")
-            for at in known.id_crcs:
-                if tail[at : at + 4] not in (id_crc, _NOT_RECORDED):
+            pos, nbytes = known.id_range
+            id_crc = crc32(tail[pos : pos + nbytes]).to_bytes(4, "little")
+            for pos in known.id_crcs:
+                if tail[pos : pos + 4] not in (id_crc, _NOT_RECORDED):
                     return None
         return _moved(known.record, offset, int.from_bytes(crc, "little"))
 
@@ -258,7 +258,7 @@ class RecordScanner:
         id_crcs = _crc_places(ident, tail, tail_at) if ident else ()
         id_range = (ident.start - tail_at, ident.nbytes) if ident else (0, 0)
         fixed, done = [], 0
-        for start, nbytes in sorted([*((at, 4) for at in (*crcs, *id_crcs)), id_range]):
+        for start, nbytes in sorted([*((pos, 4) for pos in (*crcs, *id_crcs)), id_range]):
             fixed.append((done, tail[done:start]))
             done = start + nbytes
         return Template(
@@ -276,14 +276,14 @@ class RecordScanner:
 
     def _bytes(self, start: int, nbytes: int) -> bytes:
         """Return bytes of the file, fewer if it ends, none if it fails; quick when asked front to back."""
-        at = start - self._at
-        if at < 0 or at + nbytes > len(self._window):
+        index = start - self._at
+        if index < 0 or index + nbytes > len(self._window):
             try:
                 self._window = storage.pread(self._fd, max(nbytes, self._window_nbytes), start)
             except OSError:  # the record is then read entry by entry, which says what is wrong
                 self._window = b""
-            self._at, at = start, 0
-        return self._window[at : at + nbytes]
+            self._at, index = start, 0
+        return self._window[index : index + nbytes]
 
 
 def _moved(record: TensorRecord, offset: int, crc: int) -> TensorRecord:
@@ -364,14 +364,14 @@ class _Order:
         view = memoryview(self._buffer)
         for row, (template, start) in enumerate(zip(templates, starts.tolist(), strict=False)):
             tail = start + len(template.head)
-            for at, text in ((start, template.head), *((tail + at, text) for at, text in template.fixed)):
-                expected[at : at + len(text)] = text
-                mask[at : at + len(text)] = b"\xff" * len(text)
+            for pos, text in ((start, template.head), *((tail + pos, text) for pos, text in template.fixed)):
+                expected[pos : pos + len(text)] = text
+                mask[pos : pos + len(text)] = b"\xff" * len(text)
             self._crc_at[0].append(tail + template.crcs[0])
             self._crc_at[1].append(tail + template.crcs[-1])
             first = tail + template.id_range[0]
             ident = view[first : first + template.id_range[1]]
-            ids += [(row, tail + at, ident) for at in template.id_crcs]
+            ids += [(row, tail + pos, ident) for pos in template.id_crcs]
         self._id_rows, self._id_crc_at = (np.array([row[n] for row in ids], dtype=np.int64) for n in (0, 1))
         self._ids = [ident for _, _, ident in ids]
         self._expected = np.frombuffer(bytes(expected), dtype="<u8")
@@ -383,7 +383,7 @@ class _Order:
         import numpy as np
 
         view, last = memoryview(self._buffer), len(self._templates) - 1
-        heads = [view[at : at + len(t.head)] for at, t in zip(starts, self._templates, strict=False)]
+        heads = [view[start : start + len(t.head)] for start, t in zip(starts, self._templates, strict=False)]
         rows, distances, self._buffers = [], [], list[list[memoryview]]()
         self._touched: list[tuple[int, ...]] = []
         for row, template in enumerate(self._templates):
@@ -413,8 +413,8 @@ class _Order:
         is_alike &= crcs == others
         is_alike[unread] = False
         recorded = any_word[self._id_crc_at]
-        found = np.fromiter(map(crc32, self._ids), dtype=np.uint32, count=len(self._ids))
-        is_alike[self._id_rows[(recorded != 0) & (recorded != found)]] = False
+        computed = np.fromiter(map(crc32, self._ids), dtype=np.uint32, count=len(self._ids))
+        is_alike[self._id_rows[(recorded != 0) & (recorded != computed)]] = False
         return Compared(is_alike, crcs)
 
     def _read(self, fd: int, places: list[int]) -> list[int]:

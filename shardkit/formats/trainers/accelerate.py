@@ -101,14 +101,14 @@ def open_accelerate(path: str) -> Checkpoint:
 
 def model_directories(path: str) -> list[str]:
     """Return the names of a checkpoint's model directories, one for each model of the run, in their order."""
-    found = [
+    names = [
         name
         for name in listing(path)
         if _MODEL.fullmatch(name)
         and (directory := inner(path, name)) is not None
         and has_any(listing(directory), *_METADATA)
     ]
-    return sorted(found, key=lambda name: int(name.rpartition("_")[2]))
+    return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
 
 
 def _only_model(path: str) -> str:
@@ -158,7 +158,7 @@ def open_accelerate_bin(path: str) -> Checkpoint:
     if files is None:
         raise SourceError(
             f"{escape(path)} holds {'several models' if len(models) > 1 else 'the model as a whole and in parts'}",
-            problems=[escape(name) for found in models.values() for name in found.values()],
+            problems=[escape(name) for model in models.values() for name in model.values()],
             hint="move those that you do not mean into another directory, or give the file of a whole model",
         )
     names = _in_order(files)
@@ -184,16 +184,16 @@ def open_accelerate_bin(path: str) -> Checkpoint:
 
 def _find(path: str, pattern: re.Pattern[str]) -> dict[int, _Files]:
     """Return the files of each model or optimizer, by its number."""
-    found: dict[int, _Files] = {}
+    by_number: dict[int, _Files] = {}
     for match in filter(None, map(pattern.fullmatch, sorted(listing(path)))):
         rank = None if match[2] is None else int(match[2])
-        found.setdefault(int(match[1] or 0), {}).setdefault(rank, match[0])
-    return dict(sorted(found.items()))
+        by_number.setdefault(int(match[1] or 0), {}).setdefault(rank, match[0])
+    return dict(sorted(by_number.items()))
 
 
-def _only(found: dict[int, _Files]) -> _Files | None:
+def _only(by_number: dict[int, _Files]) -> _Files | None:
     """Return the files of the only model or optimizer; None if there are several, or a whole one beside parts."""
-    (files, *others) = found.values()
+    (files, *others) = by_number.values()
     return None if others or (None in files and len(files) > 1) else files
 
 
@@ -212,12 +212,12 @@ def _in_order(files: _Files) -> list[str]:
 
 
 def _open_optimizer(
-    path: str, found: dict[int, _Files], model: Catalog, plain: frozenset[str]
+    path: str, by_number: dict[int, _Files], model: Catalog, plain: frozenset[str]
 ) -> OptimizerState | Unmapped:
-    files = _only(found)
+    files = _only(by_number)
     if files is None:
         return Unmapped(
-            [name for each in found.values() for name in each.values()], "there are several of them"
+            [name for group in by_number.values() for name in group.values()], "there are several of them"
         )
     state = open_optimizer_files(path, _in_order(files), parameters_of(model, plain))
     return replace(state, has_boxes=False) if None in files and isinstance(state, OptimizerState) else state

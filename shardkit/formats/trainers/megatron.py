@@ -43,9 +43,9 @@ def open_megatron(path: str) -> Checkpoint:
     """
     backend = _backend(path)
     if backend != _BACKEND or not is_dcp(path):
-        found = f"the backend {escape(str(backend))}" if backend != _BACKEND else "no .metadata"
+        actual = f"the backend {escape(str(backend))}" if backend != _BACKEND else "no .metadata"
         raise SourceError(
-            f"{escape(path)}: a Megatron checkpoint with {found}; {_BACKEND} can be read",
+            f"{escape(path)}: a Megatron checkpoint with {actual}; {_BACKEND} can be read",
             hint=f"convert it with Megatron to {_BACKEND} (--ckpt-format torch_dist)",
         )
     checkpoint = open_dcp_checkpoint(path)

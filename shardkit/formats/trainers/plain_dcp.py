@@ -193,12 +193,12 @@ def find_structure(path: str) -> RecognisedDirectory | None:
     if has_any(names, ".metadata", "__*.metadata"):
         return None
     for structure in _STRUCTURES:
-        if structure.beside and not any(_lies_in(path, names, each) for each in structure.beside):
+        if structure.beside and not any(_lies_in(path, names, name) for name in structure.beside):
             continue
         for below in structure.weights:
-            found = inner(path, below) if below.partition("/")[0] in names else None
-            if found is not None and has_any(listing(found), *_WEIGHTS):
-                return RecognisedDirectory(structure, found)
+            weights = inner(path, below) if below.partition("/")[0] in names else None
+            if weights is not None and has_any(listing(weights), *_WEIGHTS):
+                return RecognisedDirectory(structure, weights)
     return _pair(path, names)
 
 
@@ -242,14 +242,14 @@ def optimizers_beside(path: str, names: Collection[str]) -> set[str]:
 
 
 def _has_weights(path: str, name: str) -> bool:
-    found = inner(path, name)
-    return found is not None and has_any(listing(found), *_WEIGHTS)
+    weights = inner(path, name)
+    return weights is not None and has_any(listing(weights), *_WEIGHTS)
 
 
 def lacks_last(path: str) -> str | None:
     """Return the doubt about a checkpoint that may be taken all the same; None if there is none."""
-    found = find_structure(path)
-    structure = found.structure if found is not None else _VEOMNI if _holds_modules(path) else None
+    recognised = find_structure(path)
+    structure = recognised.structure if recognised is not None else _VEOMNI if _holds_modules(path) else None
     if structure is None or not structure.is_taken_without_last:
         return None
     return next(_unfinished(path, structure), None)
@@ -263,14 +263,14 @@ def _holds_modules(path: str) -> bool:
     )
 
 
-def inside(checkpoint: Checkpoint, found: RecognisedDirectory, path: str) -> Checkpoint:
+def inside(checkpoint: Checkpoint, recognised: RecognisedDirectory, path: str) -> Checkpoint:
     """Return the checkpoint inside a structure as that of the whole directory.
 
     Args:
-        checkpoint: `found.weights`, opened.
+        checkpoint: `recognised.weights`, opened.
         path: the directory that has the structure.
     """
-    structure = found.structure
+    structure = recognised.structure
     places = [inner(path, below) if below != "." else path for below in structure.assets]
     return replace(
         checkpoint,
@@ -279,7 +279,7 @@ def inside(checkpoint: Checkpoint, found: RecognisedDirectory, path: str) -> Che
         writer=structure.writer or checkpoint.writer,
         roots={**checkpoint.roots, **_present(structure.roots, checkpoint)},
         assets=tuple(dict.fromkeys((*asset_directories(*places), *checkpoint.assets))),
-        skipped=(*checkpoint.skipped, *_beside(path, found)),
+        skipped=(*checkpoint.skipped, *_beside(path, recognised)),
         notes=(*checkpoint.notes, *_unfinished(path, structure)),
     )
 
@@ -339,10 +339,10 @@ def _only_optimizer(tops: set[str | int], directory: str) -> Iterator[str]:
     yield f"this is the state of an optimizer{where}"
 
 
-def _beside(path: str, found: RecognisedDirectory) -> Iterator[tuple[str, str]]:
+def _beside(path: str, recognised: RecognisedDirectory) -> Iterator[tuple[str, str]]:
     """Yield what lies beside the weights and was not read."""
     above = ""
-    for taken in os.path.relpath(found.weights, path).split(os.sep):
+    for taken in os.path.relpath(recognised.weights, path).split(os.sep):
         names = listing(os.path.join(path, above))
         for name in sorted(names - {taken} - set(matching(names, *_NOT_SHOWN))):
             reason = "optimizer state" if is_optimizers(name) else "not a part of the weights"

@@ -56,11 +56,11 @@ def open_torch_checkpointing(path: str) -> Checkpoint:
     for name in names:
         for rank in range(num_ranks):
             try:
-                found = _file_of(path, name, items[name], rank)
+                file_name = _file_of(path, name, items[name], rank)
             except ValueError as error:
                 problems.append(f"item {escape(name)}, rank {rank}: {error}")
                 continue
-            files.append(RankFile(found, (name,) if len(names) > 1 else ()))
+            files.append(RankFile(file_name, (name,) if len(names) > 1 else ()))
     SourceError.raise_for(
         problems,
         f"{len(problems)} files that {_METADATA} lists cannot be read",
@@ -103,19 +103,19 @@ def _file_of(path: str, name: str, item: object, rank: int) -> str:
     """
     infos = item.get("rank_to_layout_info") if isinstance(item, dict) else None
     info = infos.get(rank) if isinstance(infos, dict) else None
-    found = f"{name}_{rank}.pt"
+    file_name = f"{name}_{rank}.pt"
     if isinstance(info, dict):
         serialization = info.get("serialization_format")
         kind = serialization.get("type") if isinstance(serialization, dict) else None
         if kind != _TORCH:
             raise ValueError(f"saved with {escape(str(kind))}, not with torch.save")
-        found = str(info.get("file_path", "")).replace("{rank}", str(rank))
+        file_name = str(info.get("file_path", "")).replace("{rank}", str(rank))
     directory = os.path.join(storage.realpath(path), "")
-    if not storage.realpath(os.path.join(path, found)).startswith(directory):
-        raise ValueError(f"{escape(found)} lies outside of the checkpoint")
-    if not storage.lexists(os.path.join(path, found)):
-        raise ValueError(f"{escape(found)} is missing")
-    return found
+    if not storage.realpath(os.path.join(path, file_name)).startswith(directory):
+        raise ValueError(f"{escape(file_name)} lies outside of the checkpoint")
+    if not storage.lexists(os.path.join(path, file_name)):
+        raise ValueError(f"{escape(file_name)} is missing")
+    return file_name
 
 
 OPENERS = {"torch-checkpointing": Opener(is_torch_checkpointing, open_torch_checkpointing)}

@@ -80,9 +80,9 @@ def _find_home(path: str) -> _RankDirectory | None:
     if any(map(_MODEL.fullmatch, listing(path))):
         return _RankDirectory(path, None)
     for role in _ROLES:
-        found = inner(path, role)
-        if found is not None and any(map(_MODEL.fullmatch, listing(found))):
-            return _RankDirectory(found, role)
+        directory = inner(path, role)
+        if directory is not None and any(map(_MODEL.fullmatch, listing(directory))):
+            return _RankDirectory(directory, role)
     return None
 
 

@@ -53,7 +53,7 @@ def placed_by_verl(layout: Layout) -> Layout:
     size, tensors = mesh.axes[-1].size, dict(layout.tensors)
     for fqn, tensor in layout.tensors.items():
         if tensor.is_sharded:
-            dim = next((at for at, length in enumerate(tensor.shape) if length % size == 0), 0)
+            dim = next((dim for dim, length in enumerate(tensor.shape) if length % size == 0), 0)
             tensors[fqn] = replace(tensor, placements=(*(REPLICATE for _ in mesh.axes[:-1]), Placement(dim)))
     return replace(layout, tensors=tensors)
 
@@ -91,17 +91,17 @@ def rank_images(
         "device": device,
         "world_size": mesh.size,
         "ranks": [
-            [rank, mesh.coord(rank), list(_entries(layout, each, aliases))]
-            for rank, each in enumerate(placed)
+            [rank, mesh.coord(rank), list(_entries(layout, regions, aliases))]
+            for rank, regions in enumerate(placed)
         ],
     }
-    first = next((at for at, name in enumerate(names) if layout.tensors[name].is_sharded), None)
+    first = next((index for index, name in enumerate(names) if layout.tensors[name].is_sharded), None)
     with tempfile.TemporaryDirectory(prefix="shardkit-verl-") as scratch:
         _run_child({**request, "directory": scratch})
         return RankImages(
             [
-                _content(os.path.join(scratch, f"{rank}.pt"), rank, mesh.size, each, first)
-                for rank, each in enumerate(placed)
+                _content(os.path.join(scratch, f"{rank}.pt"), rank, mesh.size, regions, first)
+                for rank, regions in enumerate(placed)
             ]
         )
 
@@ -109,13 +109,13 @@ def rank_images(
 def _entries(
     layout: Layout, placed: Sequence[PlacedRegion], aliases: Mapping[str, Sequence[str]]
 ) -> list[object]:
-    found = list[object]()
-    for each in placed:
-        tensor = layout.tensors[each.fqn]
+    entries = list[object]()
+    for part in placed:
+        tensor = layout.tensors[part.fqn]
         dims = [placement.shard_dim for placement in tensor.placements] if tensor.is_sharded else None
-        found.append([each.fqn, each.dtype.name, each.shape, each.region.sizes, dims])
-        found += aliases.get(each.fqn, ())
-    return found
+        entries.append([part.fqn, part.dtype.name, part.shape, part.region.sizes, dims])
+        entries += aliases.get(part.fqn, ())
+    return entries
 
 
 def _run_child(request: Mapping[str, object]) -> None:
@@ -154,27 +154,27 @@ def _content(
     with storage.open_file(path, "rb") as file:
         pread = partial(_pread, file.fileno())
         entries = read_directory(ZipReader(pread, 0, size, name), lambda _: True, max_entries=_MAX_ENTRIES)
-        number, before, at = 0, list[bytes](), 0
+        number, before, end = 0, list[bytes](), 0
         patches: list[tuple[int, bytes]] = []
         if first_sharded is not None:
             ranks = entries[f"data/{first_sharded + 1}"]
-            data = b"".join(each.to_bytes(ranks.nbytes // world_size, "little") for each in range(world_size))
+            data = b"".join(rank.to_bytes(ranks.nbytes // world_size, "little") for rank in range(world_size))
             crc = crc32(data).to_bytes(4, "little")
             patches = [(ranks.start, data), (ranks.start + ranks.nbytes + 4, crc), (ranks.crc_at, crc)]
         for index in range(len(placed)):
             number += first_sharded is not None and index == first_sharded + 1
             entry = entries[f"data/{number}"]
-            before.append(_literal(pread, at, entry.start, patches))
-            at, number = entry.start + entry.nbytes, number + 1
-        return Content(name, placed, before, _literal(pread, at, size, patches))
+            before.append(_literal(pread, end, entry.start, patches))
+            end, number = entry.start + entry.nbytes, number + 1
+        return Content(name, placed, before, _literal(pread, end, size, patches))
 
 
 def _literal(pread: partial[bytes], start: int, stop: int, patches: Sequence[tuple[int, bytes]]) -> bytes:
     """Return bytes of the file, with what was not written to it."""
     data = bytearray(pread(start, stop - start))
-    for at, patch in patches:
-        if start <= at < stop:
-            data[at - start : at - start + len(patch)] = patch
+    for offset, patch in patches:
+        if start <= offset < stop:
+            data[offset - start : offset - start + len(patch)] = patch
     return bytes(data)
 
 
