@@ -14,11 +14,13 @@ from typing import NamedTuple, NoReturn
 
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
+from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import read_exactly
 
 _WINDOW = 4096  # bytes read at each end: the directory and the small entries of a usual record
 _MAX_DIRECTORY = 1 << 26  # bytes; an entry takes 130, unless its name is long
+_MAX_ENTRIES = 1 << 20
 _MAX_SMALL = 1 << 16  # bytes of any entry of a record except the data
 _READ_BYTES = 1 << 20
 # The end of a zip's directory, its zip64 form and locator; an entry of the directory, and an entry's header.
@@ -34,6 +36,11 @@ _FLAGS = 0x0808
 
 Pread = Callable[[int, int], bytes]
 """(first byte, most bytes) -> bytes, fewer only at the end."""
+
+
+def pread_of(fd: int) -> Pread:
+    """Return what reads an open file."""
+    return lambda start, nbytes: storage.pread(fd, nbytes, start)
 
 
 class ZipEntry(NamedTuple):
@@ -119,7 +126,7 @@ class ZipReader:
 
 
 def read_directory(
-    reader: ZipReader, is_known: Callable[[str], bool], *, max_entries: int
+    reader: ZipReader, is_known: Callable[[str], bool] = lambda _: True, *, max_entries: int = _MAX_ENTRIES
 ) -> dict[str, ZipEntry]:
     """Return the entries by their names without the common first part. All of them are checked.
 

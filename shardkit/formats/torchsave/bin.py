@@ -30,10 +30,9 @@ from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Shape, full_region
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
-from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, open_regular, read_exactly, stamp_of
-from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, crc_of_range, read_directory
+from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, crc_of_range, pread_of, read_directory
 from shardkit.formats.torchsave.classes import Unsupported, foreign_objects, is_known_class
 from shardkit.formats.torchsave.file import (
     HEAD_NBYTES,
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
     import torch
 
 _ZIP_MAGIC = b"PK\x03\x04"
-_MAX_ENTRIES = 1 << 20
 _MAX_PICKLE = 1 << 25
 _Mappings = list[tuple[int, int, int]]
 _PROTOCOL = 2  # torch's restricted unpickler lacks opcodes of later ones
@@ -163,8 +161,8 @@ def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...] | Sou
     where = escape(name)
     with open_regular(path, name) as (fd, size):
         try:
-            reader = ZipReader(lambda start, nbytes: storage.pread(fd, nbytes, start), 0, size, where)
-            entries = read_directory(reader, lambda entry: True, max_entries=_MAX_ENTRIES)
+            reader = ZipReader(pread_of(fd), 0, size, where)
+            entries = read_directory(reader)
             if "data.pkl" not in entries:
                 reader.refuse("a zip without data.pkl, not one that torch.save wrote")
             data = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)

@@ -29,9 +29,8 @@ from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Region, Shape, split_dim
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.files import storage
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
-from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, read_directory
+from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, pread_of, read_directory
 from shardkit.formats.torchsave.classes import (
     Unsupported,
     describe,
@@ -160,8 +159,8 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
         begin, length = extent or (0, size)
         _check_magic(read_exactly(fd, begin, min(length, HEAD_NBYTES), name), length, where)
         try:
-            reader = ZipReader(lambda start, nbytes: storage.pread(fd, nbytes, start), begin, length, where)
-            entries = read_directory(reader, lambda entry: True, max_entries=_MAX_ENTRIES)
+            reader = ZipReader(pread_of(fd), begin, length, where)
+            entries = read_directory(reader, max_entries=_MAX_ENTRIES)
             if "data.pkl" not in entries:
                 reader.refuse("a zip, but not one of torch.save: no data.pkl is in it")
             if "constants.pkl" in entries:

@@ -19,14 +19,13 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from shardkit.core.dtypes import DType
 from shardkit.core.placements import REPLICATE, Placement
 from shardkit.errors import ResourceError, UsageError, check_torch
 from shardkit.files import storage
 from shardkit.files.digest import crc32
-from shardkit.formats.torchsave.archive import ZipReader, read_directory
+from shardkit.formats.torchsave.archive import Pread, ZipReader, pread_of, read_directory
 from shardkit.keys.names import natural
 from shardkit.layout.layout import Layout
 from shardkit.transfer.rank_files import Content, PlacedRegion, RankImages
@@ -34,7 +33,6 @@ from shardkit.transfer.rank_files import Content, PlacedRegion, RankImages
 _AXES = {"replicate": "ddp", "shard": "fsdp"}
 _BOOT = "import sys; sys.path[:] = sys.argv[1:]; from shardkit.formats.torchsave.dtensor_child import main; main()"
 _DROPPED = frozenset(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-_MAX_ENTRIES = 1 << 20
 
 
 def placed_by_verl(layout: Layout) -> Layout:
@@ -152,8 +150,8 @@ def _content(
     size = storage.stat(path).st_size
     name = f"model_world_size_{world_size}_rank_{rank}.pt"
     with storage.open_file(path, "rb") as file:
-        pread = partial(_pread, file.fileno())
-        entries = read_directory(ZipReader(pread, 0, size, name), lambda _: True, max_entries=_MAX_ENTRIES)
+        pread = pread_of(file.fileno())
+        entries = read_directory(ZipReader(pread, 0, size, name))
         number, before, end = 0, list[bytes](), 0
         patches: list[tuple[int, bytes]] = []
         if first_sharded is not None:
@@ -169,14 +167,10 @@ def _content(
         return Content(name, placed, before, _literal(pread, end, size, patches))
 
 
-def _literal(pread: partial[bytes], start: int, stop: int, patches: Sequence[tuple[int, bytes]]) -> bytes:
+def _literal(pread: Pread, start: int, stop: int, patches: Sequence[tuple[int, bytes]]) -> bytes:
     """Return bytes of the file, with what was not written to it."""
     data = bytearray(pread(start, stop - start))
     for offset, patch in patches:
         if start <= offset < stop:
             data[offset - start : offset - start + len(patch)] = patch
     return bytes(data)
-
-
-def _pread(fd: int, start: int, nbytes: int) -> bytes:
-    return storage.pread(fd, nbytes, start)

@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 
 from shardkit.core.catalog import (
@@ -56,7 +55,7 @@ from shardkit.formats.hub.base import (
     saved_key_rules,
 )
 from shardkit.formats.registry import recognise
-from shardkit.formats.torchsave.archive import ZipReader, read_directory
+from shardkit.formats.torchsave.archive import ZipReader, pread_of, read_directory
 from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.expressions import Expression
 from shardkit.keys.moments import NamedShape, parts_of_ranks
@@ -312,11 +311,6 @@ def _is_of_optimizer(folder: str) -> bool:
     return any(map(is_optimizers, folder.split("/")))
 
 
-def _is_state(name: str) -> bool:
-    """True for a byte entry of an optimizer."""
-    return "optimizer" in _kinds_above(name)
-
-
 def _state_note(tensors: Collection[str], objects: Collection[str]) -> Iterator[str]:
     if tensors or objects:
         entries = f" and {count(len(objects), 'byte entry', 'byte entries')}" if objects else ""
@@ -328,7 +322,7 @@ def _open_part(folder: str, opened: DcpFolder, *, no_optimizer: bool) -> Checkpo
     state, entries = frozenset[str](), frozenset[str]()
     if no_optimizer:
         state = optimizer_state(opened.catalog.tensors.values(), opened.objects, folder)
-        entries = frozenset(filter(_is_state, placed))
+        entries = frozenset(name for name in placed if "optimizer" in _kinds_above(name))
         placed = {name: place for name, place in placed.items() if name not in entries}
     catalog = _select(opened, [name for name in opened.catalog.tensors if name not in state], folder)
     paths = opened.catalog.paths
@@ -377,8 +371,8 @@ def _record(catalog: Catalog, placed: Sequence[tuple[str, int, EntryLocation]]) 
         source, rows = catalog.files[file], stretches.setdefault(file, [])
         with open_regular(source.path, source.name, follow=False) as (fd, _):
             try:
-                reader = ZipReader(partial(_pread, fd), place.start, place.nbytes, escape(source.name))
-                entries = read_directory(reader, lambda name: True, max_entries=_MAX_ENTRIES)
+                reader = ZipReader(pread_of(fd), place.start, place.nbytes, escape(source.name))
+                entries = read_directory(reader, max_entries=_MAX_ENTRIES)
             except SourceError as error:
                 damaged.append(f"{escape(name)}: {error.message}")
                 rows.append((place.start, place.nbytes, None))
@@ -389,10 +383,6 @@ def _record(catalog: Catalog, placed: Sequence[tuple[str, int, EntryLocation]]) 
         checksums = more if held is None else held | more
         catalog.files[file] = replace(catalog.files[file], checksums=checksums)
     return damaged
-
-
-def _pread(fd: int, start: int, nbytes: int) -> bytes:
-    return storage.pread(fd, nbytes, start)
 
 
 def _entry_notes(folder: str, objects: Mapping[str, EntryLocation | None]) -> Iterator[str]:

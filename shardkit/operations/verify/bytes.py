@@ -13,13 +13,12 @@ from shardkit.errors import ResourceError, SourceError
 from shardkit.files import storage
 from shardkit.files.digest import Archive, ByteReader, FileBytes, Scan, Stretch, crc32_combine
 from shardkit.files.strict_json import named_failures, open_regular, stamp_of
-from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, read_directory
+from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, pread_of, read_directory
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import read_entries
 from shardkit.formats.torchsave.writer import RecordSkeleton, pickle_record, record_skeleton
 from shardkit.operations.verify.result import Report, in_threads
 
-_MAX_ENTRIES = 1 << 20
 # APPNOTE.TXT 4.3.16: without a comment, which torch does not write, the last record has 22 bytes.
 _ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK", b"PK\5\6", 22
 
@@ -203,8 +202,8 @@ def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -
         return False
     try:
         where = f"bytes {archive.start} to {archive.start + archive.nbytes}"
-        reader = ZipReader(lambda start, n: storage.pread(fd, n, start), archive.start, archive.nbytes, where)
-        entries = read_directory(reader, lambda _: True, max_entries=_MAX_ENTRIES)
+        reader = ZipReader(pread_of(fd), archive.start, archive.nbytes, where)
+        entries = read_directory(reader)
         for name, entry in entries.items():
             if entry.crc:
                 reader.check_crc(name, entry)

@@ -24,7 +24,7 @@ from shardkit.formats.contract import Checkpoint, DamagedFiles, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
-from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, read_directory
+from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, pread_of, read_directory
 from shardkit.formats.torchsave.classes import UnreadableClass, Unsupported
 from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.operations.leftovers import refuse
@@ -311,7 +311,6 @@ def _lacking(
 
 _MAX_WARNED = 3
 _SAFETENSORS = ".safetensors"
-_MAX_ENTRIES = 1 << 20
 _STORAGE = "data/"
 
 
@@ -389,8 +388,8 @@ def _add_entries(file: FileBytes, decoded: Sequence[str], report: Report) -> Non
     """
     entries = None
     with report.failing(file.name), open_regular(file.path, file.name, follow=file.follow) as (fd, size):
-        reader = ZipReader(lambda start, n: storage.pread(fd, n, start), 0, size, escape(file.name))
-        entries = read_directory(reader, lambda _: True, max_entries=_MAX_ENTRIES)
+        reader = ZipReader(pread_of(fd), 0, size, escape(file.name))
+        entries = read_directory(reader)
     if entries is None:
         return
     tensors = sorted(file.stretches, key=lambda stretch: stretch.start)
