@@ -116,9 +116,9 @@ class _Arguments(NamedTuple):
         """Return an argument by its place."""
         return self.values[index] if index < len(self.values) else default
 
-    def dim(self, index: int, default: int = 0) -> int:
+    def dim(self, index: int) -> int:
         """Return a dim of the first argument."""
-        return int(self.get(index, default)) % len(self.tensor().shape)
+        return int(self.get(index, 0)) % len(self.tensor().shape)
 
 
 def _range(of: Expression, dim: int, start: int, size: int) -> Expression:

@@ -191,8 +191,6 @@ def _tie_again(model: nn.Module, ties: list[list[tuple[nn.Module, str, str]]]) -
             raise PolicyError(
                 f"the tp_plan of {type(model).__name__} cuts {names} in different ways, and they are one parameter"
             )
-        shared = next(
-            (parameter for parameter in parameters if isinstance(parameter, DTensor)), parameters[0]
-        )
+        shared = (made or parameters)[0]
         for module, name, _ in places:
             module.register_parameter(name, shared)

@@ -181,7 +181,7 @@ def hold_files(files: Iterable[tuple[str, int | None, Sequence[tuple[int, int, s
     numbers = {
         fqn: number for number, fqn in enumerate(dict.fromkeys(n for *_, rows in listed for *_, n in rows))
     }
-    packer = _Packer(len(listed))
+    packer = _Packer()
     held = []
     for name, size, rows in listed:
         kept = sorted((start, nbytes, numbers[fqn]) for start, nbytes, fqn in rows)
@@ -206,7 +206,7 @@ def hold_files(files: Iterable[tuple[str, int | None, Sequence[tuple[int, int, s
 class _Packer:
     """Keeps the strips of files, each once."""
 
-    def __init__(self, num_files: int) -> None:
+    def __init__(self) -> None:
         self.strips: list[Strip] = []
         self._known: dict[tuple[object, ...], int] = {}
         self._num_records, self._num_merged = 0, 0
@@ -424,7 +424,7 @@ class _Builder:
     ) -> tuple[tuple[Strip, ...], dict[int, int], tuple[str, ...]]:
         import numpy
 
-        table, packer, strip_of = self._catalog.chunks, _Packer(len(self._files)), dict[int, int]()
+        table, packer, strip_of = self._catalog.chunks, _Packer(), dict[int, int]()
         rows = numpy.concatenate(
             [
                 numpy.arange(0),

@@ -178,7 +178,6 @@ def build_model(
     *,
     dtype: torch.dtype | str | None = None,
     init_buffers: InitBuffers | None = None,
-    revision: str | None = None,
     trust_remote_code: bool = False,
     dequantize: bool = False,
     seed: int = 0,
@@ -194,7 +193,6 @@ def build_model(
             Parameters that the model's class makes or lists as fp32 are fp32 under half precision, as with
             `from_pretrained`. Buffers keep the dtype that the model gave them.
         init_buffers: computes the buffers of a model on meta; None takes transformers' own initialisation.
-        revision: branch, tag or commit of a repo id.
         trust_remote_code: the model's own code, in the directory or repo, may run.
         dequantize: a config may say that its weights are quantised; the model has plain ones.
         seed: of buffers that are random. Building does not change the random numbers that others draw.
@@ -214,7 +212,7 @@ def build_model(
         if isinstance(what, nn.Module):
             model = what
         elif isinstance(what, (str, os.PathLike)):
-            directory = find_config(os.fspath(what), revision)
+            directory = find_config(os.fspath(what), None)
             model = _from_config(
                 directory,
                 wanted,

@@ -135,7 +135,8 @@ def check_fit(
     tied = {group[0]: tuple(group) for group in ties}
     names = {fqn: tied.get(fqn, (fqn,)) for fqn in expected}
     sides = _ModelAndSource(expected, names, weights)
-    _refuse_quantised(weights)
+    if weights.quantised is not None:
+        raise refuse_quantised(weights.quantised, weights.path)
     _refuse_fused(expected, weights)
     absent = [
         fqn
@@ -232,11 +233,6 @@ def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple
             (first, other, stored[other]) for other in others if not same_bytes(catalog, first, other)
         ]
     return diverged
-
-
-def _refuse_quantised(weights: Weights) -> None:
-    if weights.quantised is not None:
-        raise refuse_quantised(weights.quantised, weights.path)
 
 
 def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> None:
