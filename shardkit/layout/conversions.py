@@ -275,9 +275,7 @@ class Conversions(NamedTuple):
     @property
     def keep_names(self) -> bool:
         """True if a tensor may be converted and keep its name, so that names alone do not show that it has to be."""
-        return any(
-            set(converter.source_patterns) & set(converter.target_patterns) for converter in self.converters
-        )
+        return any(set(c.source_patterns) & set(c.target_patterns) for c in self.converters)
 
     def rename(self, name: str) -> tuple[str, str | None]:
         """Return a stored tensor's name in the model, and the pattern of its converter, if it has one."""
@@ -318,9 +316,7 @@ class Conversions(NamedTuple):
                         f"cannot be made of what is there: {escape(str(error).partition(chr(10))[0])}"
                     )
                     continue
-            made |= {
-                target: expression for target, expression in expressions.items() if expression is not None
-            }
+            made |= {target: e for target, e in expressions.items() if e is not None}
             for target in opaque:
                 if target in changed:
                     said = ", ".join(dict.fromkeys(lowering.unknown)) or "it is not made of stored tensors"
@@ -343,9 +339,7 @@ class Conversions(NamedTuple):
         Raises:
             Exception: anything that an operation may raise.
         """
-        by_pattern = {
-            pattern: converter for converter in self.converters for pattern in converter.source_patterns
-        }
+        by_pattern = {pattern: c for c in self.converters for pattern in c.source_patterns}
         converter = None
         for name, tensor in zip(names, tensors, strict=True):
             _, pattern = self.rename(name)

@@ -250,9 +250,7 @@ def find_containers(fqns: Iterable[str]) -> dict[str, int]:
             if index and part.isdecimal():
                 children.setdefault(".".join(parts[:index]), set()).add(part)
     whole = {
-        path: len(numbers)
-        for path, numbers in children.items()
-        if numbers == set(map(str, range(len(numbers))))
+        path: len(names) for path, names in children.items() if names == set(map(str, range(len(names))))
     }
     return {path: size for path, size in whole.items() if whole.keys().isdisjoint(_around(path))}
 

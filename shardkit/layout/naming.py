@@ -329,10 +329,7 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
             "is_lost": True,
         }
     lacking = find_lacking(model, result)
-    return answer | {
-        "made": {name: to_json(expression) for name, expression in made.items()},
-        **lacking._asdict(),
-    }
+    return answer | {"made": {name: to_json(e) for name, e in made.items()}, **lacking._asdict()}
 
 
 def _tied(model: nn.Module) -> list[list[str]]:

@@ -97,8 +97,7 @@ def view_of(mesh: DeviceMesh) -> Mesh:
         Axis(name, size, ROLES.get(name, "shard")) for name, size in zip(names, ranks.shape, strict=True)
     )
     steps = tuple(
-        _digits(ranks.movedim(axis, -1).reshape(-1, size)[0].tolist())
-        for axis, size in enumerate(ranks.shape)
+        _digits(ranks.movedim(dim, -1).reshape(-1, size)[0].tolist()) for dim, size in enumerate(ranks.shape)
     )
     view = Mesh(axes, steps)
     coords = [view.coord(rank) for rank in ranks.flatten().tolist()]
@@ -115,9 +114,7 @@ def _digits(ranks: list[int]) -> Digits:
     digits: list[tuple[int, int]] = []
     while len(ranks) > 1:
         stride = ranks[1] - ranks[0]
-        run = next(
-            (index for index, rank in enumerate(ranks) if rank != ranks[0] + index * stride), len(ranks)
-        )
+        run = next((n for n, rank in enumerate(ranks) if rank != ranks[0] + n * stride), len(ranks))
         digits.insert(0, (run, stride))
         ranks = ranks[::run]
     return tuple(digits) or ((1, 1),)

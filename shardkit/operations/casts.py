@@ -256,12 +256,9 @@ def _choose(
     target = CASTS[dtype]
     keep, notes = frozenset[str](), list[str]()
     if target is not _FP32:
-        wide = [name for name, stored in held.items() if stored.is_convertible and stored.itemsize > 2]
+        wide = [name for name, own in held.items() if own.is_convertible and own.itemsize > 2]
         keep, notes = _keep_fp32(wide, names, base, directory, target)
-    chosen = {
-        name: target if stored.is_convertible and name not in keep else stored
-        for name, stored in held.items()
-    }
+    chosen = {name: target if own.is_convertible and name not in keep else own for name, own in held.items()}
     return chosen, [*notes, *quantised_notes(held)]
 
 

@@ -51,11 +51,9 @@ class FilesOutput:
             files=(),
             unlisted=(),
             tensors={
-                fqn: manifest.ListedTensor(
-                    dtype=tensor.dtype.name, shape=tensor.shape, crc32=crcs.get(tensor.fqn)
-                )
-                for tensor in self.output.stored()
-                for fqn in (tensor.fqn, *self.aliases.get(tensor.fqn, ()))
+                fqn: manifest.ListedTensor(dtype=t.dtype.name, shape=t.shape, crc32=crcs.get(t.fqn))
+                for t in self.output.stored()
+                for fqn in (t.fqn, *self.aliases.get(t.fqn, ()))
             },
             derived=tuple(
                 manifest.Derived(name=fqn, made_of=to_json(made)) for fqn, made in self.opaque.items()

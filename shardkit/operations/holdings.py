@@ -178,9 +178,8 @@ def hold_files(files: Iterable[tuple[str, int | None, Sequence[tuple[int, int, s
         files: (name, bytes, (first byte, bytes, tensor) of each record).
     """
     listed = list(files)
-    numbers = {
-        fqn: number for number, fqn in enumerate(dict.fromkeys(n for *_, rows in listed for *_, n in rows))
-    }
+    names = dict.fromkeys(fqn for *_, rows in listed for *_, fqn in rows)
+    numbers = {fqn: number for number, fqn in enumerate(names)}
     packer = _Packer()
     held = []
     for name, size, rows in listed:
@@ -497,9 +496,7 @@ def size_on_disk(path: str) -> int:
 def _num_parts(mesh: Mesh, placements: Placements) -> int:
     """Return into how many parts axes cut a tensor that fully_shard does not gather over."""
     axes = zip(mesh.axes, placements, strict=True)
-    return prod(
-        axis.size for axis, placement in axes if axis.role == "tensor" and placement.shard_dim is not None
-    )
+    return prod(axis.size for axis, p in axes if axis.role == "tensor" and p.shard_dim is not None)
 
 
 class _Units:

@@ -112,9 +112,7 @@ class Kept:
         self._root = next((pair for pair in pairs if is_transformers(pair[1])), None)
         self._holder = next((pair for pair in pairs if _ATTRIBUTE in vars(pair[1])), None)
         buffers = {f"{path}.{name}".lstrip(".") for path, module in pairs for name in module._buffers}
-        self._adapted = next(
-            (module for _, module in pairs if isinstance(vars(module).get(_ADAPTERS), dict)), None
-        )
+        self._adapted = next((m for _, m in pairs if isinstance(vars(m).get(_ADAPTERS), dict)), None)
         path = (self._root or self._holder or ("", model))[0]
         # A config that is about a part of the model would say of the whole what is not true.
         self._dtypes = _saved_dtypes(tensors)

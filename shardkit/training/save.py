@@ -182,10 +182,7 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
             " their state has no name",
             hint="make the optimizer after the model is wrapped, or give it the new parameters: rebind_optimizer",
         )
-    copies = [
-        len(ids) - len(set(ids))
-        for ids in ([id(p) for p in stepped_by(optimizer)] for optimizer in optimizers)
-    ]
+    copies = [len(ids) - len(set(ids)) for ids in ([id(p) for p in stepped_by(o)] for o in optimizers)]
     if any(copies):
         raise LayoutError(
             f"the optimizer holds {count(sum(copies), 'repeated parameter')}: it does not step all that it should",
@@ -471,9 +468,7 @@ class SaveWriter(FileSystemWriter):
         if self._sends:
             super().finish(metadata, results)
             self.beside = self.metadata()
-            results = [
-                [_in_folder(result, os.path.basename(self.path)) for result in rank] for rank in results
-            ]
+            results = [[_in_folder(item, os.path.basename(self.path)) for item in rank] for rank in results]
         super().finish(metadata, results)
         if not self._sends:
             # torch 2.13, FileSystemWriter.finish, syncs the file while its bytes are still in Python's buffer.

@@ -137,9 +137,7 @@ def _fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, A
     layout = _store_present_names(trace.layout, names)
     live = _live_shapes(layout)
     sources = {fqn: stored for fqn, stored in names.items() if fqn in live}
-    used = frozenset(sources.values()) | {
-        leaf.name for expression in made.values() for leaf in leaves(expression)
-    }
+    used = frozenset(sources.values()) | {leaf.name for tree in made.values() for leaf in leaves(tree)}
     left = [name for name in source if name not in used]
     unknown, omitted = _sort_unknown(trace, left)
     missing = [name for name in layout.tensors if name not in sources and name not in trace.computed]

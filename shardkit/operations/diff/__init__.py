@@ -454,20 +454,18 @@ def _rounded_one_way(
         return tensors[name].dtype_a if side == "a" else tensors[name].dtype_b
 
     def votes(side: RoundedSide) -> tuple[int, int]:
-        holding = [
-            (name, dtype) for name, possible in roundings.items() for one, dtype in possible if one == side
-        ]
+        holding = [(name, dtype) for name, ways in roundings.items() for one, dtype in ways if one == side]
         told = sum(stored(name, side) == dtype.name for name, dtype in holding)
         return len({name for name, _ in holding}), told
 
     sides: tuple[RoundedSide, ...] = ("b", "a")
     side = max(sides, key=votes)
-    for name, possible in roundings.items():
-        holding = [dtype for dtype in ROUNDED_TO if (side, dtype) in possible]
+    for name, ways in roundings.items():
+        holding = [dtype for dtype in ROUNDED_TO if (side, dtype) in ways]
         if holding:
             dtype = max(holding, key=lambda dtype: dtype.name == stored(name, side))
             tensors[name] = replace(
-                tensors[name], status="rounded", rounded_to=dtype.name, num_flushed=possible[side, dtype]
+                tensors[name], status="rounded", rounded_to=dtype.name, num_flushed=ways[side, dtype]
             )
     return list(tensors.values()), side
 

@@ -164,14 +164,11 @@ def open_sides(
     """
     opened = (taken[0].open(), taken[1].open())
     notes = [line for source in taken for line in source.resolved.notes]
-    for checkpoint in opened:
-        paths = {
-            os.path.relpath(file.path, checkpoint.catalog.directory): file.path
-            for file in checkpoint.catalog.files
-        }
+    for side in opened:
+        paths = {os.path.relpath(file.path, side.catalog.directory): file.path for file in side.catalog.files}
         notes += (
-            link_notes(checkpoint.catalog.directory, paths)
-            if checkpoint.hub is not None and storage.isdir(checkpoint.path)
+            link_notes(side.catalog.directory, paths)
+            if side.hub is not None and storage.isdir(side.path)
             else ()
         )
     if not options.all_tensors:
@@ -230,9 +227,8 @@ def _both_plain(
     dtype = nbytes.most_common(1)[0][0] if nbytes.total() else PLAIN
     plain = take_plain(side, dequantize=True, dtype=dtype)
     number = count(len(plain.dequantized.names) if plain.dequantized else 0, "weight")
-    return (plain, other) if index == 0 else (other, plain), [
-        f"{called}: dequantised to {dtype.name}: {number}"
-    ]
+    opened = (plain, other) if index == 0 else (other, plain)
+    return opened, [f"{called}: dequantised to {dtype.name}: {number}"]
 
 
 def _in_one_state(

@@ -463,9 +463,7 @@ def _target_fields(tensors: Sequence[_Tensor], objects: Iterable[str] = ()) -> d
         tensors: all tensors.
         objects: names of what are no tensors.
     """
-    halved = parts_of_ranks(
-        (NamedShape(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors), objects
-    )
+    halved = parts_of_ranks((NamedShape(t.name, t.dtype, t.shape) for t in tensors), objects)
     warnings = () if halved is None else (halved,)
     try:
         targets = stored_targets({tensor.name: tensor.shape for tensor in tensors})

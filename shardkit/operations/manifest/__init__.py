@@ -271,9 +271,7 @@ class Digests:
             report: gets what is wrong.
         """
         table, rows = self._catalog.chunks, self._rows.get(place_of(file.path), [])
-        marks = (
-            offset for row in rows for offset in (table.start[row], table.start[row] + table.nbytes[row])
-        )
+        marks = (mark for row in rows for mark in (table.start[row], table.start[row] + table.nbytes[row]))
         scan = scan_whole(file, marks, report, sha256=self.sha256)
         if scan is None:
             return

@@ -297,9 +297,7 @@ def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> FirstDif
         if name in _FREE and len(recorded) < 2:  # the content was compared with it when the record was read
             for place in (content, *(slice(offset, offset + 4) for offset in crcs)):
                 stored[place] = expected[place]
-    return _alike_or_where(
-        expected, stored, lambda offset: start + offset + (hole if offset >= num_before else 0)
-    )
+    return _alike_or_where(expected, stored, lambda byte: start + byte + (hole if byte >= num_before else 0))
 
 
 def object_spelling(

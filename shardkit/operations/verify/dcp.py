@@ -67,9 +67,7 @@ def verify_dcp(
         report.error(error, file=os.path.join(folder, METADATA) if METADATA in error.message else None)
         return _files_by_lists(folder, described, report)
     report.num_tensors += len(opened.catalog.tensors)
-    stored += (
-        NamedShape(entry.fqn, entry.dtype.name, entry.shape) for entry in opened.catalog.tensors.values()
-    )
+    stored += (NamedShape(e.fqn, e.dtype.name, e.shape) for e in opened.catalog.tensors.values())
     objects += opened.objects
     report.add_notes(note for note in opened.catalog.notes if "were left alone" not in note)
     report.warnings += _stale(directory, folder, opened)

@@ -327,8 +327,7 @@ def _mesh(mesh: Any) -> str:
 
 def _precision(dtypes: Mapping[str, Sequence[torch.dtype | None]]) -> str:
     named = {
-        name: [str(d).removeprefix("torch.") for d in values if d is not None]
-        for name, values in dtypes.items()
+        name: [str(d).removeprefix("torch.") for d in used if d is not None] for name, used in dtypes.items()
     }
     return ", ".join(f"{name} {' and '.join(values)}" for name, values in named.items() if values)
 

@@ -264,9 +264,7 @@ def _part(opened: DcpDirectory, needed: Mapping[str, Iterable[int]]) -> tuple[Dc
         new_rows |= {row: new_row for new_row, row in enumerate(rows, len(part.chunks))}
         chosen = ((table.file[row], table.start[row], table.nbytes[row], table.region(row)) for row in rows)
         part.add_tensor(fqn, entry.dtype, entry.shape, chosen)
-    transforms = {
-        new_row: opened.transforms[row] for row, new_row in new_rows.items() if row in opened.transforms
-    }
+    transforms = {new: opened.transforms[row] for row, new in new_rows.items() if row in opened.transforms}
     return DcpDirectory(catalog=part, transforms=transforms, objects={}), new_rows
 
 

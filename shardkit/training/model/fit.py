@@ -221,7 +221,7 @@ def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple
     Raises:
         IntegrityError, ResourceError: a file cannot be read as described.
     """
-    diverged = []
+    unlike = []
     for group in ties:
         stored = {weights.names[name]: name for name in reversed(group) if name in weights.names}
         first, *others = dict.fromkeys(weights.names[name] for name in group if name in weights.names) or [""]
@@ -229,10 +229,8 @@ def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple
             continue
         whole = {name: [full_region(weights.entry(name).shape)] for name in (first, *others)}
         catalog = weights.located(whole).catalog
-        diverged += [
-            (first, other, stored[other]) for other in others if not same_bytes(catalog, first, other)
-        ]
-    return diverged
+        unlike += [(first, other, stored[other]) for other in others if not same_bytes(catalog, first, other)]
+    return unlike
 
 
 def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> None:
