@@ -162,7 +162,7 @@ class ByteReader:
     def __init__(self, fd: int, name: str, size: int, told: Callable[[int], None], *, ahead: bool) -> None:
         self._fd, self._name, self.size, self._told, self._ahead = fd, name, size, told, ahead
         self._buffer = memoryview(bytearray(_BLOCK_BYTES))
-        self._at, self._held = 0, 0
+        self._offset, self._held = 0, 0
         if ahead:
             storage.will_read(fd, [(0, size)], is_soon=True)
 
@@ -218,7 +218,7 @@ class ByteReader:
 
     def _part(self, start: int, nbytes: int) -> memoryview:
         """Return some bytes from `start` on, at most `nbytes`; valid until the next call."""
-        skip = start - self._at
+        skip = start - self._offset
         if not 0 <= skip < self._held:
             self._fill(start, _BLOCK_BYTES if self._ahead else min(nbytes, _BLOCK_BYTES))
             skip = 0
@@ -234,7 +234,7 @@ class ByteReader:
                 f"{escape(self._name)}: reading at byte {start}: {error.strerror}",
                 hint="the disk may be failing: copy what can be read, and use another copy of the rest",
             ) from error
-        self._at = start
+        self._offset = start
         if not self._held:
             raise SourceError(f"it ended at byte {start} while it was read")
 

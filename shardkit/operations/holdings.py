@@ -268,7 +268,7 @@ class _Builder:
         self._cuts: dict[tuple[object, ...], int] = {}
         self._cut_list: list[TensorCut] = []
         self._num_pieces = 0
-        self._found: list[tuple[str, TensorEntry, _Way, int]] = []
+        self._placed: list[tuple[str, TensorEntry, _Way, int]] = []
 
     def _number_of(self, file: SourceFile, fqn: str | None = None) -> int:
         """Return the number of a file, or of the one that a decoded tensor comes from."""
@@ -296,7 +296,7 @@ class _Builder:
         unit = self._units.of(fqn)
         if placements is not None and mesh is not None:
             self._units.gather(unit, entry.nbytes, _num_parts(mesh, placements))
-        self._found.append((fqn, entry, self._ways[key], unit))
+        self._placed.append((fqn, entry, self._ways[key], unit))
 
     def _way(
         self,
@@ -380,7 +380,7 @@ class _Builder:
             strips=strips,
             tensors=tensors,
             cuts=tuple(self._cut_list),
-            tensor_bytes=sum(entry.nbytes for _, entry, _, _ in self._found),
+            tensor_bytes=sum(entry.nbytes for _, entry, _, _ in self._placed),
             merged=(*self._left_out(num_ranks, len(units), len(tensors)), *merged),
         )
 
@@ -389,8 +389,8 @@ class _Builder:
             yield f"the first {MAX_ROWS} of {num_ranks} ranks are shown"
         if num_units < self._units.num_units:
             yield f"{self._units.num_units} units or layers share {num_units} columns, neighbours together"
-        if num_tensors < len(self._found):
-            yield f"{len(self._found)} tensors share {num_tensors} lines, those that are alike together"
+        if num_tensors < len(self._placed):
+            yield f"{len(self._placed)} tensors share {num_tensors} lines, those that are alike together"
         hidden = sum(not cut.files for cut in self._cut_list if cut.num_pieces)
         if hidden:
             yield f"{count(hidden, 'way', 'ways')} of cutting tensors have too many pieces to be shown"
@@ -398,14 +398,14 @@ class _Builder:
     def _tensors(self) -> tuple[tuple[HeldTensor, ...], dict[str, int]]:
         """Return the tensors, and the index of each by its name."""
         groups: dict[tuple[object, ...], list[int]] = {}
-        is_folded = len(self._found) > MAX_TENSORS
-        for index, (fqn, entry, way, _) in enumerate(self._found):
+        is_folded = len(self._placed) > MAX_TENSORS
+        for index, (fqn, entry, way, _) in enumerate(self._placed):
             key = (_template(fqn), entry.dtype, way.cut) if is_folded else (fqn,)
             groups.setdefault(key, []).append(index)
         held, number_of = list[HeldTensor](), dict[str, int]()
         for group in list(groups.values()):
-            fqn, entry, way, unit = self._found[group[0]]
-            number_of |= {self._found[index][0]: len(held) for index in group}
+            fqn, entry, way, unit = self._placed[group[0]]
+            number_of |= {self._placed[index][0]: len(held) for index in group}
             held.append(
                 HeldTensor(
                     name=fqn if len(group) == 1 else _template(fqn),
@@ -427,12 +427,12 @@ class _Builder:
         rows = numpy.concatenate(
             [
                 numpy.arange(0),
-                *(numpy.arange(e.first_chunk, e.first_chunk + e.num_chunks) for _, e, _, _ in self._found),
+                *(numpy.arange(e.first_chunk, e.first_chunk + e.num_chunks) for _, e, _, _ in self._placed),
             ]
         )
         owners = numpy.repeat(
-            numpy.array([number_of[fqn] for fqn, *_ in self._found], dtype=numpy.int64),
-            numpy.array([entry.num_chunks for _, entry, _, _ in self._found], dtype=numpy.int64),
+            numpy.array([number_of[fqn] for fqn, *_ in self._placed], dtype=numpy.int64),
+            numpy.array([entry.num_chunks for _, entry, _, _ in self._placed], dtype=numpy.int64),
         )
         files = (
             numpy.array(self._number, dtype=numpy.int64)[
@@ -463,7 +463,7 @@ class _Builder:
         matrix = numpy.zeros((self._units.num_units, num_rows), dtype=numpy.int64)
         reads: list[dict[int, int]] = [{} for _ in range(num_rows)]
         times: dict[int, tuple[_Way, int]] = {}
-        for _, _, way, unit in self._found:
+        for _, _, way, unit in self._placed:
             matrix[unit] += numpy.pad(way.held, (0, max(num_rows - len(way.held), 0)))[:num_rows]
             times[id(way)] = (way, times.get(id(way), (way, 0))[1] + 1)
         for way, number in times.values():

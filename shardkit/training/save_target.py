@@ -300,7 +300,7 @@ class _Stream(io.RawIOBase):
     """
 
     def __init__(self, fd: int, expected_nbytes: int) -> None:
-        self._fd, self._at, self._settled = fd, 0, 0
+        self._fd, self._offset, self._settled = fd, 0, 0
         self.failure: Exception | None = None
         """What a write failed with."""
         self._step = uploads.expect(fd, expected_nbytes)
@@ -309,7 +309,7 @@ class _Stream(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._offset
 
     def write(self, data: Any) -> int:
         try:
@@ -321,8 +321,8 @@ class _Stream(io.RawIOBase):
     def _write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _PIECE_NBYTES):
-            self._at += storage.pwrite(self._fd, view[start : start + _PIECE_NBYTES], self._at)
-            while self._at > self._settled + self._step:
+            self._offset += storage.pwrite(self._fd, view[start : start + _PIECE_NBYTES], self._offset)
+            while self._offset > self._settled + self._step:
                 storage.settle(self._fd, self._settled, self._settled + self._step)
                 self._settled += self._step
         return len(view)

@@ -438,17 +438,17 @@ class _Into:
     """Buffers that are filled one after the other."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views, self._number, self._at = views, 0, 0
+        self._views, self._number, self._offset = views, 0, 0
 
     def put(self, data: memoryview) -> None:
         """Append bytes."""
         while data:
             view = self._views[self._number]
-            count = min(len(view) - self._at, len(data))
-            view[self._at : self._at + count] = data[:count]
-            data, self._at = data[count:], self._at + count
-            if self._at == len(view):
-                self._number, self._at = self._number + 1, 0
+            count = min(len(view) - self._offset, len(data))
+            view[self._offset : self._offset + count] = data[:count]
+            data, self._offset = data[count:], self._offset + count
+            if self._offset == len(view):
+                self._number, self._offset = self._number + 1, 0
 
 
 def _copied(data: memoryview) -> memoryview:
