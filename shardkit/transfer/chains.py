@@ -62,11 +62,11 @@ class Evidence(NamedTuple):
     @classmethod
     def of_all(cls, parts: Iterable[Evidence]) -> Evidence:
         """Combine the evidence of several readers."""
-        found = cls(array("q"), [])
+        combined = cls(array("q"), [])
         for part in parts:
-            found.right.extend(part.right)
-            found.runs.extend(part.runs)
-        return found
+            combined.right.extend(part.right)
+            combined.runs.extend(part.runs)
+        return combined
 
 
 _ENTRY_OF = itemgetter(0)
@@ -121,9 +121,9 @@ class Entries:
             self.firsts.append(self.firsts[-1] + len(table))
         self._other_numbers: dict[tuple[int, Entry], int] = {}
         self._plain_files: dict[int, int] = {}
-        for index, at in enumerate(self.table_of):
+        for index, number in enumerate(self.table_of):
             if catalog.files[index].is_raw:
-                self._plain_files.setdefault(at, index)
+                self._plain_files.setdefault(number, index)
         decoded = (
             (self._numbers.get(file.path, -1), file.made.span)
             for file in catalog.files
@@ -159,22 +159,22 @@ class Entries:
         file = self._files.get(label)
         if file is None or not 0 <= entry.start < entry.stop <= self._catalog.files[file].size:
             return None
-        if (number := self.table_of[file]) >= 0:
-            table, starts = self.tables[number], self.tables[number].starts
+        if (table_number := self.table_of[file]) >= 0:
+            table, starts = self.tables[table_number], self.tables[table_number].starts
             # Several begin there if the file was opened twice, with and without what a manifest records.
             rows = range(bisect_left(starts, entry.start), bisect_right(starts, entry.start))
             known = [Entry(starts[row], table.stops[row], table.crcs[row]) for row in rows]
             if entry in known:
-                return self.firsts[number] + rows[known.index(entry)]
+                return self.firsts[table_number] + rows[known.index(entry)]
             if any(other.stop == entry.stop or (other.crc and entry.crc) for other in known):
                 return None
-        found = self._other_numbers.setdefault((file, entry), len(self))
-        if found == len(self):
+        number = self._other_numbers.setdefault((file, entry), len(self))
+        if number == len(self):
             columns = self._others.starts, self._others.stops, self._others.crcs
             for column, value in zip(columns, entry, strict=True):
                 column.append(value)
             self._file_of_other.append(file)
-        return found
+        return number
 
     def of_runs(self, runs: Sequence[Run]) -> Iterator[tuple[Run, int, int, int]]:
         """Yield each run with its entry's start, stop and CRC-32. Fast for runs in the order of entries."""
@@ -264,14 +264,14 @@ class Entries:
 
     def _label(self) -> dict[str, int]:
         """Give each file a label, those at one path the same; return the number of the first file of each."""
-        found, of_path = dict[str, int](), dict[str, str]()
+        firsts, of_path = dict[str, int](), dict[str, str]()
         for number, file in enumerate(self._catalog.files):
             label = of_path.get(file.path) if file.path else None
             if label is None:
-                label = file.name if file.name not in found else f"{file.name} ({len(found)})"
-                found[label], of_path[file.path] = number, label
+                label = file.name if file.name not in firsts else f"{file.name} ({len(firsts)})"
+                firsts[label], of_path[file.path] = number, label
             self._labels.append(label)
-        return found
+        return firsts
 
 
 def judge(held: Mapping[Span, int], entry: Entry) -> Verdict:
@@ -322,32 +322,32 @@ def joined(runs: Iterable[Run], decoded: Collection[int | None]) -> list[Run]:
         runs: in any order.
         decoded: entries in which runs for other tensors stay apart: what is decoded once may serve several files.
     """
-    found = list[Run]()
+    merged = list[Run]()
     for entry, group in groupby(sorted(runs), key=_ENTRY_OF):
-        each = list(group)
-        if len(each) == 1:  # nearly every entry, and there may be a million
-            found += each
+        own = list(group)
+        if len(own) == 1:  # nearly every entry, and there may be a million
+            merged += own
             continue
-        each = list({run[:4]: run for run in each}.values())
-        if any(run.stop > after.start for run, after in pairwise(each)):
-            found += each
+        own = list({run[:4]: run for run in own}.values())
+        if any(run.stop > after.start for run, after in pairwise(own)):
+            merged += own
             continue
-        last = each[0]
-        for run in each[1:]:
+        last = own[0]
+        for run in own[1:]:
             if last.stop == run.start and (last.fqn == run.fqn or entry not in decoded):
                 crc = crc32_combine(last.crc, run.crc, run.stop - run.start)
                 last = Run(entry, last.start, run.stop, crc, last.fqn)
             else:
-                found.append(last)
+                merged.append(last)
                 last = run
-        found.append(last)
-    return found
+        merged.append(last)
+    return merged
 
 
 def covered(spans: Iterable[Span]) -> int:
     """Return the number of bytes that lie in some spans."""
-    nbytes, at = 0, 0
+    nbytes, reached = 0, 0
     for start, stop in sorted(spans):
-        nbytes += max(stop - max(start, at), 0)
-        at = max(at, stop)
+        nbytes += max(stop - max(start, reached), 0)
+        reached = max(reached, stop)
     return nbytes

@@ -97,8 +97,8 @@ class CheckedSource:
         counts, checked = _Counts(), 0
         for part in parts:
             checked += part.checked_bytes
-            for each in part.unchecked:
-                counts.add(each.reason, each.entry_bytes, each.num_entries)
+            for unchecked in part.unchecked:
+                counts.add(unchecked.reason, unchecked.entry_bytes, unchecked.num_entries)
         return cls(checked_bytes=checked, unchecked=counts.listed())
 
 
@@ -271,8 +271,8 @@ class SourceCheck:
             file = self.entries.file_of(entry)
             if file is not None:
                 entries[self._catalog.files[file].name, self.entries[entry].start] = entry
-        for reader, each in enumerate(told):
-            for name, numbers in each.items():
+        for reader, parts in enumerate(told):
+            for name, numbers in parts.items():
                 for begin, start, stop, crc in zip(*[iter(numbers)] * 4, strict=True):
                     entry = entries.get((name, begin), -1)
                     if entry >= 0:
@@ -331,9 +331,9 @@ class SourceCheck:
         lines = []
         for entry in sorted(self._different):
             start, stop, crc, other = self._different[entry]
-            found = owners.get(entry) or [self._fqns.get(entry, "a tensor")]
-            shown = ", ".join(map(escape, found[:_MAX_NAMED]))
-            more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+            names = owners.get(entry) or [self._fqns.get(entry, "a tensor")]
+            shown = ", ".join(map(escape, names[:_MAX_NAMED]))
+            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
             told = "recorded is" if (start, stop) == self.entries[entry][:2] else "in another reading it is"
             where = f"{self.entries.name_of(entry)}: bytes {start} to {stop}"
             lines.append(f"{shown}{more}: {where} have CRC-32 {crc:08x}, {told} {other:08x}")
@@ -341,17 +341,17 @@ class SourceCheck:
 
     def _owners(self) -> dict[int, list[str]]:
         """Return the tensors that lie in each entry that differs."""
-        table, found = self._catalog.chunks, dict[int, list[str]]()
+        table, owners = self._catalog.chunks, dict[int, list[str]]()
         for fqn, tensor in self._catalog.tensors.items():
             for row in tensor.chunk_ids:
                 if not self._catalog.files[table.file[row]].is_raw:
                     continue
                 entry = self.entries.holding_chunk(row)
                 if entry is not None and entry in self._different:
-                    names = found.setdefault(entry, [])
+                    names = owners.setdefault(entry, [])
                     if not names or names[-1] != fqn:
                         names.append(fqn)
-        return found
+        return owners
 
     # How much was compared
 
@@ -367,8 +367,8 @@ class SourceCheck:
         for entry in (*self._not_mine, *self._held, *self._dropped):
             states[entry] = _UNREAD
         for first, table in zip(entries.firsts, entries.tables, strict=False):  # a million entries take 0.1 s
-            found = states[first : first + len(table)]
-            compared, unrecorded = found.translate(_IS_COMPARED), found.translate(_IS_UNRECORDED)
+            part = states[first : first + len(table)]
+            compared, unrecorded = part.translate(_IS_COMPARED), part.translate(_IS_UNRECORDED)
             checked += sum(compress(map(sub, table.stops, table.starts), compared))
             if number := sum(unrecorded):
                 nbytes = sum(compress(map(sub, table.stops, table.starts), unrecorded))
@@ -443,23 +443,23 @@ class SourceCheck:
                 The third has the tensor that each of these was read for.
             unrecorded: stands for the files of which nothing was recorded.
         """
-        whole, found = set(evidence.right), dict[str, tuple[list[int], list[int], list[str]]]()
+        whole, files = set(evidence.right), dict[str, tuple[list[int], list[int], list[str]]]()
         for run, begin, end, recorded in self.entries.of_runs(joined(evidence.runs, self.entries.decoded)):
             entry, start, stop, crc, fqn = run
             if (begin, end) == (start, stop) and (crc == recorded or not recorded):
                 whole.add(entry)
             else:
-                _, parts, names = found.setdefault(self.entries.label_of(entry), ([], [], []))
+                _, parts, names = files.setdefault(self.entries.label_of(entry), ([], [], []))
                 names.append(fqn)
                 parts += (begin, end - begin, recorded, start - begin, stop - start, crc)
         # A million of them are small numbers, and in the order of their bytes.
         ends = dict[str, int]()
         for label, entries in groupby(sorted(whole), key=self.entries.label_of):
-            rows, at = found.setdefault(label, ([], [], []))[0], ends.get(label, 0)
+            rows, before = files.setdefault(label, ([], [], []))[0], ends.get(label, 0)
             for start, stop, recorded in self.entries.described(entries):
-                rows += (start - at, stop - start, recorded)
-                at = ends[label] = stop
-        return {"files": found, "unrecorded": self.entries.unrecorded}
+                rows += (start - before, stop - start, recorded)
+                before = ends[label] = stop
+        return {"files": files, "unrecorded": self.entries.unrecorded}
 
     def load(self, told: object) -> bool:
         """Take an earlier run's `dump`; False if it compared nothing, or with something else."""
@@ -533,8 +533,8 @@ class Runs:
 
     def can_sum(self, file: int, start: int, stop: int) -> bool:
         """True if one run can hold these bytes, and their entry has a CRC-32: the reader may take it."""
-        found = self._entries.find(self._entries.table_of[file], start, stop)
-        return found is not None and found[2]
+        entry = self._entries.find(self._entries.table_of[file], start, stop)
+        return entry is not None and entry[2]
 
     def add_summed(self, file: int, start: int, stop: int, crc: int, fqn: str) -> None:
         """Report bytes that were read and for which `can_sum` is true, with their CRC-32."""
@@ -562,12 +562,12 @@ class Runs:
 
     def _begin(self, table: int, start: int, stop: int, fqn: str) -> bool:
         """Begin a run; False if no run can hold the range."""
-        found = self._entries.find(table, start, stop)
+        entry = self._entries.find(table, start, stop)
         self._end()
-        if found is not None:
-            self._entry, self._limit, self._has_crc = found
+        if entry is not None:
+            self._entry, self._limit, self._has_crc = entry
             self._table, self._start, self._stop, self._crc, self._fqn = table, start, start, 0, fqn
-        return found is not None
+        return entry is not None
 
     def _go_on(self, data: memoryview | bytes, stop: int) -> int | None:
         if not self._has_crc:
@@ -606,10 +606,10 @@ def _rows_of(
     whole: Sequence[int], parts: Sequence[int], names: Sequence[str]
 ) -> Iterator[tuple[Entry, int, int, int, str]]:
     """Yield the runs of a file of a `dump`: entry, first byte within it, bytes, CRC-32, the tensor."""
-    at = 0
+    stop = 0
     for step, nbytes, recorded in zip(*[iter(whole)] * 3, strict=True):
-        at += step + nbytes
-        yield Entry(at - nbytes, at, recorded), 0, nbytes, recorded, ""
+        stop += step + nbytes
+        yield Entry(stop - nbytes, stop, recorded), 0, nbytes, recorded, ""
     rows = zip(*[iter(parts)] * 6, strict=True)
     for (start, length, recorded, offset, nbytes, crc), fqn in zip(rows, names, strict=True):
         yield Entry(start, start + length, recorded), offset, nbytes, crc, fqn

@@ -115,10 +115,10 @@ class ExecuteOptions:
 
     def buffers_bytes(self, plan: TransferPlan) -> int:
         """Return the most bytes of all buffers together that a plan takes."""
-        each = 2 * self.buffer_bytes + self.band_bytes // 2  # a stream, a conversion, and a gathered band
+        per_job = 2 * self.buffer_bytes + self.band_bytes // 2  # a stream, a conversion, a gathered band
         if plan.scattered:
-            each = max(each, 4 * self.band_bytes)
-        return self.jobs * each + self.recent_bytes
+            per_job = max(per_job, 4 * self.band_bytes)
+        return self.jobs * per_job + self.recent_bytes
 
     def held_bytes(self, plan: TransferPlan) -> int:
         """Return how much of objects in stores is held and under way; 0 where no source lies in one."""

@@ -47,7 +47,7 @@ class Factored(Protocol):
         """CRC-32 of each factor."""
 
     def take_over(
-        self, found: Mapping[str, object], catalog: Catalog, jobs: int, /, *, is_known: bool
+        self, manifests: Mapping[str, object], catalog: Catalog, jobs: int, /, *, is_known: bool
     ) -> list[str]:
         """Take what manifests say of factors; return why they are not of these weights. Raises `Unproven`."""
 
@@ -176,12 +176,12 @@ class Existing:
         """
         if self.factors is None:
             return []
-        found = {
+        manifests = {
             record.root or "": _parsed(os.path.join(self.path, folder))
             for folder, record in self._records()
             if isinstance(record, manifest.Presharded)
         }
-        return self.factors.take_over(found, self.plan.catalog, self.options.jobs, is_known=is_known)
+        return self.factors.take_over(manifests, self.plan.catalog, self.options.jobs, is_known=is_known)
 
     def _records(self) -> Iterator[tuple[str, object]]:
         """Yield what the job's manifests say before anything was written, by their folders."""
@@ -216,8 +216,8 @@ def remember(path: str, plan_hash: str, recorded: Sequence[str], directory: str)
 def is_remembered(path: str, plan_hash: str, recorded: Sequence[str]) -> bool:
     """True if this user's cache says that a run of a plan has made the very files at a path; arguments as `remember`."""
     kept = records()
-    found = None if kept is None else kept.find(_key(path))
-    return found is not None and found == _record(plan_hash, recorded, path)
+    record = None if kept is None else kept.find(_key(path))
+    return record is not None and record == _record(plan_hash, recorded, path)
 
 
 def records() -> Cache | None:
@@ -259,8 +259,8 @@ def _without_digests(said: Mapping[str, Any]) -> dict[str, Any]:
         plain["osft"] = {key: value for key, value in plain["osft"].items() if key != "modules"}
     if isinstance(plain.get("tensors"), dict):
         plain["tensors"] = {
-            name: {key: value for key, value in each.items() if key != "crc32"}
-            for name, each in plain["tensors"].items()
+            name: {key: value for key, value in tensor.items() if key != "crc32"}
+            for name, tensor in plain["tensors"].items()
         }
     return plain
 
@@ -282,10 +282,10 @@ def _shown(value: object) -> str:
 def _say_the_same(one: str, other: str) -> bool:
     """True for two manifests that differ in the versions of packages alone: of these an output is no other one."""
     said = [
-        _read(os.path.dirname(each)) if os.path.basename(each) == manifest.NAME else None
-        for each in (one, other)
+        _read(os.path.dirname(path)) if os.path.basename(path) == manifest.NAME else None
+        for path in (one, other)
     ]
-    first, second = (None if each is None else _without_versions(each) for each in said)
+    first, second = (None if content is None else _without_versions(content) for content in said)
     return first is not None and first == second
 
 
@@ -296,9 +296,9 @@ def _without_versions(said: Mapping[str, Any]) -> dict[str, Any]:
         plain["layout"] = {key: value for key, value in plain["layout"].items() if key != "traced_with"}
     if isinstance(plain.get("files"), list):
         plain["files"] = [
-            each.get("name") if os.path.basename(str(each.get("name"))) == manifest.NAME else each
-            for each in plain["files"]
-            if isinstance(each, dict)
+            file.get("name") if os.path.basename(str(file.get("name"))) == manifest.NAME else file
+            for file in plain["files"]
+            if isinstance(file, dict)
         ]
     return plain
 

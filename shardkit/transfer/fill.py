@@ -146,9 +146,9 @@ class Filler:
         while done < nbytes:
             self._check()
             part = stream.room(nbytes - done)
-            found = self._reader.read_into(file, part, start + done, stream.fqn)
+            part_crc = self._reader.read_into(file, part, start + done, stream.fqn)
             if self._digests:
-                crc = _go_on(crc, part, found)
+                crc = _go_on(crc, part, part_crc)
             done += len(part)
         return crc
 
@@ -235,9 +235,9 @@ class Filler:
         return crc
 
 
-def _go_on(crc: int, part: memoryview, found: int | None) -> int:
+def _go_on(crc: int, part: memoryview, part_crc: int | None) -> int:
     """Go on with a CRC-32 over a part, given the part's own CRC-32 where reading took it."""
-    return crc32(part, crc) if found is None else crc32_combine(crc, found, len(part))
+    return crc32(part, crc) if part_crc is None else crc32_combine(crc, part_crc, len(part))
 
 
 class CrcPiece(NamedTuple):
@@ -258,8 +258,8 @@ def crc_of(pieces: Iterable[CrcPiece], nbytes: int) -> tuple[int | None, bool]:
     reached, differ = {0: 0}, False
     for start, stop, crc in sorted(set(pieces)):
         if start in reached and stop > start:
-            found = int(crc32_combine(reached[start], crc, stop - start))
-            differ = differ or reached.setdefault(stop, found) != found
+            combined = int(crc32_combine(reached[start], crc, stop - start))
+            differ = differ or reached.setdefault(stop, combined) != combined
     return reached.get(nbytes), differ
 
 
@@ -275,7 +275,7 @@ def _needed(block: Region, holes: Sequence[tuple[int, Hole]], least: int) -> lis
         holes: (image, hole) of each.
         least: elements of a run that pays.
     """
-    found = set[tuple[int, int]]()
+    taken = set[tuple[int, int]]()
     for _, hole in holes:
         part = intersect(hole.region, block)
         if part is None:
@@ -283,8 +283,8 @@ def _needed(block: Region, holes: Sequence[tuple[int, Hole]], least: int) -> lis
         for run in runs(relative_to(part, block.offsets), block.sizes):
             if run.length < min(least, block.num_elements):
                 return _everything(block)
-            found.add((run.source, run.source + run.length))
-    spans = sorted(found)
+            taken.add((run.source, run.source + run.length))
+    spans = sorted(taken)
     if any(one[1] > other[0] for one, other in pairwise(spans)):
         return _everything(block)
     return spans
@@ -427,9 +427,9 @@ class Scatter:
 def image_crc(size: int, segments: list[Segment]) -> int:
     """Return the CRC-32 of a whole file from its segments; what lies between them is zeros."""
     pieces: list[tuple[int, int]] = []
-    at = 0
+    end = 0
     for start, nbytes, crc in sorted(segments):
-        assert start >= at, f"two pieces of one file overlap at byte {start}"
-        pieces += [(zeros(start - at), start - at), (crc, nbytes)]
-        at = start + nbytes
-    return combine([*pieces, (zeros(size - at), size - at)])
+        assert start >= end, f"two pieces of one file overlap at byte {start}"
+        pieces += [(zeros(start - end), start - end), (crc, nbytes)]
+        end = start + nbytes
+    return combine([*pieces, (zeros(size - end), size - end)])

@@ -74,18 +74,18 @@ class FlatSource(NamedTuple):
         itemsize = self.dtype.itemsize
         if len(self.starts) == 1 and start < stop:  # every tensor of a Hub model
             return [Move(self.files[0], self.places[0] + start * itemsize, (stop - start) * itemsize)]
-        found: list[Move] = []
-        index, at = bisect_right(self.starts, start) - 1, start
-        while at < stop:
+        moves: list[Move] = []
+        index, begin = bisect_right(self.starts, start) - 1, start
+        while begin < stop:
             end = min(stop, self.stops[index])
-            file, place = self.files[index], self.places[index] + (at - self.starts[index]) * itemsize
-            nbytes = (end - at) * itemsize
-            if found and found[-1].file == file and found[-1].start + found[-1].nbytes == place:
-                found[-1] = Move(file, found[-1].start, found[-1].nbytes + nbytes)
+            file, place = self.files[index], self.places[index] + (begin - self.starts[index]) * itemsize
+            nbytes = (end - begin) * itemsize
+            if moves and moves[-1].file == file and moves[-1].start + moves[-1].nbytes == place:
+                moves[-1] = Move(file, moves[-1].start, moves[-1].nbytes + nbytes)
             else:
-                found.append(Move(file, place, nbytes))
-            at, index = end, index + 1
-        return found
+                moves.append(Move(file, place, nbytes))
+            begin, index = end, index + 1
+        return moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ def _read(every: Iterable[TensorHoles], made_of: Mapping[str, str]) -> Iterator[
 
 def _are_runs(sizes: Iterable[Shape], shape: Shape) -> bool:
     """True if regions of these sizes are contiguous in a tensor, wherever they lie."""
-    return all(is_contiguous(Region((0,) * len(each), each), shape) for each in sizes)
+    return all(is_contiguous(Region((0,) * len(box), box), shape) for box in sizes)
 
 
 def _is_made_whole(entry: TensorEntry, catalog: Catalog) -> bool:
@@ -317,25 +317,25 @@ def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_orde
         num_places = max(num_places, len(files), _num_places(read))
     kept = {number for number, image in enumerate(images) if image is not None}
     dealt_out = [fqn for fqn, holes in plan.scattered.items() if any(number in kept for number, _ in holes)]
-    for file, found in chunk_ranges(plan.catalog, dealt_out).items():
-        ranges.setdefault(file, []).extend(found)
+    for file, spans in chunk_ranges(plan.catalog, dealt_out).items():
+        ranges.setdefault(file, []).extend(spans)
     if plan.catalog.late is not None:  # whole records: what describes one comes with its data
         pieces = (piece for task in tasks for piece in plan.images[task.image].pieces(task.start, task.stop))
         ranges |= chunk_ranges(plan.catalog, {piece.fqn: None for piece in pieces})
     if in_source_order:
-        tasks = [task for each in sorted(map(sorted, together.values())) for _, task in each]
+        tasks = [task for group in sorted(map(sorted, together.values())) for _, task in group]
     return Reading(tasks, ranges, num_places)
 
 
 def chunk_ranges(catalog: Catalog, names: Iterable[str]) -> Ranges:
     """Return where all of some tensors lies, with what describes it where records are closed."""
-    table, found = catalog.chunks, Ranges()
+    table, ranges = catalog.chunks, Ranges()
     for fqn in names:
         entry = catalog.tensors[fqn]
         for row in entry.chunk_ids:
             start = table.start[row]
-            found.setdefault(table.file[row], []).append((start, start + table.nbytes[row]))
-    return found
+            ranges.setdefault(table.file[row], []).append((start, start + table.nbytes[row]))
+    return ranges
 
 
 def _task_ranges(plan: TransferPlan, image: Image, task: Task) -> Iterator[tuple[int, int, int]]:
@@ -358,7 +358,7 @@ def _gathered_ranges(catalog: Catalog, hole: Hole) -> Iterator[tuple[int, int, i
         if part is not None:
             corner = tuple(a - b for a, b in zip(part.offsets, held.offsets, strict=True))
             far = tuple(a + b - 1 for a, b in zip(corner, part.sizes, strict=True))
-            first, last = (flat_offset(each, held.sizes) * entry.dtype.itemsize for each in (corner, far))
+            first, last = (flat_offset(index, held.sizes) * entry.dtype.itemsize for index in (corner, far))
             start = table.start[row]
             yield table.file[row], start + first, start + last + entry.dtype.itemsize
 

@@ -127,12 +127,12 @@ class RankImages:
 
 
 def _make_image(content: Content) -> RankImage:
-    frames, holes, at = list[_HoleFrame](), list[Hole](), 0
+    frames, holes, offset = list[_HoleFrame](), list[Hole](), 0
     last = len(content.placed) - 1
     for number, (placed, before) in enumerate(zip(content.placed, content.before, strict=True)):
         after = content.after if number == last else b""
-        at += len(before)
+        offset += len(before)
         frames.append(_HoleFrame(before, crc32(before), after))
-        holes.append(Hole(placed.source, placed.region, placed.dtype, at, placed.nbytes))
-        at += placed.nbytes + len(after)
-    return RankImage(content.name, at, tuple(frames), tuple(holes), tuple(content.placed))
+        holes.append(Hole(placed.source, placed.region, placed.dtype, offset, placed.nbytes))
+        offset += placed.nbytes + len(after)
+    return RankImage(content.name, offset, tuple(frames), tuple(holes), tuple(content.placed))

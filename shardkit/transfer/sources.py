@@ -222,21 +222,21 @@ class SourceFiles:
         num_ahead = location_of(self._files[file].path).num_ahead
         if file not in self._expected or not num_ahead:
             return
-        following = islice(dropwhile(lambda each: each != file, self._expected), 1, 1 + num_ahead)
-        for each in [
-            each
-            for each in following
-            if each not in self._open and location_of(self._files[each].path).num_ahead
+        following = islice(dropwhile(lambda other: other != file, self._expected), 1, 1 + num_ahead)
+        for other in [
+            other
+            for other in following
+            if other not in self._open and location_of(self._files[other].path).num_ahead
         ]:
             if len(self._open) < self._max_open:
                 with suppress(ResourceError, IntegrityError):
-                    self._open[each] = self._open_checked(each, is_soon=True)
+                    self._open[other] = self._open_checked(other, is_soon=True)
 
     def decoded(self, file: int, fqn: str) -> tuple[memoryview, list[Run]]:
         """Return the bytes of a file that has to be decoded for a tensor, and the runs read for them."""
         with self._lock:
-            found = self._decoded.get(file)
-            if found is None:
+            decoded = self._decoded.get(file)
+            if decoded is None:
                 made, runs = self._files[file].made, None if self.check is None else self.check.runs()
                 assert isinstance(made, Decoded)
                 if file in self._stamps and _stamp_now(self._files[file].path) != self._stamps[file]:
@@ -250,8 +250,8 @@ class SourceFiles:
 
                 self._decoded.clear()  # one tensor at a time: decoding may have had to copy it
                 content = made.decode(tell)
-                found = self._decoded[file] = content, [] if runs is None else runs.collect()
-            return found
+                decoded = self._decoded[file] = content, [] if runs is None else runs.collect()
+            return decoded
 
     def finish(self, *, hint: str, completes: bool = True) -> None:
         """Read what little is missing to compare entries, and refuse a source that changed or differs.
@@ -284,9 +284,9 @@ class SourceFiles:
         with self.reader(compares=False) as reader:
             for start, stop in rest.gaps:
                 crc = 0
-                for at in range(start, stop, len(buffer)):
-                    part = buffer[: stop - at]
-                    reader.read_into(file, part, at, fqn)
+                for offset in range(start, stop, len(buffer)):
+                    part = buffer[: stop - offset]
+                    reader.read_into(file, part, offset, fqn)
                     crc = crc32(part, crc)
                 crcs.append(crc)
         return crcs
@@ -297,13 +297,13 @@ class SourceFiles:
         Raises:
             IntegrityError: names every file that changed.
         """
-        found = [
+        names = [
             self._files[file].name
             for file, stamp in self._stamps.items()
             if _stamp_now(self._files[file].path) != stamp
         ]
-        if found:
-            raise changed(found)
+        if names:
+            raise changed(names)
 
 
 def _stamp_now(path: str) -> FileStamp | None:
@@ -439,13 +439,13 @@ class Reader:
             self._fill(fd, file, buffer, start, fqn)
             return self.tell(file, start, buffer, fqn)
         if self._sources.on_read is not None or not self._runs.can_sum(file, start, start + size):
-            for at in range(0, size, READ_NBYTES):
-                self.read_into(file, buffer[at : at + READ_NBYTES], start + at, fqn)
+            for offset in range(0, size, READ_NBYTES):
+                self.read_into(file, buffer[offset : offset + READ_NBYTES], start + offset, fqn)
             return None
         crc = 0
-        for at in range(0, size, READ_NBYTES):
-            part = buffer[at : at + READ_NBYTES]
-            self._fill(fd, file, part, start + at, fqn)
+        for offset in range(0, size, READ_NBYTES):
+            part = buffer[offset : offset + READ_NBYTES]
+            self._fill(fd, file, part, start + offset, fqn)
             crc = crc32(part, crc)
         self._runs.add_summed(file, start, start + size, crc, fqn)
         return crc
@@ -469,14 +469,14 @@ class Reader:
 
     def _read_at_once(self, file: int, parts: Sequence[Neighbour]) -> bool:
         """Fill buffers by one call; False if it fails, or brings less: then each is read, and reported, by itself."""
-        views, at, discarded = list[memoryview](), parts[0].start, memoryview(bytearray(DROPPED_NBYTES))
+        views, end, discarded = list[memoryview](), parts[0].start, memoryview(bytearray(DROPPED_NBYTES))
         for part in parts:
-            if part.start > at:
-                views.append(discarded[: part.start - at])
+            if part.start > end:
+                views.append(discarded[: part.start - end])
             views.append(part.buffer)
-            at = part.start + len(part.buffer)
+            end = part.start + len(part.buffer)
         try:
-            return storage.preadv(self.descriptor(file), views, parts[0].start) == at - parts[0].start
+            return storage.preadv(self.descriptor(file), views, parts[0].start) == end - parts[0].start
         except OSError:
             return False
 
@@ -578,14 +578,14 @@ def _neighbours(spans: Iterable[_Span], max_bytes: int) -> Iterator[list[_Span]]
 
 def _read_group(reader: Reader, file: int, target: memoryview, group: Sequence[_Span], fqn: str) -> None:
     """Read spans of a file to their places in memory."""
-    first, at, nbytes = group[0]
+    first, offset, nbytes = group[0]
     if len(group) == 1:
-        reader.read_into(file, target[at : at + nbytes], first, fqn)
+        reader.read_into(file, target[offset : offset + nbytes], first, fqn)
         return
     read = memoryview(bytearray(group[-1][0] + group[-1][2] - first))
     reader.read_into(file, read, first, fqn)
-    for place, at, nbytes in group:
-        target[at : at + nbytes] = read[place - first : place - first + nbytes]
+    for place, offset, nbytes in group:
+        target[offset : offset + nbytes] = read[place - first : place - first + nbytes]
 
 
 def _as_array(view: memoryview, sizes: Shape, itemsize: int) -> numpy.ndarray:
