@@ -79,26 +79,26 @@ def factored_names(names: Collection[str]) -> dict[str, tuple[str, ...]]:
     Raises:
         LayoutError: a factor is missing, or the dense weight is there too; lists all.
     """
-    held, found = frozenset(names), dict[str, tuple[str, ...]]()
+    held, factored = frozenset(names), dict[str, tuple[str, ...]]()
     for path in dict.fromkeys(path for name in names if (path := factor_of(name)) is not None):
-        found[path] = tuple(f"{path}.{name}" for name in FACTORS)
+        factored[path] = tuple(f"{path}.{name}" for name in FACTORS)
     LayoutError.raise_for(
         [
-            *_missing(found, held),
+            *_missing(factored, held),
             *(
                 f"{escape(path)}.weight: stored beside its factors"
-                for path in found
+                for path in factored
                 if f"{path}.weight" in held
             ),
         ],
         "the factors of an OSFT checkpoint are not complete",
         hint="the checkpoint was cut, filtered, or renamed; save it again from the run that made it",
     )
-    return found
+    return factored
 
 
-def _missing(found: Mapping[str, Sequence[str]], held: Collection[str]) -> Iterator[str]:
-    for path, six in found.items():
+def _missing(factored: Mapping[str, Sequence[str]], held: Collection[str]) -> Iterator[str]:
+    for path, six in factored.items():
         missing = [name[len(path) + 1 :] for name in six if name not in held]
         if missing:
             yield f"{escape(path)}: lacks {', '.join(missing)}"
@@ -117,10 +117,10 @@ def stored_targets(shapes: Mapping[str, Shape]) -> dict[str, Target]:
     """
     frozen = {path for name in shapes if name.endswith(HIGH) and (path := factor_of(name)) is not None}
     names = [name for name in shapes if weight_of(name).removesuffix(".weight") in frozen] if frozen else []
-    found, problems = dict[str, Target](), list[str]()
+    targets, problems = dict[str, Target](), list[str]()
     for path in factored_names(names):
         try:
-            found[path] = target_of(path, shapes)
+            targets[path] = target_of(path, shapes)
         except LayoutError as error:
             problems += [f"{error.message}: {', '.join(error.problems)}"]
     LayoutError.raise_for(
@@ -128,16 +128,14 @@ def stored_targets(shapes: Mapping[str, Shape]) -> dict[str, Target]:
         f"factors of {count(len(problems), 'weight')} do not fit each other",
         hint="the checkpoint was cut or changed; save it again from the run that made it",
     )
-    return found
+    return targets
 
 
 def factor_of(name: str) -> str | None:
     """Return the path of the module that a tensor is a factor of; None if it is none."""
-    if "osft_" not in name:  # quick: there may be 100,000 names
+    if "osft_" not in name:  # nearly every name: there may be a hundred thousand
         return None
-    if not name.endswith(_ENDS):  # nearly every name: there may be a hundred thousand
-        return None
-    return next(name[: -len(end)] for end in _ENDS if name.endswith(end))
+    return next((name[: -len(end)] for end in _ENDS if name.endswith(end)), None)
 
 
 def shard_dim(name: str, shape: Shape, num_shards: int) -> int:
@@ -167,12 +165,14 @@ def target_of(path: str, shapes: Mapping[str, Shape]) -> Target:
     Raises:
         LayoutError: they do not fit each other.
     """
-    wide, kept, tall = (shapes[f"{path}.{name}"] for name in ("osft_U_high", "osft_S_high", "osft_V_high"))
+    wide, kept, tall = (shapes[f"{path}.{factor}"] for factor in HIGH)
     if len(wide) == 2 and len(tall) == 2 and len(kept) == 1:
         target = Target(path=path, rows=wide[0], columns=tall[1], rank=kept[0])
         if target.shapes == {name: shapes[name] for name in target.shapes}:
             return target
     raise LayoutError(
         f"{escape(path)}: its factors do not fit each other",
-        problems=[f"{escape(name)}: {list(shapes[name])}" for name in (f"{path}.{each}" for each in FACTORS)],
+        problems=[
+            f"{escape(name)}: {list(shapes[name])}" for name in (f"{path}.{factor}" for factor in FACTORS)
+        ],
     )
