@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardkit.errors import ShardkitError
 from shardkit.files import storage
@@ -72,6 +72,12 @@ def root_of(directory: str) -> str:
 def path_in(directory: str, name: str) -> str:
     """Return the path of a file of a checkpoint, by its name in the home; `.metadata` lies above that."""
     return os.path.join(root_of(directory) if name == METADATA else directory, name)
+
+
+def folders_above(name: str) -> Iterator[str]:
+    """Yield the directories that a relative name lies in."""
+    while name := os.path.dirname(name):
+        yield name
 
 
 def names_in(directory: str) -> list[str]:

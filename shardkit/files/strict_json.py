@@ -132,8 +132,15 @@ def _open(path: str, name: str, *, follow: bool) -> int:
 
 def stamp_of(fd: int) -> FileStamp:
     """Return the stamp of an open file: what is read from it later must come from the same one."""
-    status = storage.fstat(fd)
-    return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+    return FileStamp.of(storage.fstat(fd))
+
+
+def stamp_at(path: str) -> FileStamp | None:
+    """Return the stamp of the file that is at a path now; None if it cannot be looked at."""
+    try:
+        return FileStamp.of(storage.stat(path))
+    except OSError:
+        return None
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
-from shardkit.files.home import is_data_folder
+from shardkit.files.home import folders_above, is_data_folder
 from shardkit.files.location import location_of
 from shardkit.files.shared_store import is_shared_folder
 from shardkit.files.strict_json import read_small
@@ -310,7 +310,7 @@ def _claim(path: str, kind: OutputKind, made: Made, *, may_be_begun: bool) -> Cl
                 for name, file in _listed(os.path.join(path, folder), kind)[0].items()
             }
     folders |= {name.rstrip("/") for name in made if name.endswith("/")}
-    parents = {parent for name in (*listed, *folders) for parent in _parents(name)}
+    parents = {parent for name in (*listed, *folders) for parent in folders_above(name)}
     return Claim(
         kind=kind,
         listed=listed,
@@ -320,11 +320,6 @@ def _claim(path: str, kind: OutputKind, made: Made, *, may_be_begun: bool) -> Cl
         made=made.keys(),
         is_stored=is_stored,
     )
-
-
-def _parents(name: str) -> Iterator[str]:
-    while name := os.path.dirname(name):
-        yield name
 
 
 def _listed(path: str, kind: OutputKind) -> tuple[dict[str, manifest.SavedFile | None], bool]:

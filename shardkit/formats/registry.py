@@ -17,7 +17,7 @@ from importlib import import_module
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
-from shardkit.files.home import home_of
+from shardkit.files.home import folders_above, home_of
 from shardkit.formats.contract import (
     NAME_A_REPO,
     Checkpoint,
@@ -294,7 +294,8 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     left = [
         name
         for name in list_weights(home)
-        if os.path.join(home, name) not in read and said.isdisjoint((*name.split("/"), *_above(name), name))
+        if os.path.join(home, name) not in read
+        and said.isdisjoint((*name.split("/"), *folders_above(name), name))
     ]
     if left:  # under another name, or by a link
         assets = (path for folder in checkpoint.assets for path in list_assets(folder)[0].values())
@@ -302,12 +303,6 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         known = {storage.realpath(path) for path in (*read, *assets, *skipped)}
         left = [name for name in left if storage.realpath(os.path.join(home, name)) not in known]
     yield from weights_beside(left, ())
-
-
-def _above(name: str) -> Iterator[str]:
-    """Yield the directories that a relative name lies in."""
-    while name := os.path.dirname(name):
-        yield name
 
 
 def directory_of(path: str) -> str:

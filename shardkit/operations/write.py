@@ -40,6 +40,7 @@ from shardkit.files.shared import has_commits, remove_runs
 from shardkit.files.shared_store import MAX_SENT_NBYTES
 from shardkit.files.staging import identity_of, this_host
 from shardkit.files.stores import is_remote
+from shardkit.files.strict_json import stamp_at
 from shardkit.formats.owned import Made, OutputKind, is_output, refusal
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.destination import check_destination, check_replaceable, check_space, free_bytes
@@ -232,12 +233,7 @@ def hash_plan(job: Job) -> str:
 
 def _stamp(file: ReadFile) -> FileStamp | None:
     """Return the stamp of a source file: another file may have its name and size."""
-    if file.stamp is not None:
-        return file.stamp
-    try:
-        return FileStamp.of(storage.stat(file.path))
-    except OSError:  # the run will say so
-        return None
+    return stamp_at(file.path) if file.stamp is None else file.stamp
 
 
 def shared_stamp(file: ReadFile) -> list[int | str] | None:

@@ -232,11 +232,9 @@ def _tensor_section(held: Holdings) -> Section:
 
 def _file_section(held: Holdings) -> Section:
     gaps, total = _gap_bytes(held)
-    alike = (
-        f" {len(held.files) - len(_lanes(held))} files are filled like one of those."
-        if _is_alike(held)
-        else ""
-    )
+    lanes = _lanes(held)
+    num_alike = len(held.files) - len(lanes)
+    alike = f" {num_alike} files are filled like one of those." if num_alike else ""
     share = (
         f" Headers of files and records, and padding, are {gaps / total:.2%} of all bytes." if total else ""
     )
@@ -244,12 +242,8 @@ def _file_section(held: Holdings) -> Section:
     return Section(
         title="How the files are filled",
         lead=f"A bar is a file from its first byte to its last; its records lie between gaps.{alike}{share}",
-        body=key + picture("strips", f"{count(len(_lanes(held)), 'file')} as bars of records and gaps."),
+        body=key + picture("strips", f"{count(len(lanes), 'file')} as bars of records and gaps."),
     )
-
-
-def _is_alike(held: Holdings) -> bool:
-    return len(_lanes(held)) < len(held.files)
 
 
 def _lanes(held: Holdings) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ from shardkit.core.catalog import (
     Catalog,
     Computed,
     Decoded,
-    FileStamp,
     OnRead,
     SourceFile,
     TensorEntry,
@@ -30,6 +29,7 @@ from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.location import location_of
 from shardkit.files.storage import BLOCK
+from shardkit.files.strict_json import stamp_at, stamp_of
 from shardkit.transfer.chains import Evidence, Run
 from shardkit.transfer.checks import Rest, Runs, SourceCheck
 from shardkit.transfer.codecs.boxes import fill_computed
@@ -206,7 +206,7 @@ class SourceFiles:
                 fd = storage.open_fd(source.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise ResourceError(f"cannot open {escape(source.name)}: {error.strerror}") from error
-        stamp = FileStamp.of(storage.fstat(fd))
+        stamp = stamp_of(fd)
         if stamp.size != source.size or self._stamps.setdefault(file, stamp) != stamp:
             storage.close_fd(fd)
             raise changed([source.name])
@@ -239,7 +239,7 @@ class SourceFiles:
             if decoded is None:
                 made, runs = self._files[file].made, None if self.check is None else self.check.runs()
                 assert isinstance(made, Decoded)
-                if file in self._stamps and _stamp_now(self._files[file].path) != self._stamps[file]:
+                if file in self._stamps and stamp_at(self._files[file].path) != self._stamps[file]:
                     raise changed([self._files[file].name])
 
                 def tell(path: str, start: int, data: memoryview) -> None:
@@ -300,17 +300,10 @@ class SourceFiles:
         names = [
             self._files[file].name
             for file, stamp in self._stamps.items()
-            if _stamp_now(self._files[file].path) != stamp
+            if stamp_at(self._files[file].path) != stamp
         ]
         if names:
             raise changed(names)
-
-
-def _stamp_now(path: str) -> FileStamp | None:
-    try:
-        return FileStamp.of(storage.stat(path))
-    except OSError:
-        return None
 
 
 class Neighbour(NamedTuple):

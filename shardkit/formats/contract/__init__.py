@@ -193,9 +193,9 @@ class Checkpoint:
 
     def opened_at(self, directory: str) -> DcpFolder | None:
         """Return the opened DCP directory if it is the one at a path, so that nobody parses it again; else None."""
-        if self.dcp is None or not _is_same(self.dcp.catalog.directory, directory):
-            return None
-        return self.dcp
+        if self.dcp and storage.realpath(self.dcp.catalog.directory) == storage.realpath(directory):
+            return self.dcp
+        return None
 
 
 class Opener(NamedTuple):
@@ -205,10 +205,6 @@ class Opener(NamedTuple):
     """True for a path that has the format. Never raises."""
     open: Callable[[str], Checkpoint]
     """Open a path that has the format."""
-
-
-def _is_same(one: str, other: str) -> bool:
-    return storage.realpath(one) == storage.realpath(other)
 
 
 def listing(path: str) -> frozenset[str]:

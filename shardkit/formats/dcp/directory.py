@@ -25,7 +25,6 @@ from shardkit.core.catalog import (
     MIN_COLUMNS,
     MIN_TOTAL,
     Catalog,
-    FileStamp,
     SourceFile,
     TensorEntry,
     beside,
@@ -41,7 +40,7 @@ from shardkit.files.digest import crc32
 from shardkit.files.home import MAX_METADATA, home_of, path_in
 from shardkit.files.links import is_below, locate
 from shardkit.files.shared_reads import SIZES
-from shardkit.files.strict_json import FOLLOW, FOLLOW_OR_COPY, status_of
+from shardkit.files.strict_json import FOLLOW, FOLLOW_OR_COPY, stamp_at, status_of
 from shardkit.formats.contract import Checkpoint, DamagedFiles, EntryLocation, asset_directories, listing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import (
@@ -230,7 +229,7 @@ def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
     files = _told_files(directory, metadata, described)
     is_looked_up = files is not None
     if files is None:
-        stamp = _stamp_of(described)
+        stamp = stamp_at(described)  # None for rank-local metadata
         files = _stat_files(directory, metadata)
         if stamp is not None:
             shared_reads.note(SIZES, described, json.dumps([file.size for file in files]).encode(), stamp)
@@ -353,13 +352,6 @@ def _told_files(directory: str, metadata: DcpMetadata, described: str) -> list[S
         SourceFile(name=name, path=os.path.join(directory, name) if _is_shard(name) else "", size=size)
         for name, size in sizes
     ]
-
-
-def _stamp_of(path: str) -> FileStamp | None:
-    try:
-        return FileStamp.of(storage.stat(path))
-    except OSError:  # rank-local metadata
-        return None
 
 
 def _is_shard(name: str) -> bool:
