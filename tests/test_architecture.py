@@ -133,6 +133,7 @@ TOPICS = {
     "training/precision": "bits of computing in bf16",
     "training/ties": "broken ties in prepare, finalize and load_into",
     "training/two_names": "models registered under two names, from save to consolidate",
+    "transfer/codecs/encode": "a codec of the tests that makes several tensors of one",
 }
 """Test files of a room that go through several of its modules, by what they are about."""
 
