@@ -31,6 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("training",),
     ("training/extras",),
     ("training/model",),
+    ("osft/training",),
     ("training/fill",),
     ("training/ranks",),
     ("operations/commit",),
@@ -70,6 +71,9 @@ ELSEWHERE = {
     "_torch.py": "ground",
 }
 """Files that stand on another floor than the other files of their folder. `ground` is what everybody may use."""
+
+DRAWN_IN = {"osft/training": "training"}
+"""Rooms that the picture shows among those of another folder, between which they stand."""
 
 KIND_QUESTIONS = {"is_remote", "SCHEMES", "WRITABLE"}
 """What says whether a path leads to a disk or into a store."""
@@ -200,7 +204,7 @@ def needed(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 def package_of(room: str) -> str:
     """Return the box in which a room is drawn."""
-    return room.partition("/")[0]
+    return DRAWN_IN.get(room) or room.partition("/")[0]
 
 
 def job_of(room: str) -> str:

@@ -61,6 +61,10 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.operations.verify.result import VerifyProblem as VerifyProblem
     from shardkit.operations.verify.result import VerifyResult as VerifyResult
     from shardkit.osft.plan import OsftPlan as OsftPlan
+    from shardkit.osft.training.projection import osft_leak as osft_leak
+    from shardkit.osft.training.projection import osft_optimizer as osft_optimizer
+    from shardkit.osft.training.projection import project_gradients_ as project_gradients_
+    from shardkit.osft.training.projection import project_parameters_ as project_parameters_
     from shardkit.training.extras.checkpointable import checkpointable as checkpointable
     from shardkit.training.extras.diagnose import Diagnosis as Diagnosis
     from shardkit.training.extras.diagnose import diagnose as diagnose
@@ -72,10 +76,6 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.training.extras.memory import PhaseMemory as PhaseMemory
     from shardkit.training.extras.optimizer import parameter_names as parameter_names
     from shardkit.training.extras.optimizer import rebind_optimizer as rebind_optimizer
-    from shardkit.training.extras.osft import osft_leak as osft_leak
-    from shardkit.training.extras.osft import osft_optimizer as osft_optimizer
-    from shardkit.training.extras.osft import project_gradients_ as project_gradients_
-    from shardkit.training.extras.osft import project_parameters_ as project_parameters_
     from shardkit.training.extras.safe_reader import SafeReader as SafeReader
     from shardkit.training.fill.from_rank import from_rank as from_rank
     from shardkit.training.finalize import finalize as finalize
@@ -123,7 +123,7 @@ _HOMES = {
     "shardkit.training.extras.fsdp1": ("hf_ram_efficient_loading", "param_init_fn"),
     "shardkit.training.extras.gradients": ("clip_grad_norm_", "grad_norm"),
     "shardkit.training.extras.optimizer": ("parameter_names", "rebind_optimizer"),
-    "shardkit.training.extras.osft": (
+    "shardkit.osft.training.projection": (
         "osft_leak",
         "osft_optimizer",
         "project_gradients_",

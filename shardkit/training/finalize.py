@@ -20,6 +20,7 @@ from shardkit.files.links import may_follow_links
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties
 from shardkit.operations.keys import load_rules
+from shardkit.osft.training.model import Factoring, own_targets, to_json
 from shardkit.training.extras.optimizer import rebind_optimizer
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import (
@@ -42,7 +43,6 @@ from shardkit.training.model.buffers import (
     retie,
     unlike_computed,
 )
-from shardkit.training.model.factored_weights import Factoring, own_targets, to_json
 from shardkit.training.model.fit import (
     ModelInitializationContext,
     check_fit,

@@ -30,6 +30,13 @@ from shardkit.keys.rules import RuleSet
 from shardkit.layout.classes import BrokenTie, broken_ties, tie
 from shardkit.operations.keys import load_rules
 from shardkit.osft.plan import OsftPlan, as_plan
+from shardkit.osft.training.model import (
+    Factoring,
+    dense_names,
+    factor_model,
+    from_json,
+    to_json,
+)
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import Weights
 from shardkit.training.fill.source import (
@@ -44,13 +51,6 @@ from shardkit.training.kept import remember_files
 from shardkit.training.model.between import note_prepared
 from shardkit.training.model.buffers import InitBuffers
 from shardkit.training.model.build import MULTIPLE, BuildModel, align_vocab, build_model, find_config
-from shardkit.training.model.factored_weights import (
-    Factoring,
-    dense_names,
-    factor_model,
-    from_json,
-    to_json,
-)
 from shardkit.training.model.fit import (
     Missing,
     ModelFit,

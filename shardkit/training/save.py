@@ -51,12 +51,18 @@ from shardkit.keys.names import clean_name
 from shardkit.layout.classes import transformers_model
 from shardkit.training.extras.checkpointable import checkpointable
 from shardkit.training.extras.diagnose import diagnose
-from shardkit.training.extras.optimizer import refuse_copies, stepped_by
 from shardkit.training.fill.reading import HubNaming
 from shardkit.training.fill.source import recall
 from shardkit.training.kept import Kept
 from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
-from shardkit.training.ranks.local import fsdp1_units, places_of, reshard, with_root
+from shardkit.training.ranks.local import (
+    fsdp1_units,
+    places_of,
+    refuse_copies,
+    reshard,
+    stepped_by,
+    with_root,
+)
 from shardkit.training.save_target import Lead, begin, expect, read_metadata, writing_to
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"

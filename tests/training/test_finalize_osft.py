@@ -29,8 +29,8 @@ from shardkit.keys.names import clean_name
 from shardkit.osft.modules import osft_modules
 from shardkit.osft.plan import OsftPlan
 from shardkit.osft.svd import Factors
-from shardkit.training.fill import factorise
-from shardkit.training.fill.orthogonal import prove_orthogonal
+from shardkit.osft.training import factorise
+from shardkit.osft.training.orthogonal import prove_orthogonal
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import local_shards, reshard
 from shardkit.training.wrap import wrap

@@ -19,11 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from shardkit._torch import fsdp_shards
 from shardkit.core.text import count, escape, suggestions
 from shardkit.errors import UsageError
 from shardkit.keys.names import clean_name
-from shardkit.training.ranks.local import reshard
+from shardkit.training.ranks.local import refuse_copies, reshard, stepped_by, unwrapped
 
 Names = Sequence[Sequence[str]]
 """FQNs of an optimizer's parameters, group by group, in the order of each group's `params`."""
@@ -95,34 +94,6 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
     )
     for group, group_names in zip(optimizer.param_groups, known, strict=True):
         group["params"] = [by_name[clean_name(name)] for name in group_names]
-
-
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that takes the steps: accelerate's has one inside, and no hooks of its own."""
-    inside = getattr(optimizer, "optimizer", None)
-    return unwrapped(inside) if isinstance(inside, torch.optim.Optimizer) else optimizer
-
-
-def stepped_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return an optimizer's parameters, group after group."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def refuse_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise for an optimizer that steps what FSDP2 has gathered: backward frees it, and the steps are lost.
-
-    Raises:
-        UsageError: counts them, and names the way that works.
-    """
-    copies = {id(shard.gathered) for shard in fsdp_shards(model)}
-    stepped = stepped_by(optimizer)
-    num_copies = sum(id(parameter) in copies for parameter in stepped)
-    if num_copies:
-        raise UsageError(
-            f"{num_copies} of the {count(len(stepped), 'parameter')} that the optimizer steps are gathered copies, so the "
-            "model's own would stay as they are",
-            hint="after a forward without backward, call model.reshard() first, then make the optimizer",
-        )
 
 
 def _has_names(optimizer: torch.optim.Optimizer) -> bool:

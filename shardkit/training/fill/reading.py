@@ -21,7 +21,6 @@ import torch
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
-from shardkit.core.factored import Svd, Target
 from shardkit.core.regions import (
     Region,
     Shape,
@@ -175,10 +174,9 @@ class Supply:
     """FQNs that are not read."""
     grown: Mapping[str, int] = field(default_factory=dict)
     """FQN -> rows in the source, for tensors that are longer in the model."""
-    targets: tuple[Target, ...] = ()
-    """Dense weights of the source whose OSFT factors are computed; these are among `initialised`."""
-    svd: Svd = "exact"
-    """How they are computed."""
+    compute: Callable[[Sequence[LocalShard], Supply, Sequence[int] | None, bool], Filled] | None = None
+    """Fills those of `initialised` that are computed of the weights, given shards, the supply, the source rank of every
+    rank, and whether to compare what is read; every rank calls it. None if none are."""
 
 
 class Read(NamedTuple):

@@ -13,7 +13,6 @@ from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError, UsageError
 from shardkit.training.fill.broadcast import fill_broadcast
 from shardkit.training.fill.direct import divide, fill_direct, regions_of
-from shardkit.training.fill.factorise import fill_factors
 from shardkit.training.fill.reading import Filled, Supply, Weights, match
 from shardkit.training.fill.samples import kept_open, take_samples, versions
 from shardkit.training.ranks.agree import agreed, gather_json, look_where_possible, say, world
@@ -108,8 +107,8 @@ def fill(
         with agreed(_FITTING):
             wanted = match(shards, replace(supply, weights=weights))
         filled = fill_direct(wanted, weights, check_source=options.check_source)
-    if supply.targets:
-        filled.add(fill_factors(shards, supply, sources, check_source=options.check_source))
+    if supply.compute is not None:
+        filled.add(supply.compute(shards, supply, sources, options.check_source))
     return filled
 
 

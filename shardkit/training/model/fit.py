@@ -16,8 +16,8 @@ from shardkit.core.text import GLOBS_HINT, count, escape, listed, match_nothing,
 from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.quantised import refuse_quantised
 from shardkit.layout.classes import BrokenTie
+from shardkit.osft.training.model import Factoring
 from shardkit.training.fill.reading import Supply, Weights, converts
-from shardkit.training.model.factored_weights import Factoring
 from shardkit.training.ranks.local import ExpectedTensor
 from shardkit.transfer.checks import CheckedSource
 from shardkit.transfer.sources import same_bytes

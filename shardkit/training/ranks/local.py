@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import Fsdp1Unit, FSDPShard, fsdp1_unit, fsdp_shards, non_persistent_buffers
 from shardkit.core.placements import HeldRegion, cuts, held
 from shardkit.core.regions import Region, full_region, intersect, relative_to
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.names import clean_name
 from shardkit.layout.placed import placements_of
@@ -271,6 +271,34 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that takes the steps: accelerate's has one inside, and no hooks of its own."""
+    inside = getattr(optimizer, "optimizer", None)
+    return unwrapped(inside) if isinstance(inside, torch.optim.Optimizer) else optimizer
+
+
+def stepped_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return an optimizer's parameters, group after group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def refuse_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise for an optimizer that steps what FSDP2 has gathered: backward frees it, and the steps are lost.
+
+    Raises:
+        UsageError: counts them, and names the way that works.
+    """
+    copies = {id(shard.gathered) for shard in fsdp_shards(model)}
+    stepped = stepped_by(optimizer)
+    num_copies = sum(id(parameter) in copies for parameter in stepped)
+    if num_copies:
+        raise UsageError(
+            f"{num_copies} of the {count(len(stepped), 'parameter')} that the optimizer steps are gathered copies, so the "
+            "model's own would stay as they are",
+            hint="after a forward without backward, call model.reshard() first, then make the optimizer",
+        )
 
 
 def with_root(model: nn.Module) -> nn.Module:

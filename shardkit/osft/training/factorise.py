@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.dtypes import BY_NAME, DType
-from shardkit.core.factored import FACTORS, Target
+from shardkit.core.factored import FACTORS, Svd, Target
 from shardkit.core.regions import Region, full_region
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
 from shardkit.osft.svd import Factors, check_factors, factorise, num_operations
+from shardkit.osft.training.orthogonal import prove_orthogonal
 from shardkit.training.fill.broadcast import Sent, WeightReader, send_parts
-from shardkit.training.fill.orthogonal import prove_orthogonal
 from shardkit.training.fill.reading import (
     Filled,
     Supply,
@@ -54,17 +54,20 @@ def deal(targets: Sequence[Target], num_ranks: int) -> list[Round]:
 
 
 def fill_factors(
+    targets: Sequence[Target],
+    svd: Svd,
     shards: Sequence[LocalShard],
     supply: Supply,
     sources: Sequence[int] | None,
-    *,
-    check_source: bool = True,
+    check_source: bool,
 ) -> Filled:
-    """Fill the factors of a supply's targets, computed of its dense weights; every rank calls it.
+    """Fill the factors of targets, computed of a supply's dense weights; every rank calls it.
 
     Args:
+        targets: all of them.
+        svd: how they are computed.
         shards: of this rank, materialised.
-        supply: with targets; a rank that cannot open the source has no weights.
+        supply: a rank that cannot open the source has no weights.
         sources: the source rank of every rank; None if each reads for itself.
         check_source: compare what is read with the checksums in the source.
 
@@ -77,19 +80,18 @@ def fill_factors(
         ResourceError: a rank died, or did not come within the process group's timeout.
     """
     rank, num_ranks = world()
-    rounds = deal(supply.targets, num_ranks)
+    rounds = deal(targets, num_ranks)
     sources = range(num_ranks) if sources is None else sources
     with agreed(_PHASE):
-        held = _held(shards, supply.targets)
-    exchange = _Exchange(held, supply.targets)
+        held = _held(shards, targets)
+    exchange = _Exchange(held, targets)
     measured, read = list[tuple[str, float, float]](), Filled()
     with contextlib.ExitStack() as stack:
         with agreed(_PHASE):
             reader, entries = _reader(stack, supply, sources, rounds, check_source=check_source)
-        dtypes = broadcast_json(_dtypes(supply), min(sources), phase=_PHASE)
+        dtypes = broadcast_json(_dtypes(supply, targets), min(sources), phase=_PHASE)
         sent = {
-            each.path: _sent(each, entries.get(each.path), BY_NAME[dtypes[each.path]])
-            for each in supply.targets
+            each.path: _sent(each, entries.get(each.path), BY_NAME[dtypes[each.path]]) for each in targets
         }
         for number, each in enumerate(rounds):
             _say_progress(number, rounds)
@@ -99,7 +101,7 @@ def fill_factors(
                 if error is not None:
                     raise error
                 if target is not None and weight is not None:
-                    found = check_factors(factorise(weight, target, supply.svd), target, supply.svd)
+                    found = check_factors(factorise(weight, target, svd), target, svd)
                     measured.append((found.algorithm, found.error, found.orthogonality))
                 weight = None
             exchange.run(each, found)
@@ -107,7 +109,7 @@ def fill_factors(
             checked = reader.finish() if reader is not None else CheckedSource()
     filled = Filled(elements=exchange.elements, read_bytes=read.read_bytes)
     filled.checked = together([checked])
-    prove_orthogonal(held, supply.targets, supply.svd)
+    prove_orthogonal(held, targets, svd)
     _say_how_good(measured)
     return filled
 
@@ -128,12 +130,12 @@ def _held(shards: Sequence[LocalShard], targets: Sequence[Target]) -> Held:
     return {name: by_name[name] for target in targets for name in target.shapes}
 
 
-def _dtypes(supply: Supply) -> dict[str, str]:
+def _dtypes(supply: Supply, targets: Sequence[Target]) -> dict[str, str]:
     """Return the stored dtype of each target's weight, for ranks that cannot open the source."""
     weights = supply.weights
     if weights is None:
         return {}
-    return {each.path: weights.entry(weights.names[each.weight]).dtype.name for each in supply.targets}
+    return {each.path: weights.entry(weights.names[each.weight]).dtype.name for each in targets}
 
 
 def _reader(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from shardkit.errors import LayoutError, UsageError
 from shardkit.layout.classes import transformers_model
 from shardkit.osft.modules import candidates, factor_modules, factors_of, osft_modules
 from shardkit.osft.plan import ARGUMENT, Candidate, OsftPlan, choose_targets
+from shardkit.osft.training.factorise import fill_factors
 from shardkit.training.fill.reading import Supply
 from shardkit.training.ranks.local import ExpectedTensor
 
@@ -60,7 +62,7 @@ class Factoring:
         if self.svd is None:
             return supply
         initialised = frozenset(supply.initialised) | self.computed
-        return replace(supply, initialised=initialised, targets=self.targets, svd=self.svd)
+        return replace(supply, initialised=initialised, compute=partial(fill_factors, self.targets, self.svd))
 
 
 def factor_model(

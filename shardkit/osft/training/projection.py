@@ -30,8 +30,15 @@ from shardkit.core.factored import HIGH, LOW
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.osft.modules import factors_of, osft_modules
-from shardkit.training.extras.optimizer import refuse_copies, stepped_by, unwrapped
-from shardkit.training.ranks.local import cut_axes, local_tensor, refuse_fsdp1, reshard
+from shardkit.training.ranks.local import (
+    cut_axes,
+    local_tensor,
+    refuse_copies,
+    refuse_fsdp1,
+    reshard,
+    stepped_by,
+    unwrapped,
+)
 
 _U_HIGH, _, _V_HIGH = HIGH
 _U_LOW, _, _V_LOW = LOW
