@@ -1,9 +1,9 @@
 """The child process of a trace: build the model, wrap it, read the placements, answer with JSON.
 
     request (stdin)    {"directory", "axes": [[name, size, role]], "ep", "pp", "stages", "wrap", "dtype",
-                       "osft", "trust_remote_code", "names", "answer"}
-                       The axes are those of one pipeline stage. With "osft", a plan, weights become factors
-                       before the model is wrapped; names are matched before.
+                       "plan", "trust_remote_code", "names", "answer"}
+                       The axes are those of one pipeline stage. With "plan", weights are divided before the
+                       model is wrapped (`Divide`); names are matched before.
                        Without axes nothing is wrapped, and the answer is about names alone. With "asks":
                        "lacking" it is about what `from_pretrained` would not find under these names,
                        with "hub form" about what `save_pretrained` would make of them. With "asked_ns", the
@@ -21,9 +21,9 @@ import os
 import resource
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -64,17 +64,28 @@ from shardkit.layout.units import (
     tie_error,
 )
 from shardkit.layout.wrap_policy import OPTION, WrapPolicy, list_candidates, parse_policy, parse_stages
-from shardkit.osft.modules import candidates, factor_modules, osft_modules, placement_fn
-from shardkit.osft.plan import choose_targets, from_config
 
 # Far above what the largest models need, which is 12 s and 400 MiB.
 _MAX_CPU_S, _MAX_DATA_BYTES = 300, 16 << 30
 
 
-def main() -> None:
+class DividedModel(NamedTuple):
+    """What was divided in a model."""
+
+    targets: tuple[Target, ...] = ()
+    notes: tuple[str, ...] = ()
+    place: Callable[[int], Any] = lambda num_shards: None
+    """Return `shard_placement_fn` of `fully_shard`, given the size of the shard axis."""
+
+
+Divide = Callable[[nn.Module, Mapping[str, Any]], DividedModel]
+"""Divides weights of a model as a plan says."""
+
+
+def main(divide: Divide | None = None) -> None:
     """Serve the one request on stdin and end the process."""
     request = json.loads(sys.stdin.buffer.read())
-    answer = answer_request(request)
+    answer = answer_request(request, divide)
     sys.stdout.flush()
     sys.stderr.flush()
     with open(request["answer"], "w", encoding="utf-8") as file:
@@ -83,20 +94,20 @@ def main() -> None:
 
 
 @speaking_options()  # the parent's errors are made of these
-def answer_request(request: dict[str, Any]) -> dict[str, Any]:
+def answer_request(request: dict[str, Any], divide: Divide | None = None) -> dict[str, Any]:
     """Return the answer to a request, errors included. This makes a world, so it works once in a process."""
     if "asked_ns" not in request:
-        return _answer(request)
+        return _answer(request, divide)
     reading = ReadLog()
-    answer = _answer(request)
+    answer = _answer(request, divide)
     if answer["status"] == "ok":
         answer["evidence"] = evidence(request["directory"], list(reading.paths), request["asked_ns"])
     return answer
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
+def _answer(request: dict[str, Any], divide: Divide | None) -> dict[str, Any]:
     try:
-        return {"status": "ok", **_trace(request)}
+        return {"status": "ok", **_trace(request, divide)}
     except PolicyError as error:
         if not isinstance(error.__cause__, ModuleNotFoundError | None):
             traceback.print_exception(error.__cause__)
@@ -124,7 +135,7 @@ def _limit() -> None:
         resource.setrlimit(what, (least, allowed))
 
 
-def _trace(request: dict[str, Any]) -> dict[str, Any]:
+def _trace(request: dict[str, Any], divide: Divide | None) -> dict[str, Any]:
     if request.get("asks") == "lacking":
         _limit()
         return answer_lacking(request["directory"], request["names"])
@@ -146,7 +157,7 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     keep_fp32 = [] if wide.wanted is not wanted else _in_fp32(model, wide)
     before = _State.of(model)
     matched = {} if request["names"] is None else _match(model, request["names"], before)
-    targets, notes = _factor(model, request.get("osft"))
+    divided = DividedModel() if divide is None or "plan" not in request else divide(model, request["plan"])
     classes = {id(module): type(module).__name__ for module in model.modules()}
     num_stages, stages = request.get("pp", 1), dict[str, list[int]]()
     if num_stages > 1:
@@ -161,21 +172,11 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
         experts = init_device_mesh("cpu", view.shape, mesh_dim_names=view.names)
     data = [axis.name for axis in mesh.axes if axis.role != "tensor"]
     tensor = next((axis.name for axis in mesh.axes if axis.role == "tensor"), None)
-    wrap_model(model, device_mesh, policy, Meshes.of(device_mesh, data, tensor, experts), wide)
+    wrap_model(model, device_mesh, policy, Meshes.of(device_mesh, data, tensor, experts), wide, divided.place)
     answer = _read_model(model, mesh, before, classes)
-    answer["notes"] += notes
+    answer["notes"] += divided.notes
     about = {"model_class": classes[id(model)], "keep_fp32": keep_fp32, "stages": stages}
-    return {**about, "targets": [asdict(target) for target in targets], **answer, **matched}
-
-
-def _factor(model: nn.Module, plan: dict[str, Any] | None) -> tuple[tuple[Target, ...], tuple[str, ...]]:
-    """Put factors in the place of a plan's targets; return these, and notes."""
-    if plan is None:
-        return (), ()
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    targets, notes = choose_targets(from_config(plan), candidates(model), model_type)
-    factor_modules(model, targets)
-    return targets, notes
+    return {**about, "targets": [asdict(target) for target in divided.targets], **answer, **matched}
 
 
 def _in_fp32(model: nn.Module, wide: ClassDtypes) -> list[str]:
@@ -209,7 +210,8 @@ def wrap_model(
     mesh: DeviceMesh,
     policy: WrapPolicy,
     meshes: Meshes,
-    wide: ClassDtypes | None = None,
+    wide: ClassDtypes | None,
+    place: Callable[[int], Any],
 ) -> None:
     """Apply a policy as `training.wrap` does: the model's plans, then `fully_shard` on units, and on the root.
 
@@ -219,6 +221,7 @@ def wrap_model(
         policy: the parsed `--wrap`.
         meshes: the parts of `mesh`, and those of experts.
         wide: tells what the model's class keeps in fp32, in units of its own.
+        place: as in `DividedModel`.
 
     Raises:
         PolicyError: the policy matches nothing, its function cannot be imported or fails, or the model has no plan
@@ -234,10 +237,10 @@ def wrap_model(
     if meshes.data is None:
         return
     plan = plan_units(model, with_units(model, matched, dispatched), wide)
-    place = placement_fn(model, meshes.data.size(-1)) if osft_modules(model) else None
+    placement = place(meshes.data.size(-1))
 
     def shard(unit: PlannedUnit, module: nn.Module) -> None:
-        fully_shard(module, mesh=meshes.of_unit(unit.around in dispatched), shard_placement_fn=place)
+        fully_shard(module, mesh=meshes.of_unit(unit.around in dispatched), shard_placement_fn=placement)
 
     shard_units(plan, dict(model.named_modules()), shard)
 

@@ -43,7 +43,6 @@ from shardkit.keys.expressions import Expression, from_json
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout
 from shardkit.layout.trace_cache import Slot, slot_for
 from shardkit.layout.wrap_policy import parse_policy, parse_stages
-from shardkit.osft.plan import OsftPlan, as_config
 
 T = TypeVar("T")
 
@@ -71,7 +70,8 @@ STATUSES: dict[str, type[ShardkitError]] = {
 # The child gets this process's import path and nothing more. `python -m` would put the current directory
 # first, and that may be a downloaded model with a json.py in it.
 # The child ends soon and holds little: looking for what nobody needs takes a sixth of its time.
-_BOOT = "import gc, sys; gc.disable(); sys.path[:] = sys.argv[1:]; from shardkit.layout.trace_child import main; main()"
+_BOOT = "import gc, sys; gc.disable(); sys.path[:] = sys.argv[1:]; from {} import main; main()"
+_CHILD = "shardkit.layout.trace_child"
 
 # A launcher's settings for real process groups would leak into the fake one. A library's warning is no reason
 # to fail.
@@ -112,6 +112,15 @@ class Trace:
     """FQNs that the source lacks and that the model makes itself."""
 
 
+class Division(NamedTuple):
+    """What divides weights of a model into several tensors each, as factors, before it is wrapped."""
+
+    child: str
+    """Name of the module whose `main` serves such requests: it calls that of `trace_child` with a function."""
+    plan: Mapping[str, Any]
+    """What it does, as JSON."""
+
+
 def trace_model(
     directory: str,
     mesh: Mesh,
@@ -119,7 +128,7 @@ def trace_model(
     *,
     stages: str = "auto",
     dtype: DType | None = None,
-    osft: OsftPlan | None = None,
+    division: Division | None = None,
     names: Mapping[str, Shape] | None = None,
     trust_remote_code: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -133,7 +142,7 @@ def trace_model(
         wrap: see `wrap_policy`.
         stages: which pipeline stage holds what: "auto", or "module:function".
         dtype: dtype that floating tensors will have; None keeps the stored ones.
-        osft: which weights become factors before the model is wrapped; None if none do.
+        division: what divides weights before the model is wrapped; None if nothing does.
         names: shapes of the source's tensors by name, to look up in the model as `from_pretrained` does;
             None asks nothing.
         trust_remote_code: whether the model's own code may run.
@@ -149,7 +158,7 @@ def trace_model(
         LayoutError: placements are not supported, ties cross units, weights cannot be divided into factors, or the
             model fails to build.
         SourceError: several of the source's tensors would be one of the model's.
-        UsageError: globs of `osft` match nothing.
+        UsageError: globs of `division` match nothing.
         ResourceError: the child was killed or took too long.
     """
     parse_policy(wrap)  # a mistake in the text shows before seconds of importing
@@ -162,7 +171,7 @@ def trace_model(
         "stages": stages,
         "wrap": wrap,
         "dtype": None if dtype is None else dtype.name,
-        "osft": None if osft is None else as_config(osft),
+        **({} if division is None else division._asdict()),
     }
     request = _request(directory, names, trust_remote_code) | about
     return _ask(request, timeout_s, lambda answer: read_answer(answer, mesh, wrap), on_start)
@@ -315,7 +324,7 @@ def _run_child(request: dict[str, Any], timeout_s: float) -> Mapping[str, Any]:
         answer_path = os.path.join(scratch, "answer.json")
         payload = json.dumps(request | {"answer": answer_path}).encode()
         try:
-            done = _spawn(payload, timeout_s)
+            done = _spawn(payload, timeout_s, request.get("child", _CHILD))
         except OSError as error:  # an interpreter inside another program may have no name
             raise ResourceError(
                 f"cannot start Python ({escape(sys.executable or 'sys.executable is empty')}) to trace the model: "
@@ -340,17 +349,17 @@ def _run_child(request: dict[str, Any], timeout_s: float) -> Mapping[str, Any]:
     return answer
 
 
-def _command() -> list[str]:
-    return [sys.executable, "-c", _BOOT, *map(os.path.abspath, sys.path)]
+def _command(child: str = _CHILD) -> list[str]:
+    return [sys.executable, "-c", _BOOT.format(child), *map(os.path.abspath, sys.path)]
 
 
 def _environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in _DROPPED} | _SET
 
 
-def _spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+def _spawn(payload: bytes, timeout_s: float, child: str = _CHILD) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        _command(),
+        _command(child),
         input=payload,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

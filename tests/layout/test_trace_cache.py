@@ -51,9 +51,9 @@ def children(cached: Path, fast_trace: None, monkeypatch: pytest.MonkeyPatch) ->
     """The requests that children get. Files of shardkit may have been edited a moment ago."""
     asked, real = list[bytes](), traced._spawn
 
-    def spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+    def spawn(payload: bytes, timeout_s: float, child: str) -> subprocess.CompletedProcess[bytes]:
         asked.append(payload)
-        return real(json.dumps(json.loads(payload) | {"asked_ns": FOREVER_NS}).encode(), timeout_s)
+        return real(json.dumps(json.loads(payload) | {"asked_ns": FOREVER_NS}).encode(), timeout_s, child)
 
     monkeypatch.setattr(traced, "_spawn", spawn)
     return asked

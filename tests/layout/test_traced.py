@@ -566,10 +566,10 @@ def test_a_quantization_config_that_says_nothing_is_named(bert: Trace) -> None:
 def test_a_child_that_dies_or_hangs_is_an_error_of_the_environment(
     model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+    def killed(payload: bytes, timeout_s: float, child: str) -> subprocess.CompletedProcess[bytes]:
         return subprocess.CompletedProcess([], -9, stdout=b"one\n\ntwo\x1b\n")
 
-    def slow(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+    def slow(payload: bytes, timeout_s: float, child: str) -> subprocess.CompletedProcess[bytes]:
         raise subprocess.TimeoutExpired([], timeout_s, output=b"last words\n")
 
     directory = model_dir("llama")

@@ -44,7 +44,7 @@ from tests.security.watch import Watch
 
 MAX_MIB, MAX_S = 512, 30  # seconds of the processor, which are longer where others use its caches too
 _WALL_S = 600  # only what hangs takes so long, however busy the machine is; MAX_S is of the processor
-_NOT_IMPORTED = ("shardkit.__main__", "shardkit.layout.trace_child")
+_NOT_IMPORTED = ("shardkit.__main__", "shardkit.layout.trace_child", "shardkit.osft.trace_child")
 _NUM_BATCHES = 16
 _SLACK = 1 << 30  # address space is not memory: threads' stacks, allocators' arenas
 _STATE = {

@@ -25,8 +25,10 @@ _HANGS_S = 1200  # only what hangs takes so long, however busy the machine is
 _OF_WORLDS = (
     "accelerate",
     "safetensors.torch",
-    "shardkit.layout.trace_child",
-    *sorted(home for home in shardkit._HOMES if home.startswith("shardkit.training.")),
+    "shardkit.osft.trace_child",
+    *sorted(
+        home for home in shardkit._HOMES if home.startswith(("shardkit.osft.training.", "shardkit.training."))
+    ),
     "torch._dynamo",  # which the first step of an optimizer imports, in each rank
     "torch.distributed.checkpoint._fsspec_filesystem",
     "torch.distributed.checkpoint.state_dict",
@@ -185,7 +187,7 @@ class ForkServer:
             raise subprocess.TimeoutExpired("fork_server.py", timeout_s, output=out.read_bytes())
         return subprocess.CompletedProcess([], status, stdout=out.read_bytes(), stderr=err.read_bytes())
 
-    def trace(self, payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+    def trace(self, payload: bytes, timeout_s: float, child: str = "") -> subprocess.CompletedProcess[bytes]:
         """Stand in for `traced._spawn`."""
         return self.run({"trace": payload.decode()}, timeout_s=timeout_s)
 
@@ -210,14 +212,15 @@ def run_script(
     assert done.returncode == 0, done.stdout.decode(errors="replace")[-4000:]
 
 
-def forked_trace(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+def forked_trace(payload: bytes, timeout_s: float, child: str = "") -> subprocess.CompletedProcess[bytes]:
     """Stand in for `traced._spawn`: a fork of this process has imported everything already."""
     from shardkit.layout import trace_child
+    from shardkit.osft.trace_child import divide
 
     request = json.loads(payload)
 
     def answer() -> None:
-        Path(request["answer"]).write_text(json.dumps(trace_child.answer_request(request)))
+        Path(request["answer"]).write_text(json.dumps(trace_child.answer_request(request, divide)))
 
     wait([fork(answer)])
     return subprocess.CompletedProcess([], 0, stdout=b"")

@@ -15,11 +15,10 @@ from shardkit.core.threads import OnStep, silent
 from shardkit.errors import LayoutError
 from shardkit.keys.expressions import Expression, leaves, made_name
 from shardkit.keys.names import COMPILED
-from shardkit.layout.choice.factored import factor_layout, put_dense, put_factors
+from shardkit.layout.choice.factored import put_dense, put_factors
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, declare
-from shardkit.layout.traced import Trace, class_name, trace_model, why_no_class
+from shardkit.layout.traced import Division, Trace, class_name, trace_model, why_no_class
 from shardkit.layout.wrap_policy import parse_policy
-from shardkit.osft.plan import OsftPlan
 
 # Among 20,000 names a search for the nearest takes a second.
 _MAX_PREFIXES = 20
@@ -50,7 +49,7 @@ def make_layout(
     *,
     stages: str = "auto",
     dtype: DType | None = None,
-    osft: OsftPlan | None = None,
+    division: Division | None = None,
     trust_remote_code: bool = False,
     origin: str = "auto",
     on_step: OnStep = silent,
@@ -63,7 +62,7 @@ def make_layout(
         wrap: see `wrap_policy`.
         stages: which pipeline stage holds what; see `layout.stages`.
         dtype: dtype that floating tensors will have; None keeps the stored ones.
-        osft: which weights become factors; None if none do.
+        division: what divides weights of a model before it is traced, which a declared layout leaves whole.
         trust_remote_code: whether the model's own code may run, in the tracing child.
         origin: "traced" refuses where no model can be built, "declared" does not try; "auto" is as above.
         on_step: told that the model is traced, before the seconds that this takes.
@@ -76,7 +75,7 @@ def make_layout(
         PolicyError: the policy matches nothing, or needs a model where there is none.
         LayoutError: the model and the source differ in names or shapes, weights cannot be divided into factors, the
             model fails to build, or there is none and there must be.
-        UsageError: globs of `osft` match nothing.
+        UsageError: globs of `division` match nothing.
         ResourceError: the tracing child was killed or took too long.
     """
     parse_policy(wrap)
@@ -89,7 +88,7 @@ def make_layout(
                 wrap,
                 stages=stages,
                 dtype=dtype,
-                osft=osft,
+                division=division,
                 names={name: entry.shape for name, entry in model.catalog.tensors.items()},
                 trust_remote_code=trust_remote_code,
                 on_start=lambda: on_step(f"tracing {class_name(model.config)} ..."),
@@ -102,8 +101,7 @@ def make_layout(
         raise LayoutError(
             f"--layout traced: no model can be traced: {reason}", hint="--layout auto declares it then"
         )
-    declared = declare(model.catalog.tensors, mesh, wrap, model.config, reason=reason)
-    return declared if osft is None else factor_layout(declared, osft, model.catalog.tensors, model.config)
+    return declare(model.catalog.tensors, mesh, wrap, model.config, reason=reason)
 
 
 def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Layout:

@@ -16,12 +16,12 @@ from shardkit.core.mesh import Mesh
 from shardkit.core.text import parse_size
 from shardkit.errors import UsageError
 from shardkit.files import manifest
-from shardkit.layout.choice.factored import check_osft_mesh
 from shardkit.layout.layout import Layout
 from shardkit.operations.environment import package_version
 from shardkit.operations.keys import NONE
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.preshard.profiles import Profile
+from shardkit.osft.layout import check_osft_mesh
 from shardkit.osft.plan import OsftPlan, parse_ranks
 from shardkit.osft.svd import num_operations, svd_nbytes
 from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactorRecords

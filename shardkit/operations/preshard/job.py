@@ -27,7 +27,6 @@ from shardkit.keys.expressions import Expression, Opaque
 from shardkit.keys.rule_sets import foreign_type
 from shardkit.keys.rules import RuleSet
 from shardkit.layout.choice.choose import make_layout
-from shardkit.layout.choice.factored import factor_layout
 from shardkit.layout.choice.parallel_rules import data_axes, parallelise
 from shardkit.layout.decided import as_tensors, decide_names
 from shardkit.layout.layout import Layout, declare
@@ -56,6 +55,7 @@ from shardkit.operations.preshard.profiles import (
     with_config,
 )
 from shardkit.operations.write import ReadFile
+from shardkit.osft.layout import division_of, factor_layout
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.converted import group_nbytes, opaque_groups
 from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactorRecords, factored_weight, plan_records
@@ -262,8 +262,6 @@ def _choose_layout(model: OpenedHubModel, options: PreshardOptions) -> Layout:
         layout = _lay_out_by_rules(model, laid_on, options.wrap, load_rules(keys))
     elif options.names == "hub":
         layout = declare(model.catalog.tensors, laid_on, options.wrap, model.config, reason="--names hub")
-        if options.plan is not None:
-            layout = factor_layout(layout, options.plan, model.catalog.tensors, model.config)
     else:
         layout = make_layout(
             model,
@@ -271,11 +269,13 @@ def _choose_layout(model: OpenedHubModel, options: PreshardOptions) -> Layout:
             options.wrap,
             stages=options.stages,
             dtype=CASTS.get(options.cast),
-            osft=options.plan,
+            division=division_of(options.plan),
             trust_remote_code=options.trust_remote_code,
             origin=options.layout,
             on_step=options.on_step or silent,
         )
+    if options.plan is not None and layout.origin == "declared":
+        layout = factor_layout(layout, options.plan, model.catalog.tensors, model.config)
     return parallelise(layout, options.ranks, options.parallel) if options.parallel else layout
 
 

@@ -8,9 +8,10 @@ from shardkit.core.catalog import TensorEntry
 from shardkit.core.mesh import parse_mesh
 from shardkit.errors import LayoutError, MeshError, ShardkitError
 from shardkit.layout.choice.choose import make_layout
-from shardkit.layout.choice.factored import check_osft_mesh, factor_layout, factors_below
+from shardkit.layout.choice.factored import factors_below
 from shardkit.layout.layout import declare
 from shardkit.layout.traced import trace_model
+from shardkit.osft.layout import check_osft_mesh, division_of, factor_layout
 from shardkit.osft.plan import OsftPlan
 from tests.layout.test_layout import tensors
 from tests.layout.test_traced import fake_model, placements, source_of
@@ -37,7 +38,7 @@ def test_a_traced_layout_has_the_factors_that_a_declared_one_has(mesh: str, mode
     directory, axes = model_dir("llama"), parse_mesh(mesh, None)
     dense = source_of(trace_model(directory, axes, "auto").layout)
     model = fake_model(directory, dense)
-    traced = make_layout(model, axes, "auto", osft=PLAN)
+    traced = make_layout(model, axes, "auto", division=division_of(PLAN))
     declared = factor_layout(declare(dense, axes, "auto", model.config), PLAN, dense, model.config)
     assert traced.origin == "traced"
     assert len(traced.factored) == 7 * 11
@@ -63,7 +64,7 @@ def test_what_speaks_against_a_target_is_told_by_the_model(model_dir: ModelDir) 
     def why(name: str, targets: str) -> str:
         directory = model_dir(name)
         with pytest.raises(ShardkitError) as caught:
-            trace_model(directory, MESH, "auto", osft=OsftPlan(ratio=0.3, targets=targets))
+            trace_model(directory, MESH, "auto", division=division_of(OsftPlan(ratio=0.3, targets=targets)))
         return f"{type(caught.value).__name__}: " + "; ".join(caught.value.problems)
 
     assert "belongs to Conv1D" in why("gpt2", "auto")
@@ -75,7 +76,7 @@ def test_the_source_is_compared_before_weights_are_factors(model_dir: ModelDir, 
     directory = model_dir("llama")
     dense = source_of(trace_model(directory, MESH, "auto").layout, without=(f"{UP}.weight",))
     with pytest.raises(LayoutError) as caught:
-        make_layout(fake_model(directory, dense), MESH, "auto", osft=PLAN)
+        make_layout(fake_model(directory, dense), MESH, "auto", division=division_of(PLAN))
     assert f"{UP}.weight" in str(caught.value.problems)
     assert "osft" not in str(caught.value.problems)
 

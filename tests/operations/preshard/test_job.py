@@ -22,7 +22,7 @@ def hub(make_hub: Callable[..., Path]) -> Path:
 
 
 def test_declared_asks_nobody(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spawn(payload: bytes, timeout_s: float) -> Any:
+    def spawn(payload: bytes, timeout_s: float, child: str) -> Any:
         raise AssertionError("a child was started")
 
     monkeypatch.setattr(traced, "_spawn", spawn)
@@ -56,7 +56,7 @@ def test_what_takes_seconds_is_said_before_it_does(
     said = list[str]()
     caplog.set_level("DEBUG", "shardkit")
 
-    def spawn(payload: bytes, timeout_s: float) -> Any:
+    def spawn(payload: bytes, timeout_s: float, child: str) -> Any:
         assert said == ["tracing BertModel ..."]
         raise OSError(2, "no Python here")
 
