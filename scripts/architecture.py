@@ -50,7 +50,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formats/hub",),
     ("formats/contract",),
     ("formats/torchsave",),
-    ("transfer/factors",),
     ("transfer",),
     ("transfer/codecs",),
     ("layout/choice",),

@@ -52,7 +52,7 @@ ALLOWED = {
     "layout/units.py": {"importlib": "a wrap policy that the person who runs it names, `module:function`"},
     "operations/environment.py": {"importlib": "versions of packages"},
     "training/extras/lightning.py": {"importlib": "lightning, under either of its names"},
-    "transfer/factors/workers.py": {"subprocess": "factors are computed in child processes, one thread each"},
+    "osft/workers.py": {"subprocess": "factors are computed in child processes, one thread each"},
     "training/extras/safe_reader.py": {"zipfile": "writes one in memory"},
 }
 """File -> what of GUARDED it imports, and why that cannot be steered by a file."""

@@ -68,7 +68,7 @@ def fast_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors are computed in this process, by the code of the child: starting one takes as long as importing torch."""
     from tests.worlds.factors import WorkerHere
 
-    monkeypatch.setattr("shardkit.transfer.factors.fill.FactorWorker", WorkerHere)
+    monkeypatch.setattr("shardkit.osft.compute.FactorWorker", WorkerHere)
 
 
 @pytest.fixture(scope="session", autouse=True)

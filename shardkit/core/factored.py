@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
@@ -27,6 +28,9 @@ LOW = ("osft_params.U_low", "osft_params.S_low", "osft_params.V_low")
 FACTORS = (*HIGH, *LOW)
 """What stands for `weight` in a module; the first three are frozen."""
 _ENDS = tuple(f".{name}" for name in FACTORS)
+
+FACTOR_DTYPE = BY_NAME["float32"]
+"""Of factors that shardkit computes, and of weights folded from any."""
 
 Svd = Literal["exact", "fp32"]
 """In which arithmetic factors are computed: float64, or float32."""

@@ -34,8 +34,8 @@ from shardkit.layout.layout import Layout
 from shardkit.operations.casts import DtypeRule
 from shardkit.operations.describe import OutputFiles
 from shardkit.operations.environment import traced_with
+from shardkit.osft.job import Measured
 from shardkit.transfer.execute import SYNC_THREADS, FileDigest
-from shardkit.transfer.factors.job import Measured
 from shardkit.transfer.stream import read_back
 
 # What a chunk adds beside the shard files: its entries in `.metadata` and in a chunk list. Measured for a 2-D weight:

@@ -61,11 +61,11 @@ from shardkit.operations.uploading.local_records import (
 )
 from shardkit.operations.uploading.place import UploadTarget, check_target
 from shardkit.operations.uploading.run import Describe, StoredFiles, Upload, check_beside
+from shardkit.osft.job import FactoredJob
+from shardkit.osft.phase import FactorPhase, PhaseAt
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.existing import Existing, Unproven, is_remembered, remember
-from shardkit.transfer.factors.job import FactoredJob
-from shardkit.transfer.factors.phase import FactorPhase, PhaseAt
 from shardkit.transfer.images import ImageSet
 from shardkit.transfer.plan import TransferPlan
 

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import fully_shard
 import shardkit
 from shardkit.core.factored import FACTORS, Target, target_of
 from shardkit.layout import traced
+from shardkit.osft import compute
 from shardkit.osft.modules import OsftLinear, candidates, factor_modules, osft_modules, placement_fn
 from shardkit.osft.plan import OsftPlan, choose_targets
 from shardkit.osft.svd import factorise
-from shardkit.transfer.factors import fill
 from tests.distributed.meshes import Shape, device_mesh, mesh_text
 from tests.distributed.models import LLAMA, build
 from tests.distributed.test_stock_load import gathered, is_bit_equal, local_part, opened_files
@@ -59,7 +59,7 @@ def preshard_all(out: Path) -> None:
         model.save_pretrained(out / name)
     with (
         mock.patch.object(traced, "_spawn", forked_trace),
-        mock.patch.object(fill, "FactorWorker", WorkerHere),
+        mock.patch.object(compute, "FactorWorker", WorkerHere),
     ):
         for job in (OF_TWO | OF_THREE | OF_FOUR).values():
             result = shardkit.preshard(out / job.name, out / job.label, mesh=mesh_text(job.shape), osft=PLAN)

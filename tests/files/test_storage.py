@@ -55,8 +55,8 @@ ELSEWHERE = {
     "cli/__init__.py": {"open"},
     "formats/torchsave/bin.py": {"open"},
     "operations/preshard/decompose.py": {"open"},
-    "transfer/factors/fill.py": {"open"},
-    "transfer/factors/workers.py": {"os.ftruncate", "os.read"},
+    "osft/compute.py": {"open"},
+    "osft/workers.py": {"os.ftruncate", "os.read"},
     "training/extras/memory.py": {"open"},
     # memory without a name, which is behind the calls of storage
     "files/uploads.py": {"os.fstat", "os.ftruncate", "os.pread", "os.preadv", "os.pwrite"},

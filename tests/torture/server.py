@@ -37,7 +37,7 @@ from shardkit.cli import main
 from shardkit.core.placements import Placement
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.preshard import job as preshard_job
-from shardkit.transfer.factors import fill
+from shardkit.osft import compute
 from tests.torture.faults import Faults
 from tests.worlds.factors import WorkerHere
 
@@ -53,7 +53,7 @@ ALSO = (
 """What they import when they run; half of a run's time if each fork did so."""
 
 
-fill.FactorWorker = WorkerHere  # type: ignore[misc]  # so that its calls are counted, too
+compute.FactorWorker = WorkerHere  # type: ignore[misc]  # so that its calls are counted, too
 
 
 def cut_columns(layout: Layout) -> Layout:

@@ -40,10 +40,10 @@ import boto3, obstore, click
 from shardkit.files import uploads
 import shardkit.operations.commit
 import torch
-from shardkit.transfer.factors import fill
+from shardkit.osft import compute
 from tests.worlds.factors import WorkerHere
 torch.set_num_threads(1)
-fill.FactorWorker = WorkerHere  # so that a part is one process
+compute.FactorWorker = WorkerHere  # so that a part is one process
 for verb in ("preshard", "consolidate", "reshard"):
     main.get_command(click.Context(main), verb)
 uploads.PART_NBYTES = 5 << 20  # the least that stores take, so that small files have several

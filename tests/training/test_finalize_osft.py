@@ -26,6 +26,7 @@ import shardkit
 from shardkit.core.factored import FACTORS, factor_of
 from shardkit.errors import ResourceError
 from shardkit.keys.names import clean_name
+from shardkit.osft import compute
 from shardkit.osft.modules import osft_modules
 from shardkit.osft.plan import OsftPlan
 from shardkit.osft.svd import Factors
@@ -34,7 +35,6 @@ from shardkit.osft.training.orthogonal import prove_orthogonal
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import local_shards, reshard
 from shardkit.training.wrap import wrap
-from shardkit.transfer.factors import fill
 from tests.osft.models import factored
 from tests.training.models import inputs, reference, save
 from tests.training.wrapping import logged, same, whole
@@ -71,7 +71,7 @@ def make_source(out: Path) -> None:
     with damaged.open("r+b") as file:
         file.seek(place)
         file.write(b"\x01")
-    with mock.patch.object(fill, "FactorWorker", WorkerHere):
+    with mock.patch.object(compute, "FactorWorker", WorkerHere):
         for name, mesh in MESHES.items():
             shardkit.preshard(out / "dense", out / name, mesh=mesh, osft=PLAN, layout="declared", jobs=1)
     torch.save(losses(shardkit.finalize(*prepared(out))), out / "losses.pt")

@@ -8,8 +8,8 @@ import mmap
 import threading
 from typing import Any, ClassVar
 
-from shardkit.transfer.factors.child import serve
-from shardkit.transfer.factors.workers import FactorWorker, _memory
+from shardkit.osft.child import serve
+from shardkit.osft.workers import FactorWorker, _memory
 
 
 class WorkerHere(FactorWorker):

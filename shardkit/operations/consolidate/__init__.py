@@ -19,7 +19,6 @@ from shardkit.files.links import may_follow_links
 from shardkit.files.location import location_of
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import plain_base, take_plain
-from shardkit.formats.fold import folded_base, take_folded
 from shardkit.formats.hub.assets import is_weights
 from shardkit.formats.hub.base import Base, find_base, open_base
 from shardkit.formats.hub.directory import model_class_of
@@ -42,6 +41,7 @@ from shardkit.operations.parts.pool import in_pool
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken, adapter_file, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
 from shardkit.operations.write import Writer, WriteResult
+from shardkit.osft.fold import folded_base, take_folded
 
 
 @may_follow_links

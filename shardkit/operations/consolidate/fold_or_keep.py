@@ -12,8 +12,8 @@ from shardkit.errors import LayoutError, UsageError
 from shardkit.formats.contract import Folded
 from shardkit.formats.hub.safetensors import OutputTensor
 from shardkit.keys.expressions import made_name
+from shardkit.osft.fold import Fold
 from shardkit.transfer.codecs.derive import made_among
-from shardkit.transfer.codecs.fold import Fold
 
 _UNLOADABLE = (
     "weights are written as factors of OSFT, which from_pretrained does not know; consolidate without --keep-factors "

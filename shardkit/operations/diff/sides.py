@@ -22,7 +22,6 @@ from shardkit.files import storage, stores
 from shardkit.files.links import link_notes
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import PLAIN, config_of, take_plain
-from shardkit.formats.fold import take_folded
 from shardkit.formats.hub.base import recorded_rules, saved_derived
 from shardkit.keys.expressions import under_names
 from shardkit.keys.names import natural
@@ -40,9 +39,9 @@ from shardkit.layout.traced import (
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
+from shardkit.osft.fold import Fold, take_folded
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.derive import made_by
-from shardkit.transfer.codecs.fold import Fold
 from shardkit.transfer.plan import flat_source
 from shardkit.transfer.sources import Reader, bands, same_bytes
 

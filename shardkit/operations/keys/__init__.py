@@ -23,7 +23,6 @@ from shardkit.files.links import may_follow_links
 from shardkit.files.strict_json import read_small
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import take_plain
-from shardkit.formats.fold import take_folded
 from shardkit.formats.hub.base import find_base, open_base, saved_derived
 from shardkit.keys.expressions import (
     Concat,
@@ -42,6 +41,7 @@ from shardkit.keys.select import select_model
 from shardkit.layout.decided import DecidedNames, decide_names
 from shardkit.layout.traced import ModelNames, ask_names
 from shardkit.operations.resolve import take
+from shardkit.osft.fold import take_folded
 
 AUTO, NONE = "auto", "none"
 _MAX_BYTES = 4 << 20

@@ -15,8 +15,8 @@ from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.part import Part, divide, parse_part
+from shardkit.osft.phase import Records
 from shardkit.transfer.digests import parse_versions
-from shardkit.transfer.factors.phase import Records
 
 SAVE = "save"
 """The verb of a run in which the ranks of a training job write: what its files are called is torch's to say."""

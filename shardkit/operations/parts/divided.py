@@ -23,10 +23,10 @@ from shardkit.files.digest import sha256_of
 from shardkit.operations.parts.agreement import Agreement, PartsStaging, read_all, read_parts
 from shardkit.operations.parts.notes import Note
 from shardkit.operations.parts.part import Part, share_of
+from shardkit.osft.phase import PhaseAt
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import Describer, ExecuteOptions, Execution, FileDigest
-from shardkit.transfer.factors.phase import PhaseAt
 from shardkit.transfer.fill import CrcPiece, crc_of
 from shardkit.transfer.plan import TransferPlan
 

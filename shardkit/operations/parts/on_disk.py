@@ -25,9 +25,9 @@ from shardkit.operations.parts.divided import Divided, PartResult
 from shardkit.operations.parts.foreign import foreign_in, kept, set_foreign_apart
 from shardkit.operations.parts.notes import Note, read_note, remove_notes
 from shardkit.operations.parts.part import ALL, Part
+from shardkit.osft.phase import PhaseAt
 from shardkit.transfer.digests import is_intact
 from shardkit.transfer.execute import Describer, ExecuteOptions
-from shardkit.transfer.factors.phase import PhaseAt
 from shardkit.transfer.plan import TransferPlan
 
 _T = TypeVar("_T")

@@ -43,7 +43,7 @@ from shardkit.operations.preshard.options import PreshardOptions
 from shardkit.operations.preshard.profiles import write_companions
 from shardkit.operations.resolve import stands_for
 from shardkit.operations.write import Writer, WriteResult
-from shardkit.transfer.factors.job import FactoredJob
+from shardkit.osft.job import FactoredJob
 
 _MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies what is smaller
 

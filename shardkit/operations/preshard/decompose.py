@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from shardkit.core.dtypes import DType
-from shardkit.core.factored import Target
+from shardkit.core.factored import FACTOR_DTYPE, Target
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import parse_size
 from shardkit.errors import UsageError
@@ -21,12 +21,12 @@ from shardkit.operations.environment import package_version
 from shardkit.operations.keys import NONE
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.preshard.profiles import Profile
+from shardkit.osft.compute import choose_num_workers
+from shardkit.osft.job import FactoredJob
 from shardkit.osft.layout import check_osft_mesh
 from shardkit.osft.plan import OsftPlan, parse_ranks
+from shardkit.osft.records import FactorRecords
 from shardkit.osft.svd import num_operations, svd_nbytes
-from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactorRecords
-from shardkit.transfer.factors.fill import choose_num_workers
-from shardkit.transfer.factors.job import FactoredJob
 
 OPERATIONS_PER_S = 20e9
 """Of one core, on the safe side: a virtual core at 2.5 GHz does 30e9 with 512 to 2048 directions. A weight that is nearly

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from shardkit._version import major
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import CASTS, DType
-from shardkit.core.factored import factor_of, stored_targets
+from shardkit.core.factored import FACTOR_DTYPE, factor_of, stored_targets
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, format_size, listed
 from shardkit.core.threads import silent
@@ -56,9 +56,9 @@ from shardkit.operations.preshard.profiles import (
 )
 from shardkit.operations.write import ReadFile
 from shardkit.osft.layout import division_of, factor_layout
+from shardkit.osft.records import FactorRecords, factored_weight, plan_records
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.converted import group_nbytes, opaque_groups
-from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactorRecords, factored_weight, plan_records
 from shardkit.transfer.plan import TransferPlan, build_plan
 from shardkit.transfer.rank_files import RankImages
 from shardkit.transfer.sources import same_bytes

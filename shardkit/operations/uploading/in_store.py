@@ -29,7 +29,7 @@ from shardkit.operations.parts.part import Part
 from shardkit.operations.uploading.local_records import remove_records, room_for_records
 from shardkit.operations.uploading.notes import Notes
 from shardkit.operations.uploading.run import StoredFiles, Upload, check_conditions, is_same
-from shardkit.transfer.factors.phase import PhaseAt
+from shardkit.osft.phase import PhaseAt
 
 _turns: dict[str, threading.Lock] = {}
 """By directory: which of the parts that are threads of this process writes there."""

@@ -23,8 +23,8 @@ from shardkit.files import cache, storage
 from shardkit.files.shared import SharedStaging, remove_runs
 from shardkit.files.staging import Staging, nothing
 from shardkit.operations.uploading.run import StoredFiles, Upload, check_conditions, interrupted
+from shardkit.osft.phase import PhaseAt
 from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.factors.phase import PhaseAt
 
 _FOLDER = "factors"
 ELSEWHERE = (

@@ -18,7 +18,7 @@ from shardkit.core.text import MIB, count
 from shardkit.errors import LayoutError
 from shardkit.formats.contract import Checkpoint
 from shardkit.operations.verify.result import Report
-from shardkit.transfer.codecs.fold import refuse_other_dtypes
+from shardkit.osft.fold import refuse_other_dtypes
 from shardkit.transfer.sources import Reader, SourceFiles, bands
 
 if TYPE_CHECKING:

@@ -33,10 +33,10 @@ from shardkit.errors import (
 from shardkit.files import manifest, storage
 from shardkit.files.shared import SharedRecords
 from shardkit.operations.preshard.decompose import computed_by
+from shardkit.osft import compute
 from shardkit.osft.plan import OsftPlan
 from shardkit.osft.svd import Factors, factorise, svd_nbytes
-from shardkit.transfer.factors import fill
-from shardkit.transfer.factors.workers import FactorWorker
+from shardkit.osft.workers import FactorWorker
 from tests.worlds.factors import WorkerHere
 
 MakeHub = Callable[..., Path]
@@ -116,7 +116,7 @@ def test_any_number_of_processes_gives_the_same_bytes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preshard(source, tmp_path / "two", jobs=2)
-    monkeypatch.setattr(fill, "FactorWorker", WorkerHere)
+    monkeypatch.setattr(compute, "FactorWorker", WorkerHere)
     preshard(source, tmp_path / "one", jobs=1)
     assert files(tmp_path / "two") == files(tmp_path / "one")
     assert not list(tmp_path.glob(".*"))
@@ -182,13 +182,13 @@ def test_a_killed_process_is_told_and_what_it_had_computed_is_kept(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(fill, "FactorWorker", Killed)
+        patch.setattr(compute, "FactorWorker", Killed)
         with pytest.raises(IncompleteError, match=r"k_proj ended by signal 9") as caught:
             preshard(source, out, jobs=1)
     assert "resume" in str(caught.value.hint)
     assert not out.exists()
     Counting.asked = []
-    monkeypatch.setattr(fill, "FactorWorker", Counting)
+    monkeypatch.setattr(compute, "FactorWorker", Counting)
     resumed = preshard(source, out, jobs=1)
     assert resumed.osft is not None
     assert resumed.osft.num_resumed == 3
@@ -213,14 +213,14 @@ def test_what_an_interrupted_run_left_is_compared_with_its_notes(
             return super().ask(request, stop)
 
     Counting.asked = []
-    monkeypatch.setattr(fill, "FactorWorker", Interrupted)
+    monkeypatch.setattr(compute, "FactorWorker", Interrupted)
     with pytest.raises(shardkit.Interrupted):
         preshard(source, tmp_path / "out", jobs=1)
     (left,) = (path for path in tmp_path.glob(".out.shardkit-*") if path.is_dir())
     damaged = min(left.glob("factors/*-*"))
     if is_damaged:
         damaged.write_bytes(bytes(damaged.stat().st_size))
-    monkeypatch.setattr(fill, "FactorWorker", Counting)
+    monkeypatch.setattr(compute, "FactorWorker", Counting)
     Counting.asked = []
     preshard(source, tmp_path / "out", jobs=1)
     assert len(Counting.asked) == num_left
@@ -230,11 +230,11 @@ def test_what_an_interrupted_run_left_is_compared_with_its_notes(
 
 @pytest.mark.usefixtures("fast_factors")
 def test_another_cpu_begins_anew(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill, "FactorWorker", Killed)
+    monkeypatch.setattr(compute, "FactorWorker", Killed)
     with pytest.raises(IncompleteError):
         preshard(source, tmp_path / "out", jobs=1)
     monkeypatch.setattr("shardkit.operations.preshard.job.computed_by", lambda: {"cpu": "another"})
-    monkeypatch.setattr(fill, "FactorWorker", Counting)
+    monkeypatch.setattr(compute, "FactorWorker", Counting)
     Counting.asked = []
     preshard(source, tmp_path / "out")
     assert len(Counting.asked) == 5
@@ -261,7 +261,7 @@ def test_what_is_factored_is_compared_with_its_checksums(
     whole = preshard(source, tmp_path / "whole")
     assert (whole.checked_bytes, whole.unchecked) == (whole.read_bytes, ())
     with monkeypatch.context() as patch:
-        patch.setattr(fill, "FactorWorker", Killed)
+        patch.setattr(compute, "FactorWorker", Killed)
         with pytest.raises(IncompleteError):
             preshard(source, tmp_path / "out", jobs=1)
     resumed = preshard(source, tmp_path / "out", jobs=1)
@@ -285,7 +285,7 @@ def test_factors_worse_than_promised_are_refused(
     def bad(*args: Any) -> Factors:
         return replace(factorise(*args), orthogonality=2e-6)
 
-    monkeypatch.setattr("shardkit.transfer.factors.child.factorise", bad)
+    monkeypatch.setattr("shardkit.osft.child.factorise", bad)
     with pytest.raises(IntegrityError, match="is allowed"):
         preshard(source, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
@@ -367,14 +367,14 @@ def test_the_disk_has_to_hold_the_records_too(
 def test_the_memory_bounds_the_processes(tmp_path: Path) -> None:
     targets = [Target(path=str(size), rows=size, columns=size, rank=8) for size in (256, 512)]
     largest = svd_nbytes(targets[1])
-    assert fill.choose_num_workers(targets * 9, 8, 3 * largest + 1) == 3
-    assert fill.choose_num_workers(targets * 9, 8, 3 * largest + 1, largest) == 2
-    assert fill.choose_num_workers(targets, 8, 9 * largest) == 2  # there are no more targets
-    assert 1 <= fill.choose_num_workers(targets * 9, 8, None) <= 8
+    assert compute.choose_num_workers(targets * 9, 8, 3 * largest + 1) == 3
+    assert compute.choose_num_workers(targets * 9, 8, 3 * largest + 1, largest) == 2
+    assert compute.choose_num_workers(targets, 8, 9 * largest) == 2  # there are no more targets
+    assert 1 <= compute.choose_num_workers(targets * 9, 8, None) <= 8
     with pytest.raises(UsageError, match=r"too little for the factors of 512: they take"):
-        fill.choose_num_workers(targets, 8, largest - 1)
+        compute.choose_num_workers(targets, 8, largest - 1)
     with pytest.raises(UsageError, match=r"and 4\.0 MiB on their way into a store"):
-        fill.choose_num_workers(targets, 8, largest, 4 << 20)
+        compute.choose_num_workers(targets, 8, largest, 4 << 20)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import shardkit
 from shardkit.files import stores
 from shardkit.files.remote import contract
 from shardkit.files.remote.writers import writer_of
-from shardkit.transfer.factors import fill
+from shardkit.osft import compute
 from tests.worlds import stores as servers
 from tests.worlds.factors import Counting
 
@@ -115,7 +115,7 @@ def fetch(out: str, directory: Path) -> Path:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     Counting.asked = []
-    monkeypatch.setattr(fill, "FactorWorker", Counting)
+    monkeypatch.setattr(compute, "FactorWorker", Counting)
 
 
 @pytest.fixture(scope="module")

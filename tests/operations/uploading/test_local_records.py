@@ -19,8 +19,8 @@ from shardkit.cli import preshard as preshard_command
 from shardkit.core.text import format_size
 from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import storage
+from shardkit.osft import compute
 from shardkit.osft.plan import OsftPlan
-from shardkit.transfer.factors import fill
 from tests.operations.uploading.conftest import NUM_WEIGHTS, Served, check_bytes, objects
 from tests.worlds import stores as servers
 from tests.worlds.factors import Counting, WorkerHere
@@ -30,7 +30,7 @@ _KILLED = """
 import json, os, signal, sys
 import shardkit
 from shardkit.files.shared import SharedRecords
-from shardkit.transfer.factors import fill
+from shardkit.osft import compute
 from tests.worlds.factors import WorkerHere
 
 source, out, most = json.loads(sys.argv[1])
@@ -43,7 +43,7 @@ def die(self, *told):
         os.kill(os.getpid(), signal.SIGKILL)
     return True
 
-SharedRecords.write_note, fill.FactorWorker = die, WorkerHere
+SharedRecords.write_note, compute.FactorWorker = die, WorkerHere
 shardkit.preshard(source, out, world_size=3, osft=0.3, jobs=1)
 """
 
@@ -179,7 +179,7 @@ def test_an_interrupt_keeps_what_was_computed(
             return super().ask(request, stop)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fill, "FactorWorker", Interrupted)
+        patch.setattr(compute, "FactorWorker", Interrupted)
         with pytest.raises(shardkit.Interrupted, match="what was computed is kept") as caught:
             preshard(source, out)
     assert f"shardkit status {out} --abort" in (caught.value.hint or "")

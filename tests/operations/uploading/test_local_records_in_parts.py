@@ -22,8 +22,8 @@ from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared_store import StoredRecords
 from shardkit.operations.parts import divided
 from shardkit.operations.uploading import run as uploading
+from shardkit.osft import compute
 from shardkit.osft.plan import OsftPlan
-from shardkit.transfer.factors import fill
 from tests.operations.uploading.conftest import NUM_WEIGHTS, Served, check_bytes, objects
 from tests.worlds import stores as servers
 from tests.worlds.factors import Counting, WorkerHere
@@ -33,12 +33,12 @@ _PARTS = """
 import json, os, signal, sys, threading
 import shardkit
 from shardkit.files.remote.writers import StoreWriter
-from shardkit.transfer.factors import fill
+from shardkit.osft import compute
 from tests.worlds.factors import WorkerHere
 from tests.worlds.processes import fork
 
 source, out, options, parts, dies = json.loads(sys.argv[1])
-fill.FactorWorker = WorkerHere
+compute.FactorWorker = WorkerHere
 text, left = dies or ["", 0]
 lock = threading.RLock()
 
@@ -103,7 +103,7 @@ def whole(served: Served, source: Path, tmp_path_factory: pytest.TempPathFactory
     home = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDKIT_CACHE", str(home / "cache"))
-        patch.setattr(fill, "FactorWorker", WorkerHere)
+        patch.setattr(compute, "FactorWorker", WorkerHere)
         preshard(source, f"{served.root}/whole")
         preshard(source, home / "local")
     check_bytes(f"{served.root}/whole", home / "local")
@@ -282,7 +282,7 @@ def test_a_part_that_is_given_up_while_it_computes(
                 shardkit.status(out, abort=True)
             return super().ask(request, stop)
 
-    monkeypatch.setattr(fill, "FactorWorker", GivenUp)
+    monkeypatch.setattr(compute, "FactorWorker", GivenUp)
     with pytest.raises(IncompleteError, match="given up meanwhile"):
         preshard(source, out, "1/2")
     assert not objects(out)

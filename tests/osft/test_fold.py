@@ -16,9 +16,9 @@ from shardkit.core.factored import Target, stored_targets
 from shardkit.core.regions import Region
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.directory import open_model
+from shardkit.osft.fold import Fold, refuse_other_dtypes, steps
 from shardkit.transfer.codecs.boxes import read_box
 from shardkit.transfer.codecs.derive import derive
-from shardkit.transfer.codecs.fold import Fold, refuse_other_dtypes, steps
 from shardkit.transfer.sources import SourceFiles
 from tests.operations.consolidate.checkpoints import save
 from tests.osft.factored import fold

@@ -17,10 +17,10 @@ from shardkit.core.text import escape, format_size
 from shardkit.core.threads import run_all
 from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
+from shardkit.osft.job import FactoredJob
 from shardkit.osft.svd import num_operations, svd_nbytes
+from shardkit.osft.workers import FactorWorker
 from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.factors.job import FactoredJob
-from shardkit.transfer.factors.workers import FactorWorker
 from shardkit.transfer.sources import SourceFiles
 
 # Limit and use of a container, and what of it are pages of files, by the second and the first version of control groups.

@@ -16,7 +16,7 @@ from shardkit.core.factored import FACTORS, Target
 from shardkit.core.regions import full_region
 from shardkit.errors import ResourceError, SourceError
 from shardkit.osft.svd import factorise
-from shardkit.transfer.factors.workers import FactorWorker
+from shardkit.osft.workers import FactorWorker
 from shardkit.transfer.sources import SourceFiles
 
 SHAPE = (9, 7)

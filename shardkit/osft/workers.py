@@ -29,7 +29,7 @@ from shardkit.files.digest import crc32
 from shardkit.transfer.codecs.boxes import read_box
 from shardkit.transfer.sources import Reader
 
-_BOOT = "import sys; sys.path[:] = sys.argv[1:-1]; from shardkit.transfer.factors.child import main; main()"
+_BOOT = "import sys; sys.path[:] = sys.argv[1:-1]; from shardkit.osft.child import main; main()"
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 _POLL_S = 0.2  # how long a worker is waited for before a stop is noticed
 _BAND_NBYTES = 8 << 20  # of a weight that are read at a time

@@ -7,13 +7,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, SourceFile
-from shardkit.core.dtypes import BY_NAME
-from shardkit.core.factored import FACTORS, Target
+from shardkit.core.factored import FACTOR_DTYPE, FACTORS, Target
 from shardkit.core.regions import full_region
 from shardkit.files.storage import BLOCK
 from shardkit.transfer.images import Hole
-
-FACTOR_DTYPE = BY_NAME["float32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

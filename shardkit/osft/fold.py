@@ -1,4 +1,4 @@
-"""Dense weights of the factors of orthogonal subspace fine-tuning, folded block by block in bounded memory.
+"""Dense weights in the place of the factors of a checkpoint, folded block by block in bounded memory.
 
 Rows of a weight need the same rows of U and all of V. So a block of rows holds its rows of U and its sums, in float64,
 and V passes by, a few directions at a time. The result is rounded once, to float32.
@@ -7,23 +7,25 @@ and V passes by, a few directions at a time. The result is rounded once, to floa
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from shardkit.core.catalog import StoredParts
-from shardkit.core.dtypes import BY_NAME, DType
-from shardkit.core.factored import HIGH, LOW, Target
+from shardkit.core.dtypes import DType, most_bytes
+from shardkit.core.factored import FACTOR_DTYPE, HIGH, LOW, Target, factor_of, stored_targets
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import MIB, escape
 from shardkit.errors import LayoutError
+from shardkit.formats.contract import Checkpoint, Folded
+from shardkit.formats.derived import derive_base, derive_checkpoint
+from shardkit.formats.hub.base import Base
 from shardkit.keys.quantised import Held
 
 if TYPE_CHECKING:
     import numpy
     import torch
 
-FOLDED = BY_NAME["float32"]
-"""The dtype of folded weights, before they are converted."""
 _MIN_NBYTES = 8 * MIB  # a block takes as much at least: a few directions of V must fit
 _MAX_DIRECTIONS = 128  # of V at a time; with more the product is no faster
 
@@ -42,12 +44,48 @@ def refuse_other_dtypes(tensors: Mapping[str, Held], targets: Collection[Target]
     )
 
 
+def take_folded(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint of dense weights, in float32; one without factors as it is.
+
+    Raises:
+        LayoutError: factors are missing, do not fit each other, or are no floating numbers; lists all.
+    """
+    tensors = checkpoint.catalog.tensors
+    targets = stored_targets({name: entry.shape for name, entry in tensors.items()})
+    if not targets:
+        return checkpoint
+    refuse_other_dtypes(tensors, targets.values())
+    by_weight = {target.weight: target for target in targets.values()}
+    folded = derive_checkpoint(checkpoint, _folds(targets))
+    return replace(folded, folded=Folded(by_weight, checkpoint.select))
+
+
+def folded_base(base: Base) -> Base:
+    """Return a base as it would be with dense weights, in the dtype of most bytes of its other tensors.
+
+    Raises:
+        LayoutError: its factors are not complete, or are no floating numbers.
+    """
+    tensors = base.tensors or {}
+    targets = stored_targets({name: tensor.shape for name, tensor in tensors.items()})
+    if not targets:
+        return base
+    refuse_other_dtypes(tensors, targets.values())
+    others = [tensor for name, tensor in tensors.items() if factor_of(name) not in targets]
+    dtype = most_bytes((tensor.dtype, prod(tensor.shape) * tensor.dtype.itemsize) for tensor in others)
+    return derive_base(base, _folds(targets), dtype=dtype)
+
+
+def _folds(targets: Mapping[str, Target]) -> dict[str, Fold]:
+    return {target.weight: Fold(target) for target in targets.values()}
+
+
 @dataclass(frozen=True, slots=True)
 class Fold:
     """The values of a weight in float32; a `Codec`."""
 
     target: Target
-    dtype: ClassVar[DType] = FOLDED
+    dtype: ClassVar[DType] = FACTOR_DTYPE
     needs_torch: ClassVar[bool] = True
 
     @property

@@ -26,10 +26,10 @@ from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.shared import RecordStat
 from shardkit.files.strict_json import parse_object
+from shardkit.osft.compute import FactorRun
+from shardkit.osft.job import FactoredJob, measured_of
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.digests import parse_versions
-from shardkit.transfer.factors.fill import FactorRun
-from shardkit.transfer.factors.job import FactoredJob, measured_of
 from shardkit.transfer.fill import image_crc
 from shardkit.transfer.stream import read_back
 

@@ -14,10 +14,10 @@ from shardkit.core.text import escape
 from shardkit.core.threads import run_all
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
+from shardkit.osft.records import FactoredWeight, FactorRecords
 from shardkit.osft.svd import num_operations
+from shardkit.osft.workers import rows_of
 from shardkit.transfer.existing import Unproven
-from shardkit.transfer.factors.catalog import FactoredWeight, FactorRecords
-from shardkit.transfer.factors.workers import rows_of
 from shardkit.transfer.sources import SourceFiles
 
 

@@ -21,9 +21,9 @@ from shardkit.core.factored import FACTORS
 from shardkit.errors import IncompleteError, IntegrityError, UsageError
 from shardkit.files import storage
 from shardkit.operations.parts import divided
+from shardkit.osft import compute
 from shardkit.osft.plan import OsftPlan
-from shardkit.transfer.factors import fill
-from shardkit.transfer.factors.workers import FactorWorker
+from shardkit.osft.workers import FactorWorker
 from tests.worlds.factors import Counting, WorkerHere
 
 MakeHub = Callable[..., Path]
@@ -63,7 +63,7 @@ def staging(directory: Path) -> Path:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The weights that are computed, in their order."""
-    monkeypatch.setattr(fill, "FactorWorker", Counting)
+    monkeypatch.setattr(compute, "FactorWorker", Counting)
     Counting.asked = []
     return Counting.asked
 
@@ -137,13 +137,13 @@ def test_a_killed_process_costs_its_weight(
 ) -> None:
     """It is a real one, as people have it."""
     with monkeypatch.context() as patch:
-        patch.setattr(fill, "FactorWorker", Killed)
+        patch.setattr(compute, "FactorWorker", Killed)
         Killed.asked = 0
         with pytest.raises(IncompleteError, match="ended by signal 9"):
             preshard(source, tmp_path / "out", "1/1", jobs=1)
     assert len(list((staging(tmp_path) / "factors").glob("*.json"))) == 1
     assert not list((staging(tmp_path) / "work").iterdir())
-    monkeypatch.setattr(fill, "FactorWorker", Counting)
+    monkeypatch.setattr(compute, "FactorWorker", Counting)
     Counting.asked = []
     told = preshard(source, tmp_path / "out", "1/1", jobs=1)
     assert told.osft is not None
@@ -336,16 +336,16 @@ def test_what_a_twin_has_computed_meanwhile_is_taken(
     class Overtaken(Counting):
         def ask(self, request: dict[str, Any], stop: threading.Event) -> dict[str, Any]:
             with monkeypatch.context() as patch:
-                patch.setattr(fill, "FactorWorker", Counting)
+                patch.setattr(compute, "FactorWorker", Counting)
                 preshard(source, tmp_path / "out", "1/2", jobs=1)
             return super().ask(request, stop)
 
-    monkeypatch.setattr(fill, "FactorWorker", Overtaken)
+    monkeypatch.setattr(compute, "FactorWorker", Overtaken)
     slow = preshard(source, tmp_path / "out", "1/2", jobs=1)
     assert slow.part is not None
     assert (slow.part.num_weights, slow.part.resumed_weights) == (3, 0)
     assert len(asked) == 3 + 1
-    monkeypatch.setattr(fill, "FactorWorker", WorkerHere)
+    monkeypatch.setattr(compute, "FactorWorker", WorkerHere)
     preshard(source, tmp_path / "out", "2/2")
     preshard(source, tmp_path / "whole")
     assert files(tmp_path / "out") == files(tmp_path / "whole")
@@ -383,11 +383,11 @@ def test_of_twins_with_other_bits_the_faster_counts(
         if not synced:
             synced.append(path)
             with monkeypatch.context() as patch:
-                patch.setattr(fill, "FactorWorker", OtherBits)
+                patch.setattr(compute, "FactorWorker", OtherBits)
                 preshard(source, tmp_path / "out", "1/4")
             synced.append(str(crc_of_u(staging(tmp_path))))
 
-    monkeypatch.setattr(fill, "FactorWorker", WorkerHere)
+    monkeypatch.setattr(compute, "FactorWorker", WorkerHere)
     monkeypatch.setattr(storage, "sync_file", sync)
     preshard(source, tmp_path / "out", "1/4")
     assert synced[1] == str(crc_of_u(staging(tmp_path)))
@@ -402,18 +402,18 @@ def test_files_of_other_factors_are_written_again(
     def full(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(fill, "FactorWorker", WorkerHere)
+    monkeypatch.setattr(compute, "FactorWorker", WorkerHere)
     with monkeypatch.context() as patch:
         patch.setattr(storage, "hard_link", full)
         with pytest.raises(shardkit.ResourceError, match="No space"):
             preshard(source, tmp_path / "out", "1/1")
     assert len(list((staging(tmp_path) / "done").iterdir())) == 2
     next(path for path in (staging(tmp_path) / "factors").iterdir() if path.suffix != ".json").unlink()
-    monkeypatch.setattr(fill, "FactorWorker", OtherBits)
+    monkeypatch.setattr(compute, "FactorWorker", OtherBits)
     told = preshard(source, tmp_path / "out", "1/1")
     assert told.osft is not None
     assert (told.osft.num_resumed, told.resumed_files) == (4, 0)
-    monkeypatch.setattr(fill, "FactorWorker", WorkerHere)
+    monkeypatch.setattr(compute, "FactorWorker", WorkerHere)
     preshard(source, tmp_path / "whole")
     assert shardkit.verify(tmp_path / "out", full=True).ok
     assert not shardkit.diff(tmp_path / "out", tmp_path / "whole").is_equal
