@@ -30,7 +30,7 @@ from shardkit.files.location import location_of
 
 if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult
-    from shardkit.operations.preshard.decompose import OsftResult
+    from shardkit.osft.cost import OsftResult
     from shardkit.pictures.page import Page
 
 
@@ -160,7 +160,7 @@ def command(
     if not out.shows_bars and _is_on_the_hub(source):
         opt.silence_hub()
     from shardkit.operations.preshard import preshard
-    from shardkit.operations.preshard.decompose import plan_of_options
+    from shardkit.osft.plan import plan_of_options
 
     plan = plan_of_options(osft, osft_targets, osft_ranks, osft_svd)
     if not opt.given("max_memory"):

@@ -26,6 +26,18 @@ _PACKAGES = (
     "accelerate",
 )
 _SHOWN_VALUES = ("HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE")
+_CHOOSE_CODE = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_CORETYPE")
+# Lines of /proc/cpuinfo that tell one type of CPU from another.
+_CPU_LINES = (
+    "vendor_id",
+    "cpu family",
+    "model",
+    "model name",
+    "stepping",
+    "CPU implementer",
+    "CPU part",
+    "flags",
+)
 _CREDENTIALS = re.compile(r"//[^/@]*@")
 
 
@@ -145,3 +157,20 @@ def _memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
+
+
+def computed_by() -> dict[str, object]:
+    """Return what decides the last bits of what is computed: torch, the type of the CPU, and the settings that pick its code."""
+    lines: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                lines.setdefault(name.strip(), value.strip())
+    except OSError:
+        lines["model name"] = platform.processor() or platform.machine()
+    return {
+        "torch": package_version("torch"),
+        "cpu": [lines.get(name) for name in _CPU_LINES],
+        "environment": {name: os.environ[name] for name in _CHOOSE_CODE if name in os.environ},
+    }

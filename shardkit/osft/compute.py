@@ -13,11 +13,13 @@ from types import TracebackType
 from typing import Any
 
 from shardkit.core.factored import Target
-from shardkit.core.text import escape, format_size
+from shardkit.core.text import escape, format_size, parse_size
 from shardkit.core.threads import run_all
 from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.osft.job import FactoredJob
+from shardkit.osft.plan import OsftPlan
+from shardkit.osft.records import FactorRecords
 from shardkit.osft.svd import num_operations, svd_nbytes
 from shardkit.osft.workers import FactorWorker
 from shardkit.transfer.checks import SourceCheck
@@ -34,6 +36,35 @@ _CONTAINER_LIMITS = (
     ),
 )
 _DAMAGED = "use another copy of the checkpoint; --check-source off takes the damaged bytes as they are"
+
+
+def factored_job(
+    plan: OsftPlan | None,
+    records: FactorRecords,
+    *,
+    jobs: int,
+    max_memory: str | int | None,
+    sending_bytes: int,
+) -> FactoredJob | None:
+    """Return what has to be computed for a job; None if it is without factors.
+
+    Args:
+        plan: what was asked for.
+        records: of all weights that become factors.
+        jobs: most processes.
+        max_memory: for all of them; None where a person did not say.
+        sending_bytes: what of it factors take on their way into a store.
+
+    Raises:
+        UsageError: the memory is too little for one of them.
+    """
+    if plan is None:
+        return None
+    targets = [weight.target for weight in records.weights]
+    workers = choose_num_workers(
+        targets, jobs, None if max_memory is None else parse_size(max_memory), sending_bytes
+    )
+    return FactoredJob(records=records, svd=plan.svd, num_workers=workers)
 
 
 def choose_num_workers(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from shardkit.core.catalog import TensorEntry
-from shardkit.core.factored import Target, shard_dim
+from shardkit.core.dtypes import DType
+from shardkit.core.factored import FACTOR_DTYPE, Target, shard_dim
 from shardkit.core.mesh import Mesh
 from shardkit.core.placements import REPLICATE, Placement, Placements
 from shardkit.core.text import escape
 from shardkit.errors import MeshError
+from shardkit.files import manifest
 from shardkit.layout.choice.factored import put_factors
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.layout.traced import Division
@@ -98,3 +102,32 @@ def _placed(layout: Layout, target: Target, fqn: str, shape: tuple[int, ...]) ->
 def division_of(plan: OsftPlan | None) -> Division | None:
     """Return what puts a plan's factors into a model that is traced; None for None."""
     return None if plan is None else Division("shardkit.osft.trace_child", as_config(plan))
+
+
+def describe_osft(plan: OsftPlan, layout: Layout, dtypes: Mapping[str, DType], root: str) -> manifest.Osft:
+    """Return the entry of a manifest for factors that are not yet computed.
+
+    Args:
+        plan: what was asked for.
+        layout: what came of it.
+        dtypes: of everything that is stored, by name.
+        root: what stands before the model's own names.
+    """
+    targets, sizes = layout.factored.values(), Counter[str]()
+    factors = {name for target in targets for name in target.shapes}
+    for name, dtype in dtypes.items():
+        if name not in factors and dtype.is_convertible:
+            sizes[dtype.name] += prod(layout.tensors[name].shape)
+    return manifest.Osft(
+        ratio=plan.ratio,
+        targets=plan.globs,
+        ranks=plan.ranks,
+        svd=plan.svd,
+        dense_dtype=max(sizes, key=sizes.__getitem__, default=FACTOR_DTYPE.name),
+        modules={
+            target.path.removeprefix(root): manifest.OsftModule(
+                rank=target.rank, shape=(target.rows, target.columns)
+            )
+            for target in targets
+        },
+    )

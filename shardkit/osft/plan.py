@@ -103,6 +103,26 @@ def as_plan(osft: float | OsftPlan | Mapping[str, Any] | None) -> OsftPlan | Non
     return OsftPlan(ratio=float(osft))
 
 
+def plan_of_options(
+    ratio: float | None, targets: str | None, ranks: Iterable[str], svd: str | None
+) -> OsftPlan | None:
+    """Return the plan that the options of the command line say; None without --osft.
+
+    Raises:
+        UsageError: some are given without --osft, or cannot be carried out.
+    """
+    if ratio is None:
+        given = {"--osft-targets": targets, "--osft-rank": tuple(ranks), "--osft-svd": svd}
+        UsageError.raise_for(
+            [option for option, value in given.items() if value],
+            "options for factors, without --osft",
+            hint="--osft 0.3 trains three tenths of each target's singular directions",
+        )
+        return None
+    about = {name: value for name, value in (("targets", targets), ("svd", svd)) if value is not None}
+    return OsftPlan(ratio=ratio, ranks=parse_ranks(ranks), **about)  # type: ignore[arg-type]  # checked there
+
+
 def _bad_ratio(what: str, ratio: float) -> str:
     if 0 < ratio < 1:
         return ""

@@ -16,8 +16,8 @@ import pytest
 import shardkit
 from shardkit.cli import preshard as preshard_command
 from shardkit.operations.preshard import PreshardResult
-from shardkit.operations.preshard.decompose import OsftKind, OsftResult
 from shardkit.operations.write import Converted
+from shardkit.osft.cost import OsftKind, OsftResult
 from shardkit.osft.plan import OsftPlan
 
 ARGS = ["preshard", "tiny", "--world-size", "4", "--wrap", "none"]

@@ -54,7 +54,7 @@ ELSEWHERE = {
     "cli/errors.py": {"os.path.realpath", "shutil.which"},
     "cli/__init__.py": {"open"},
     "formats/torchsave/bin.py": {"open"},
-    "operations/preshard/decompose.py": {"open"},
+    "operations/environment.py": {"open"},
     "osft/compute.py": {"open"},
     "osft/workers.py": {"os.ftruncate", "os.read"},
     "training/extras/memory.py": {"open"},

@@ -77,7 +77,6 @@ from shardkit.operations.consolidate.assets import (
     with_tokenizer,
 )
 from shardkit.operations.consolidate.fit import BaseFit, base_shapes, check_fit
-from shardkit.operations.consolidate.fold_or_keep import Written, take_factors
 from shardkit.operations.consolidate.globs import Sieve, make_sieve
 from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.consolidate.vocabulary import RowsChange, check_tokenizer, follow_vocabulary
@@ -86,6 +85,7 @@ from shardkit.operations.parts.agreement import Share
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.osft.fold import Fold
+from shardkit.osft.keep import Written, take_factors
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.derive import made_among
 from shardkit.transfer.plan import TransferPlan, build_plan

@@ -34,15 +34,16 @@ from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptio
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space, default_output
 from shardkit.operations.holdings import Holdings
-from shardkit.operations.parts.part import Part
+from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.parts.pool import in_pool
-from shardkit.operations.preshard.decompose import OsftResult, factored_job, osft_result
 from shardkit.operations.preshard.held import hold_job
 from shardkit.operations.preshard.job import PreshardJob, build_job
 from shardkit.operations.preshard.options import PreshardOptions
 from shardkit.operations.preshard.profiles import write_companions
 from shardkit.operations.resolve import stands_for
 from shardkit.operations.write import Writer, WriteResult
+from shardkit.osft.compute import factored_job
+from shardkit.osft.cost import OsftResult, osft_result
 from shardkit.osft.job import FactoredJob
 
 _MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies what is smaller
@@ -192,10 +193,12 @@ def preshard(options: PreshardOptions) -> PreshardResult:
         share_extents=room.shared_bytes > 0,
         factors=factors,
     )
-    facts = writer.facts(job.warnings)
+    facts = {**writer.facts(job.warnings), "osft": None}
     became = facts["part"]
-    mine = options.share if isinstance(options.share, Part) and not (became and became.is_committed) else None
-    facts["osft"] = None if factors is None else osft_result(factors, mine, record_bytes=writer.record_bytes)
+    part = options.share if isinstance(options.share, Part) and not (became and became.is_committed) else None
+    if factors is not None:
+        numbers = None if part is None else share_of([size for _, size in factors.weights], part)
+        facts["osft"] = osft_result(factors, numbers, record_bytes=writer.record_bytes)
     result = _result(job, source, facts, shares_extents=room.shared_bytes > job.plan.written_bytes // 2)
     return replace(result, holdings=hold_job(job)) if options.holdings else result
 

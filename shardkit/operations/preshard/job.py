@@ -40,9 +40,8 @@ from shardkit.operations.casts import (
 )
 from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.describe_files import FilesOutput
-from shardkit.operations.environment import traced_with
+from shardkit.operations.environment import computed_by, traced_with
 from shardkit.operations.keys import NONE, load_rules
-from shardkit.operations.preshard.decompose import check_osft, computed_by, describe_osft
 from shardkit.operations.preshard.options import ORIGINS, STORED_NAMES, PreshardOptions
 from shardkit.operations.preshard.profiles import (
     Assets,
@@ -55,7 +54,7 @@ from shardkit.operations.preshard.profiles import (
     with_config,
 )
 from shardkit.operations.write import ReadFile
-from shardkit.osft.layout import division_of, factor_layout
+from shardkit.osft.layout import check_osft_mesh, describe_osft, division_of, factor_layout
 from shardkit.osft.records import FactorRecords, factored_weight, plan_records
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.converted import group_nbytes, opaque_groups
@@ -135,7 +134,7 @@ def build_job(checkpoint: Checkpoint, options: PreshardOptions) -> PreshardJob:
     check_cast("--layout", options.layout, ORIGINS)
     _check_keys(options)
     if options.plan is not None:
-        check_osft(profile, options.ranks, options.key_rules)
+        _check_osft(profile, options.ranks, options.key_rules)
     _check_no_factors(model, options)
     layout = _placed(_choose_layout(model, options), options)
     return _job_of(checkpoint, layout, options, find_assets(profile, model))
@@ -216,6 +215,30 @@ def _check_keys(options: PreshardOptions) -> None:
         raise UsageError(
             f"--names hub keeps the names of the files, and {other} gives those of key rules",
             hint="leave out one of the two",
+        )
+
+
+def _check_osft(profile: Profile, mesh: Mesh, keys: str) -> None:
+    """Refuse what cannot start from factors.
+
+    Args:
+        profile: the trainer that is to start.
+        mesh: its device mesh.
+        keys: key rules, as `--keys` takes them.
+
+    Raises:
+        MeshError, UsageError: it cannot.
+    """
+    check_osft_mesh(mesh)
+    if profile.form != "dcp" or profile.key_sets:
+        raise UsageError(
+            f"--osft with --profile {profile.name}: this trainer builds its own layers, and has none for factors",
+            hint="take profile plain, accelerate, lightning or lightning-mp, whose models are the caller's",
+        )
+    if keys != NONE:
+        raise UsageError(
+            "--osft with --keys: factors are for the layers of transformers' models",
+            hint="leave one of them out",
         )
 
 

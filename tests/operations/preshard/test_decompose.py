@@ -32,7 +32,7 @@ from shardkit.errors import (
 )
 from shardkit.files import manifest, storage
 from shardkit.files.shared import SharedRecords
-from shardkit.operations.preshard.decompose import computed_by
+from shardkit.operations.environment import computed_by
 from shardkit.osft import compute
 from shardkit.osft.plan import OsftPlan
 from shardkit.osft.svd import Factors, factorise, svd_nbytes
