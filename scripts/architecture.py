@@ -5,7 +5,8 @@
 
 A room is a folder of the package. Imports point down: from a room to one that stands below it in FLOORS, never up, and
 never in a circle. An import inside a function counts as any other. A class name means one thing in the whole package.
-No module outside `files` asks what kind of path it has: `files/location` says what can be done there.
+No module outside `files` asks what kind of path it has: `files/location` says what can be done there. OSFT is known
+outside `osft` at its seams alone.
 """
 
 from __future__ import annotations
@@ -83,6 +84,35 @@ MAY_ASK_KINDS = {
     "operations/write.py",
 }
 """Modules outside `files` that still do; nothing may be added."""
+
+OSFT_SEAMS = {
+    # public names, and the options of verbs
+    "__init__.py": {"plan", "training/projection"},
+    "cli/preshard.py": {"cost", "plan"},
+    "operations/preshard/__init__.py": {"compute", "cost", "job"},
+    "operations/preshard/job.py": {"job", "layout"},
+    "operations/preshard/options.py": {"plan"},
+    # the phase before a job
+    "operations/describe_dcp.py": {"job"},
+    "operations/parts/agreement.py": {"phase"},
+    "operations/parts/divided.py": {"phase"},
+    "operations/parts/on_disk.py": {"phase"},
+    "operations/uploading/in_store.py": {"phase"},
+    "operations/uploading/local_records.py": {"phase"},
+    "operations/write.py": {"job", "phase"},
+    # the codec that folds
+    "operations/consolidate/__init__.py": {"fold"},
+    "operations/consolidate/job.py": {"fold", "keep"},
+    "operations/diff/sides.py": {"fold"},
+    "operations/keys/__init__.py": {"fold"},
+    "operations/verify/orthonormality.py": {"fold"},
+    # the phases of a training job
+    "training/finalize.py": {"training/model"},
+    "training/model/fit.py": {"training/model"},
+    "training/prepare.py": {"plan", "training/model"},
+    "training/wrap.py": {"layout", "modules"},
+}
+"""Modules outside `osft` that import from it, and what; nothing may be added. Names and shapes are in `core/factored`."""
 
 WIDTH = 900
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">
@@ -177,6 +207,29 @@ def kind_questions(package: Path, exceptions: Collection[str] = MAY_ASK_KINDS) -
         yield f"{file} asks what kind of path it has: give what it needs a name in files/location"
     for file in sorted({*exceptions} - asking):
         yield f"{file} asks for no kind of path any more: take it out of MAY_ASK_KINDS"
+
+
+def osft_imports(package: Path, seams: Mapping[str, Collection[str]] = OSFT_SEAMS) -> Iterator[str]:
+    """Yield a line for each import from `osft` outside it that is none of its seams, and each seam that is none."""
+    known, used = modules(package), dict[str, set[str]]()
+    inside = {
+        name: path.relative_to(package / "osft")
+        for name, path in known.items()
+        if (package / "osft") in path.parents
+    }
+    for name in known.keys() - inside.keys():
+        there = {
+            inside[other].with_suffix("").as_posix()
+            for other in imports(known[name], known)
+            if other in inside
+        }
+        if there:
+            used[known[name].relative_to(package).as_posix()] = there
+    for file in sorted(used.keys() | seams.keys()):
+        for module in sorted(used.get(file, set()) - {*seams.get(file, ())}):
+            yield f"{file} imports osft/{module}.py: names and shapes of factors are in core/factored, the rest stays in osft"
+        for module in sorted({*seams.get(file, ())} - used.get(file, set())):
+            yield f"{file} imports osft/{module}.py no more: take it out of OSFT_SEAMS"
 
 
 def arrows(package: Path) -> dict[str, set[str]]:
@@ -276,7 +329,7 @@ def main() -> int:
     if sys.argv[1:] == ["--draw"]:
         PICTURE.write_text(draw(PACKAGE), encoding="utf-8")
         return 0
-    found = [*problems(PACKAGE), *shared_names(PACKAGE), *kind_questions(PACKAGE)]
+    found = [*problems(PACKAGE), *shared_names(PACKAGE), *kind_questions(PACKAGE), *osft_imports(PACKAGE)]
     if not found and (not PICTURE.exists() or PICTURE.read_text(encoding="utf-8") != draw(PACKAGE)):
         found.append(f"docs/{PICTURE.name} is old: python scripts/architecture.py --draw")
     print("\n".join(found), end="\n" * bool(found))

@@ -71,6 +71,28 @@ def test_a_class_name_in_two_files_is_found(tmp_path: Path) -> None:
     ]
 
 
+def test_osft_is_imported_at_its_seams_alone() -> None:
+    assert list(architecture.osft_imports(architecture.PACKAGE)) == []
+
+
+def test_an_import_from_osft_that_is_no_seam_is_found(tmp_path: Path) -> None:
+    inside = package(
+        tmp_path,
+        {
+            "osft/plan.py": "",
+            "osft/training/model.py": "from shardkit.osft import plan",
+            "cli/a.py": "def f():\n    from shardkit.osft.plan import g",
+            "training/b.py": "import shardkit.osft.training.model",
+            "keys/c.py": "",
+        },
+    )
+    seams = {"training/b.py": {"training/model"}, "keys/c.py": {"plan"}}
+    assert list(architecture.osft_imports(inside, seams)) == [
+        "cli/a.py imports osft/plan.py: names and shapes of factors are in core/factored, the rest stays in osft",
+        "keys/c.py imports osft/plan.py no more: take it out of OSFT_SEAMS",
+    ]
+
+
 def test_no_module_outside_files_asks_what_kind_of_path_it_has() -> None:
     assert list(architecture.kind_questions(architecture.PACKAGE)) == []
 
@@ -105,6 +127,7 @@ TOPICS = {
     "operations/consolidate/ask_class": "warnings against from_pretrained's own",
     "operations/consolidate/base_repo": "a base on the Hub",
     "operations/consolidate/factors_refused": "what fine-tuning leaves as factors is refused by every reader",
+    "operations/consolidate/fold_or_keep": "dense weights of factors, or factors as they are",
     "operations/consolidate/gaps": "what from_pretrained would make up",
     "operations/consolidate/memory": "peak memory, by the kernel",
     "operations/consolidate/modules": "weights beside the model's own, through every verb",
@@ -112,6 +135,7 @@ TOPICS = {
     "operations/consolidate/trainers": "from each trainer's run directory",
     "operations/manifest/written": "the manifests that other verbs write",
     "operations/opened_once": "every verb parses a source once",
+    "operations/preshard/decompose": "factors of weights, computed and described",
     "operations/preshard/dequantize": "plain weights of quantised ones",
     "operations/preshard/names": "models with other names in memory than in files, there and back",
     "operations/preshard/scale": "a thousand ranks",

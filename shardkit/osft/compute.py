@@ -17,9 +17,8 @@ from shardkit.core.text import escape, format_size, parse_size
 from shardkit.core.threads import run_all
 from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
-from shardkit.osft.job import FactoredJob
+from shardkit.osft.job import FactoredJob, FactorRecords
 from shardkit.osft.plan import OsftPlan
-from shardkit.osft.records import FactorRecords
 from shardkit.osft.svd import num_operations, svd_nbytes
 from shardkit.osft.workers import FactorWorker
 from shardkit.transfer.checks import SourceCheck

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -39,9 +39,18 @@ def check_osft_mesh(mesh: Mesh) -> None:
     """
     axes = [axis.name for axis in mesh.axes if axis.role == "tensor"]
     axes += ["ep"] * (mesh.ep > 1) + ["pp"] * (mesh.pp > 1)
+    refuse_cuts(axes, f"--mesh {mesh}: ")
+
+
+def refuse_cuts(axes: Sequence[str], where: str = "") -> None:
+    """Refuse axes that would cut the factors of a layer.
+
+    Raises:
+        MeshError: there are some.
+    """
     if axes:
         raise MeshError(
-            f"--mesh {mesh}: OSFT: the factors of a layer are not cut over {' and '.join(axes)}",
+            f"{where}OSFT: the factors of a layer are not cut over {' and '.join(axes)}",
             hint="take a mesh of dp_replicate and dp_shard",
         )
 

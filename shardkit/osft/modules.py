@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 from shardkit.core.factored import FACTORS, Target, factor_of, shard_dim
@@ -163,10 +164,17 @@ def factors_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: module.get_parameter(name) for name in FACTORS}
 
 
-def placement_fn(model: nn.Module, num_shards: int) -> Any:
-    """Return `shard_placement_fn` of `fully_shard` for a model, whose parameters are told apart by identity."""
-    from torch.distributed.tensor import Shard
+PlacementFn = Callable[[nn.Parameter], Shard | None]
 
+
+def placement_fn(model: nn.Module, num_shards: int, wanted: PlacementFn | None = None) -> PlacementFn | None:
+    """Return `shard_placement_fn` of `fully_shard`: what somebody wants, else which dim of a factor, else None for dim 0.
+
+    Args:
+        model: its parameters are told apart by identity.
+        num_shards: size of the shard axis.
+        wanted: None, or what it returns, leaves a parameter to this.
+    """
     cut = {
         id(parameter)
         for module in model.modules()
@@ -174,4 +182,11 @@ def placement_fn(model: nn.Module, num_shards: int) -> Any:
         for name, parameter in factors_of(module).items()
         if shard_dim(f".{name}", parameter.shape, num_shards)
     }
-    return lambda parameter: Shard(1) if id(parameter) in cut else None
+    if not cut:
+        return wanted
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        chosen = wanted(parameter) if wanted is not None else None
+        return Shard(1) if chosen is None and id(parameter) in cut else chosen
+
+    return place

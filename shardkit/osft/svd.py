@@ -214,7 +214,7 @@ def _measured(weight: torch.Tensor, tensors: dict[str, torch.Tensor], algorithm:
     import torch
 
     u_high, s_high, v_high, u_low, s_low, v_low = (tensors[name].double() for name in FACTORS)
-    vectors = _vectors(weight.shape[1])
+    vectors = random_vectors(weight.shape[1])
     missed = u_high @ (s_high[:, None] * (v_high @ vectors)) + u_low @ (s_low[:, None] * (v_low @ vectors))
     orthogonality = max(_distance(u_high.T, u_low.T), _distance(v_high, v_low))
     del u_high, u_low, v_high, v_low
@@ -232,8 +232,8 @@ def _measured(weight: torch.Tensor, tensors: dict[str, torch.Tensor], algorithm:
     )
 
 
-def _vectors(size: int) -> torch.Tensor:
-    """Return random vectors of ones and minus ones as columns, always the same."""
+def random_vectors(size: int) -> torch.Tensor:
+    """Return random vectors of ones and minus ones as columns (size, 16), always the same."""
     import torch
 
     random = torch.Generator().manual_seed(size)
@@ -242,7 +242,7 @@ def _vectors(size: int) -> torch.Tensor:
 
 def _distance(high: torch.Tensor, low: torch.Tensor) -> float:
     """Return how far rows are from an orthonormal set: the largest entry that their products, less I, make of vectors."""
-    vectors = _vectors(len(high) + len(low))
+    vectors = random_vectors(len(high) + len(low))
     sums = high.T @ vectors[: len(high)] + low.T @ vectors[len(high) :]
     return max(
         float((high @ sums - vectors[: len(high)]).abs().max()),

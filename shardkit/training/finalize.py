@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 
 import torch
@@ -20,7 +20,7 @@ from shardkit.files.links import may_follow_links
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties
 from shardkit.operations.keys import load_rules
-from shardkit.osft.training.model import Factoring, own_targets, to_json
+from shardkit.osft.training.model import Factoring, own_targets
 from shardkit.training.extras.optimizer import rebind_optimizer
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import (
@@ -275,7 +275,7 @@ def _same_factoring(mine: Factoring, own: tuple[Target, ...]) -> Factoring:
     Raises:
         LayoutError: on all ranks: they have other targets, as stages of a pipeline would.
     """
-    told = gather_json([mine.svd, to_json(own)], phase="comparing the ranks' models")
+    told = gather_json([mine.svd, [asdict(target) for target in own]], phase="comparing the ranks' models")
     svd = next((mode for mode, _ in told if mode is not None), None)
     if svd is not None and any(targets != told[0][1] for _, targets in told):
         raise LayoutError(

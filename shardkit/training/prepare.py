@@ -34,8 +34,6 @@ from shardkit.osft.training.model import (
     Factoring,
     dense_names,
     factor_model,
-    from_json,
-    to_json,
 )
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import Weights
@@ -331,8 +329,8 @@ def _factor(plain: _Plain, asked: PrepareOptions) -> _Plain:
     """Return a model with factors where the source has them, or where they are wanted; every rank calls it."""
     with agreed(_OPENING):
         mine = _stored_targets(plain, asked)
-    told = gather_json(None if mine is None else to_json(mine), phase=_OPENING)
-    stored = tuple(from_json(next((answer for answer in told if answer), ())))
+    told = gather_json(None if mine is None else [asdict(target) for target in mine], phase=_OPENING)
+    stored = tuple(Target(**fields) for fields in next(filter(None, told), ()))
     with agreed("dividing weights into factors"):
         factoring = factor_model(
             plain.model, asked.plan, stored, grown=plain.grown, has_source=asked.place is not None

@@ -49,6 +49,7 @@ from shardkit.layout.units import (
     without_ties,
 )
 from shardkit.layout.wrap_policy import PolicyWording, list_candidates, parse_policy
+from shardkit.osft.layout import refuse_cuts
 from shardkit.osft.modules import osft_modules, placement_fn
 from shardkit.training.model.between import keep_changes
 from shardkit.training.ranks.local import buffer_places, local_tensor
@@ -205,7 +206,7 @@ def wrap(
     # Only an accelerator has pinned memory.
     pinned = meshes.data.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
-    place = _placement_fn(model, meshes.data, shard_placement_fn)
+    place = placement_fn(model, meshes.data.size(-1), shard_placement_fn)
 
     def shard(unit: PlannedUnit, module: nn.Module) -> None:
         fully_shard(
@@ -252,21 +253,6 @@ def _average_outside(mesh: DeviceMesh, modules: Mapping[str, nn.Module], name: s
             modules[around].register_forward_pre_hook(hook)
 
 
-def _placement_fn(
-    model: nn.Module, mesh: DeviceMesh, wanted: Callable[[nn.Parameter], Shard | None] | None
-) -> Callable[[nn.Parameter], Shard | None] | None:
-    """Return which dim of a parameter to shard: what the caller wants, else that of a factor, else None for dim 0."""
-    if not osft_modules(model):
-        return wanted
-    of_factors = placement_fn(model, mesh.size(-1))
-
-    def place(parameter: nn.Parameter) -> Shard | None:
-        chosen = wanted(parameter) if wanted is not None else None
-        return chosen if chosen is not None else of_factors(parameter)
-
-    return place
-
-
 def _check_factors(model: nn.Module, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
     """Refuse to cut the factors of a layer by anything but `fully_shard`."""
     if not osft_modules(model):
@@ -274,11 +260,7 @@ def _check_factors(model: nn.Module, mesh: DeviceMesh, experts: DeviceMesh | Non
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     axes = [name for name in (*_TENSOR_AXES, "pp", "ep") if sizes.get(name, 1) > 1]
     axes += ["ep"] if experts is not None and "ep" not in axes else []
-    if axes or is_parallel(model):
-        raise MeshError(
-            f"OSFT: the factors of a layer are not cut over {' and '.join(axes) or 'tp: the model is parallelised already'}",
-            hint="take a mesh of dp_replicate and dp_shard",
-        )
+    refuse_cuts(axes or ["tp: the model is parallelised already"] * is_parallel(model))
 
 
 def _meshes(model: nn.Module, mesh: DeviceMesh, experts: DeviceMesh | None) -> Meshes:

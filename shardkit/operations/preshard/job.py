@@ -54,8 +54,8 @@ from shardkit.operations.preshard.profiles import (
     with_config,
 )
 from shardkit.operations.write import ReadFile
+from shardkit.osft.job import FactorRecords, factored_weight, plan_records
 from shardkit.osft.layout import check_osft_mesh, describe_osft, division_of, factor_layout
-from shardkit.osft.records import FactorRecords, factored_weight, plan_records
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.converted import group_nbytes, opaque_groups
 from shardkit.transfer.plan import TransferPlan, build_plan

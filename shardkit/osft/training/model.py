@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -177,14 +176,3 @@ def _refuse_grown(targets: Iterable[Target], grown: Collection[str]) -> None:
         "OSFT targets have a row for each token, and the tokenizer needs more rows",
         hint="leave them dense (targets 'auto,!lm_head'), or align_vocab=False",
     )
-
-
-def to_json(targets: Iterable[Target]) -> list[list[str | int]]:
-    """Return targets as plain data."""
-    return [[target.path, target.rows, target.columns, target.rank] for target in targets]
-
-
-def from_json(content: Iterable[Sequence[Any]]) -> Iterator[Target]:
-    """Yield the targets that `to_json` was given."""
-    for path, rows, columns, rank in content:
-        yield Target(path=path, rows=rows, columns=columns, rank=rank)

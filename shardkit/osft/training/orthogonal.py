@@ -17,11 +17,10 @@ from shardkit.core.factored import LOW, Svd, Target
 from shardkit.core.regions import full_region
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError
-from shardkit.osft.svd import PROMISED
+from shardkit.osft.svd import PROMISED, random_vectors
 from shardkit.training.ranks.agree import agreed, device_for, wire
 from shardkit.training.ranks.local import LocalShard, cut_axes, window
 
-_NUM_VECTORS = 16
 _PHASE = "proving that factors are orthogonal"
 
 
@@ -72,9 +71,7 @@ def _sides(
     held: Mapping[str, LocalShard], target: Target
 ) -> Iterator[tuple[list[tuple[LocalShard, torch.Tensor]], bool]]:
     """Yield U, then V: the frozen and the trained part of each with random vectors for it, and whether it is V."""
-    generator = torch.Generator().manual_seed(target.num_directions)
-    shape = (target.num_directions, _NUM_VECTORS)
-    vectors = torch.randint(0, 2, shape, generator=generator).double() * 2 - 1
+    vectors = random_vectors(target.num_directions)
     parts = (vectors[: target.rank], vectors[target.rank :])
     for letter in "UV":
         names = (f"osft_{letter}_high", f"osft_params.{letter}_low")
