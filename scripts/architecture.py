@@ -102,7 +102,7 @@ OSFT_SEAMS = {
     "operations/write.py": {"job", "phase"},
     # the codec that folds
     "operations/consolidate/__init__.py": {"fold"},
-    "operations/consolidate/job.py": {"fold", "keep"},
+    "operations/consolidate/job.py": {"fold"},
     "operations/diff/sides.py": {"fold"},
     "operations/keys/__init__.py": {"fold"},
     "operations/verify/orthonormality.py": {"fold"},

@@ -1,4 +1,4 @@
-"""Dense weights in the place of the factors of a checkpoint, folded block by block in bounded memory.
+"""Factors of a checkpoint: dense weights in their place, folded block by block in bounded memory, or the factors kept.
 
 Rows of a weight need the same rows of U and all of V. So a block of rows holds its rows of U and its sums, in float64,
 and V passes by, a few directions at a time. The result is rounded once, to float32.
@@ -6,21 +6,24 @@ and V passes by, a few directions at a time. The result is rounded once, to floa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from shardkit.core.catalog import StoredParts
+from shardkit.core.catalog import Catalog, StoredParts, carry
 from shardkit.core.dtypes import DType, most_bytes
 from shardkit.core.factored import FACTOR_DTYPE, HIGH, LOW, Target, factor_of, stored_targets
 from shardkit.core.regions import Region, Shape
-from shardkit.core.text import MIB, escape
-from shardkit.errors import LayoutError
+from shardkit.core.text import MIB, count, escape
+from shardkit.errors import LayoutError, UsageError
 from shardkit.formats.contract import Checkpoint, Folded
 from shardkit.formats.derived import derive_base, derive_checkpoint
 from shardkit.formats.hub.base import Base
+from shardkit.formats.hub.safetensors import OutputTensor
+from shardkit.keys.expressions import made_name
 from shardkit.keys.quantised import Held
+from shardkit.transfer.codecs.derive import made_among
 
 if TYPE_CHECKING:
     import numpy
@@ -28,20 +31,26 @@ if TYPE_CHECKING:
 
 _MIN_NBYTES = 8 * MIB  # a block takes as much at least: a few directions of V must fit
 _MAX_DIRECTIONS = 128  # of V at a time; with more the product is no faster
+_UNLOADABLE = (
+    "weights are written as factors of OSFT, which from_pretrained does not know; consolidate without --keep-factors "
+    "folds them"
+)
 
 
-def refuse_other_dtypes(tensors: Mapping[str, Held], targets: Collection[Target]) -> None:
-    """Refuse factors that are no ordinary floating numbers.
+def floating_targets(tensors: Mapping[str, Held]) -> dict[str, Target]:
+    """Return the targets whose factors are among tensors, by path, as `stored_targets` does.
 
     Raises:
-        LayoutError: lists all.
+        LayoutError: factors are missing, do not fit each other, or are no ordinary floating numbers; lists all.
     """
-    dtypes = {name: tensors[name].dtype for target in targets for name in target.shapes}
+    targets = stored_targets({name: tensor.shape for name, tensor in tensors.items()})
+    dtypes = {name: tensors[name].dtype for target in targets.values() for name in target.shapes}
     LayoutError.raise_for(
         [f"{escape(name)}: {dtype.name}" for name, dtype in dtypes.items() if not dtype.is_convertible],
         "factors of OSFT are no floating numbers",
         hint="something quantised them: take the checkpoint of the training itself",
     )
+    return targets
 
 
 def take_folded(checkpoint: Checkpoint) -> Checkpoint:
@@ -50,11 +59,9 @@ def take_folded(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         LayoutError: factors are missing, do not fit each other, or are no floating numbers; lists all.
     """
-    tensors = checkpoint.catalog.tensors
-    targets = stored_targets({name: entry.shape for name, entry in tensors.items()})
+    targets = floating_targets(checkpoint.catalog.tensors)
     if not targets:
         return checkpoint
-    refuse_other_dtypes(tensors, targets.values())
     by_weight = {target.weight: target for target in targets.values()}
     folded = derive_checkpoint(checkpoint, _folds(targets))
     return replace(folded, folded=Folded(by_weight, checkpoint.select))
@@ -67,10 +74,9 @@ def folded_base(base: Base) -> Base:
         LayoutError: its factors are not complete, or are no floating numbers.
     """
     tensors = base.tensors or {}
-    targets = stored_targets({name: tensor.shape for name, tensor in tensors.items()})
+    targets = floating_targets(tensors)
     if not targets:
         return base
-    refuse_other_dtypes(tensors, targets.values())
     others = [tensor for name, tensor in tensors.items() if factor_of(name) not in targets]
     dtype = most_bytes((tensor.dtype, prod(tensor.shape) * tensor.dtype.itemsize) for tensor in others)
     return derive_base(base, _folds(targets), dtype=dtype)
@@ -147,3 +153,72 @@ def steps(target: Target, columns: int, max_nbytes: int) -> tuple[int, int]:
     directions = min(_MAX_DIRECTIONS, max(_MIN_NBYTES // (2 * 16 * columns), 1))
     row = 8 * columns + 8 * target.num_directions + 8 * directions
     return directions, max((max_nbytes - 16 * directions * columns) // row, 1)
+
+
+class Written(NamedTuple):
+    """What is written of a model, be its weights factors or not."""
+
+    tensors: tuple[OutputTensor, ...]
+    """In the order of the output."""
+    catalog: Catalog
+    notes: tuple[str, ...] = ()
+    unloadable: tuple[str, ...] = ()
+    """Why `from_pretrained` would not load it."""
+
+
+def take_factors(
+    tensors: Sequence[OutputTensor], catalog: Catalog, folded: Folded | None, *, keep: bool
+) -> Written:
+    """Return the tensors to write: dense weights, or the factors in the place of each folded one.
+
+    Args:
+        tensors: with dense weights, in the order of the output.
+        catalog: of them.
+        folded: what is stored as factors.
+        keep: write the factors.
+
+    Raises:
+        UsageError: there are no factors to keep.
+        LayoutError: the Hub has some of the weights in another form, or under a name of another kind; lists all.
+    """
+    folds = made_among(catalog, (tensor.source for tensor in tensors), Fold)
+    among = [tensor for tensor in tensors if tensor.source in folds]
+    if not keep:
+        notes = (f"folded from factors of OSFT: {count(len(among), 'weight')}",) if among else ()
+        return Written(tuple(tensors), catalog, notes)
+    if folded is None or not among:
+        raise UsageError("--keep-factors: the checkpoint holds no factors of OSFT, or none was chosen")
+    LayoutError.raise_for(
+        [
+            escape(tensor.fqn)
+            for tensor in among
+            if tensor.source not in folded.targets or not tensor.fqn.endswith(".weight")
+        ],
+        "--keep-factors: the Hub has weights in another form than the model that was divided",
+        hint="leave --keep-factors out: folded weights take that form",
+    )
+    chosen = {tensor.source: folded.targets[tensor.source] for tensor in among}
+    factors = [name for target in chosen.values() for name in target.shapes]
+    sources = {name: made_name(name, catalog.tensors) for name in factors}
+    dense = [tensor.source for tensor in tensors if tensor.source not in chosen]
+    joined = carry(
+        catalog, dense, folded.factors(factors), {source: name for name, source in sources.items()}
+    )
+    written = list[OutputTensor]()
+    for tensor in tensors:
+        target = chosen.get(tensor.source)
+        written += [tensor] if target is None else _factors(tensor, target, sources, joined)
+    note = f"kept as factors of OSFT: {count(len(among), 'weight')}"
+    return Written(tuple(written), joined, (note,), (_UNLOADABLE,))
+
+
+def _factors(
+    tensor: OutputTensor, target: Target, sources: dict[str, str], catalog: Catalog
+) -> Iterator[OutputTensor]:
+    """Yield the factors of a weight, below the path of its module in the output."""
+    path = tensor.fqn.removesuffix(".weight")
+    for name, shape in target.shapes.items():
+        source = sources[name]
+        yield OutputTensor(
+            f"{path}{name.removeprefix(target.path)}", source, catalog.tensors[source].dtype, shape
+        )

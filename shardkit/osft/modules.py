@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -147,16 +147,16 @@ def osft_modules(model: nn.Module) -> dict[str, nn.Module]:
     Their parameters' names tell: a layer of mini_trainer is an `nn.Linear` with factors in the place of `weight`.
     """
     names = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    paths = {path for path in map(factor_of, names) if path and names.issuperset(_factor_names(path))}
+    paths = {
+        path
+        for path in map(factor_of, names)
+        if path and names.issuperset(f"{path}.{name}" for name in FACTORS)
+    }
     return {
         path: module
         for path, module in ((clean_name(path), module) for path, module in model.named_modules())
         if path in paths
     }
-
-
-def _factor_names(path: str) -> Iterator[str]:
-    return (f"{path}.{name}" for name in FACTORS)
 
 
 def factors_of(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from shardkit.core.catalog import Catalog
-from shardkit.core.factored import Target, stored_targets
+from shardkit.core.factored import Target
 from shardkit.core.regions import Region
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.directory import open_model
-from shardkit.osft.fold import Fold, refuse_other_dtypes, steps
+from shardkit.osft.fold import Fold, floating_targets, steps
 from shardkit.transfer.codecs.boxes import read_box
 from shardkit.transfer.codecs.derive import derive
 from shardkit.transfer.sources import SourceFiles
@@ -30,8 +30,7 @@ MIB = 1 << 20
 def catalog_of(folder: Path, tensors: dict[str, torch.Tensor]) -> Catalog:
     save_file(tensors, folder / "model.safetensors")
     catalog = open_model(str(folder)).catalog
-    targets = stored_targets({name: entry.shape for name, entry in catalog.tensors.items()})
-    refuse_other_dtypes(catalog.tensors, targets.values())
+    targets = floating_targets(catalog.tensors)
     return derive(catalog, {target.weight: Fold(target) for target in targets.values()})
 
 

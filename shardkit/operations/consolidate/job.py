@@ -84,8 +84,7 @@ from shardkit.operations.keys import AUTO, NONE, load_rules
 from shardkit.operations.parts.agreement import Share
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
-from shardkit.osft.fold import Fold
-from shardkit.osft.keep import Written, take_factors
+from shardkit.osft.fold import Fold, Written, take_factors
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.derive import made_among
 from shardkit.transfer.plan import TransferPlan, build_plan

@@ -12,13 +12,13 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from shardkit.core.catalog import Catalog
-from shardkit.core.factored import HIGH, stored_targets
+from shardkit.core.factored import HIGH
 from shardkit.core.regions import full_region
 from shardkit.core.text import MIB, count
 from shardkit.errors import LayoutError
 from shardkit.formats.contract import Checkpoint
 from shardkit.operations.verify.result import Report
-from shardkit.osft.fold import refuse_other_dtypes
+from shardkit.osft.fold import floating_targets
 from shardkit.transfer.sources import Reader, SourceFiles, bands
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ def check_factors(checkpoint: Checkpoint, report: Report, *, full: bool) -> None
     """
     catalog = checkpoint.catalog
     try:
-        targets = stored_targets({name: entry.shape for name, entry in catalog.tensors.items()})
-        refuse_other_dtypes(catalog.tensors, targets.values())
+        targets = floating_targets(catalog.tensors)
     except LayoutError as error:
         report.error(error)
         return
