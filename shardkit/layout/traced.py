@@ -113,12 +113,12 @@ class Trace:
 
 
 class Division(NamedTuple):
-    """What divides weights of a model into several tensors each, as factors, before it is wrapped."""
+    """What divides weights of a model into several tensors each, such as factors, before it is wrapped."""
 
     child: str
-    """Name of the module whose `main` serves such requests: it calls that of `trace_child` with a function."""
+    """Name of the module whose `main` serves a request: it calls that of `trace_child` with a `Divide`."""
     plan: Mapping[str, Any]
-    """What it does, as JSON."""
+    """What to divide, as JSON."""
 
 
 def trace_model(
@@ -158,7 +158,7 @@ def trace_model(
         LayoutError: placements are not supported, ties cross units, weights cannot be divided into factors, or the
             model fails to build.
         SourceError: several of the source's tensors would be one of the model's.
-        UsageError: globs of `division` match nothing.
+        UsageError: globs of the division match nothing.
         ResourceError: the child was killed or took too long.
     """
     parse_policy(wrap)  # a mistake in the text shows before seconds of importing

@@ -1,4 +1,4 @@
-"""Orthogonal subspace fine-tuning: which weights become factors, how they are computed, folded, and used by a module.
+"""Orthogonal subspace fine-tuning: which weights become factors, how they are computed, stored, folded, and used by a layer.
 
 Internal: import from `shardkit`.
 """

@@ -62,7 +62,7 @@ def make_layout(
         wrap: see `wrap_policy`.
         stages: which pipeline stage holds what; see `layout.stages`.
         dtype: dtype that floating tensors will have; None keeps the stored ones.
-        division: what divides weights of a model before it is traced, which a declared layout leaves whole.
+        division: what divides weights of a model that is traced; a declared layout has them whole.
         trust_remote_code: whether the model's own code may run, in the tracing child.
         origin: "traced" refuses where no model can be built, "declared" does not try; "auto" is as above.
         on_step: told that the model is traced, before the seconds that this takes.
@@ -75,7 +75,7 @@ def make_layout(
         PolicyError: the policy matches nothing, or needs a model where there is none.
         LayoutError: the model and the source differ in names or shapes, weights cannot be divided into factors, the
             model fails to build, or there is none and there must be.
-        UsageError: globs of `division` match nothing.
+        UsageError: globs of the division match nothing.
         ResourceError: the tracing child was killed or took too long.
     """
     parse_policy(wrap)
