@@ -11,26 +11,21 @@ from shardkit.formats.contract import Checkpoint, Dequantized
 from shardkit.formats.derived import derive_base, derive_checkpoint
 from shardkit.formats.hub.base import Base
 from shardkit.formats.hub.directory import read_config, read_json
-from shardkit.keys.quantised import (
-    EXPORT_CONFIG,
-    FP8,
-    MXFP4,
-    NVFP4,
-    Held,
+from shardkit.formats.quantised import (
     Quantised,
     can_dequantize,
     find_scaled,
+    hidden,
     holds_narrow,
     method_of,
-    of_nvfp4,
     plain_config,
     refuse_quantised,
+    unclaimed,
     why_narrow,
     why_quantised,
-    without_nvfp4,
 )
-from shardkit.transfer.codecs.dequantize import Product
-from shardkit.transfer.codecs.nvfp4 import TwoScales
+from shardkit.transfer.codecs.dequantize import Held, Product
+from shardkit.transfer.codecs.nvfp4 import EXPORT_CONFIG
 
 PLAIN = BY_NAME["bfloat16"]
 """The dtype of weights that were quantised, unless another is asked for."""
@@ -43,16 +38,16 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return next((config for path in checkpoint.assets if (config := read_config(path)) is not None), None)
 
 
-def why_scaled(checkpoint: Checkpoint, *, is_nvfp4_known: bool = False) -> str | None:
+def why_scaled(checkpoint: Checkpoint, *, is_claimed_known: bool = False) -> str | None:
     """Return the evidence that a checkpoint's values have scales, where neither config.json nor names show a method.
 
     Args:
         checkpoint: opened.
-        is_nvfp4_known: plain weights are made of NVFP4 ones, and these are no evidence.
+        is_claimed_known: what plain weights can be made of is no evidence.
     """
     hub, tensors = checkpoint.hub, dict[str, Held](checkpoint.catalog.tensors)
-    if is_nvfp4_known:
-        tensors = without_nvfp4(tensors)
+    if is_claimed_known:
+        tensors = unclaimed(tensors)
     if not holds_narrow(tensors):
         return None
     return why_narrow(tensors, None if hub is None else read_json(hub.directory, EXPORT_CONFIG))
@@ -89,13 +84,13 @@ def take_plain(
     if by_content:
         scaled = why_scaled(checkpoint)
     else:
-        scaled = why_narrow(of_nvfp4(tensors)) if dequantize else None
+        scaled = why_narrow(hidden(tensors)) if dequantize else None
     why = "; ".join(filter(None, (told, scaled)))
     if not why:
         return checkpoint
     if not dequantize:
         raise refuse_quantised(why, checkpoint.path, has_option=has_option)
-    if by_content and why_scaled(checkpoint, is_nvfp4_known=True) is not None:
+    if by_content and why_scaled(checkpoint, is_claimed_known=True) is not None:
         raise refuse_quantised(why, checkpoint.path, is_tried=True)
     quantised = find_scaled(tensors, config, checkpoint.path)
     return _plain(checkpoint, quantised, dtype or PLAIN, method_of(config))
@@ -110,17 +105,16 @@ def plain_base(base: Base) -> Base:
         LayoutError: its scales do not fit what they scale.
     """
     tensors = base.tensors or {}
-    is_quantised = why_quantised(tensors, base.config) is not None or bool(of_nvfp4(tensors))
+    is_quantised = why_quantised(tensors, base.config) is not None or bool(hidden(tensors))
     if not is_quantised or not can_dequantize(base.config):
         return base
     quantised = find_scaled(tensors, base.config, base.label)
-    plain = derive_base(base, _products(quantised, PLAIN), quantised.scales)
+    plain = derive_base(base, _products(quantised, PLAIN), quantised.gone)
     return plain if plain.config is None else replace(plain, config=plain_config(plain.config))
 
 
 def _products(quantised: Quantised, dtype: DType) -> dict[str, Product]:
-    made = {FP8: Product, MXFP4: Product, NVFP4: TwoScales}
-    return {name: made[scaled.method](scaled, dtype) for name, scaled in quantised.scaled.items()}
+    return {name: scaled.method.codec(scaled, dtype) for name, scaled in quantised.scaled.items()}
 
 
 def _plain(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: str | None) -> Checkpoint:
@@ -128,7 +122,7 @@ def _plain(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: s
     notes = [f"dequantised to {dtype.name}: {count(number, 'tensor')}; the scales are gone"] if number else []
     if checkpoint.hub is not None and method is not None:
         notes.append(f"quantization_config ({escape(method)}) is no longer in the config")
-    plain = derive_checkpoint(checkpoint, _products(quantised, dtype), quantised.scales)
+    plain = derive_checkpoint(checkpoint, _products(quantised, dtype), quantised.gone)
     hub = plain.hub
     if hub is not None:
         plain.catalog.notes = (*plain.catalog.notes, *notes)

@@ -22,7 +22,7 @@ from shardkit.formats.derived import derive_base, derive_checkpoint
 from shardkit.formats.hub.base import Base
 from shardkit.formats.hub.safetensors import OutputTensor
 from shardkit.keys.expressions import made_name
-from shardkit.keys.quantised import Held
+from shardkit.transfer.codecs.dequantize import Held
 from shardkit.transfer.codecs.derive import made_among
 
 if TYPE_CHECKING:

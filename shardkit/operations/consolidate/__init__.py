@@ -23,8 +23,8 @@ from shardkit.formats.hub.assets import is_weights
 from shardkit.formats.hub.base import Base, find_base, open_base
 from shardkit.formats.hub.directory import model_class_of
 from shardkit.formats.owned import HUB_INDEX, OutputKind, is_text
+from shardkit.formats.quantised import hidden
 from shardkit.formats.registry import stray_weights
-from shardkit.keys.quantised import of_nvfp4
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as
 from shardkit.operations.consolidate.assets import earlier_assets
 from shardkit.operations.consolidate.job import ConsolidateJob, build_job
@@ -262,7 +262,7 @@ def _open(taken: Taken, options: ConsolidateOptions) -> tuple[Checkpoint, Base |
     given = None if options.base is None else os.fspath(options.base)
     base = find_base(opened) if given is None else open_base(given, revision=options.base_revision)
     # What is copied as NVFP4 is compared with such a base, whose files say so.
-    if base is not None and not of_nvfp4(opened.catalog.tensors):
+    if base is not None and not hidden(opened.catalog.tensors):
         base = plain_base(base)
     return opened, None if base is None else folded_base(base)
 

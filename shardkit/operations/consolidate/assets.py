@@ -36,7 +36,7 @@ from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.formats.hub.tokenizer import Tokenizer
-from shardkit.keys.quantised import EXPORT_CONFIG, plain_config
+from shardkit.formats.quantised import FILES, plain_config
 from shardkit.operations.casts import BASE, KEEP
 from shardkit.transfer.plan import TransferPlan, build_plan
 
@@ -124,7 +124,7 @@ def model_assets(
 
 def _without_quantisation(base: Base) -> tuple[Base, list[str]]:
     """Return a base whose files do not say how weights are quantised, and what to tell about it."""
-    assets = {name: path for name, path in base.assets.items() if name != EXPORT_CONFIG}
+    assets = {name: path for name, path in base.assets.items() if name not in FILES}
     config = None if base.config is None else plain_config(base.config)
     gone = [
         *(["quantization_config"] if config != base.config else ()),

@@ -13,6 +13,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, in_shell, listed, suggestions
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.base import Base, holds_equal, refuse_adapter
+from shardkit.formats.quantised import method_of
 from shardkit.keys.check import (
     BaseComparison,
     compare_with_base,
@@ -21,7 +22,6 @@ from shardkit.keys.check import (
     torn_parts,
     whole_parts,
 )
-from shardkit.keys.quantised import method_of
 from shardkit.keys.ties import tied_names
 from shardkit.keys.tokens import TokenRows
 from shardkit.layout.traced import ModelNames

@@ -37,10 +37,10 @@ from shardkit.formats.hub.base import (
 )
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImage, SafetensorsImages
 from shardkit.formats.hub.tokenizer import Tokenizer
+from shardkit.formats.quantised import may_be_quantised
 from shardkit.keys.check import compare_with_base, find_gaps, refuse_factors
 from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, made_name, under_names
 from shardkit.keys.names import in_order
-from shardkit.keys.quantised import may_be_quantised
 from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
 from shardkit.keys.rule_sets import Padding
 from shardkit.keys.rules import RuleSet

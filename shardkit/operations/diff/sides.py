@@ -23,9 +23,9 @@ from shardkit.files.links import link_notes
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import PLAIN, config_of, take_plain
 from shardkit.formats.hub.base import recorded_rules, saved_derived
+from shardkit.formats.quantised import can_dequantize, hidden, why_narrow, why_quantised
 from shardkit.keys.expressions import under_names
 from shardkit.keys.names import natural
-from shardkit.keys.quantised import can_dequantize, of_nvfp4, why_narrow, why_quantised
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.decided import as_tensors, decide_names
@@ -209,7 +209,7 @@ def _both_plain(
         LayoutError: scales do not fit what they scale.
     """
     held = [checkpoint.catalog.tensors for checkpoint in opened]
-    why = [why_quantised(tensors) or why_narrow(of_nvfp4(tensors)) for tensors in held]
+    why = [why_quantised(tensors) or why_narrow(hidden(tensors)) for tensors in held]
     if (why[0] is None) == (why[1] is None):
         return opened, []
     index = 0 if why[1] is None else 1

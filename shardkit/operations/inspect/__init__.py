@@ -31,9 +31,9 @@ from shardkit.formats.dequantize import why_scaled
 from shardkit.formats.gaps import Gaps, gaps_among, gaps_of
 from shardkit.formats.hub.adapter import ADAPTER, is_adapter_file
 from shardkit.formats.hub.directory import model_class_of, read_config
+from shardkit.formats.quantised import why_quantised
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.moments import NamedShape, parts_of_ranks
-from shardkit.keys.quantised import why_quantised
 from shardkit.keys.ties import ties_embeddings
 from shardkit.layout.recorded import recorded_layout
 from shardkit.operations.casts import DTypeCount, count_dtypes

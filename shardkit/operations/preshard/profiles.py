@@ -25,8 +25,8 @@ from shardkit.files.stores import repo_of
 from shardkit.formats.contract import OpenedHubModel
 from shardkit.formats.hub.assets import asset_patterns, list_assets
 from shardkit.formats.hub.repo import fetch_files
+from shardkit.formats.quantised import FILES
 from shardkit.formats.torchsave.writer import Plain, plain_record
-from shardkit.keys.quantised import EXPORT_CONFIG
 from shardkit.keys.rule_sets import shipped
 from shardkit.layout.choice.factored import factors_below
 from shardkit.layout.layout import Layout
@@ -275,7 +275,7 @@ def find_assets(profile: Profile, model: OpenedHubModel) -> Assets:
             f"--profile {profile.name}: there is no config.json beside the weights, and the trainer needs it",
             hint="give the directory of a whole model",
         )
-    found.pop(EXPORT_CONFIG, None)  # what is presharded is plain
+    found = {name: path for name, path in found.items() if name not in FILES}  # what is presharded is plain
     return Assets({os.path.join(profile.assets, name): path for name, path in found.items()}, refused)
 
 

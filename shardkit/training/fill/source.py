@@ -26,6 +26,7 @@ from shardkit.formats.contract import Checkpoint, OpenedHubModel, inner
 from shardkit.formats.dequantize import take_plain, why_scaled
 from shardkit.formats.hub.base import SAVED_ASSETS, recorded_names, recorded_rules, saved_derived
 from shardkit.formats.hub.directory import read_config
+from shardkit.formats.quantised import why_quantised, why_scales
 from shardkit.formats.recorded import add_checksums
 from shardkit.keys.check import refuse_factors
 from shardkit.keys.expressions import (
@@ -40,7 +41,6 @@ from shardkit.keys.expressions import (
 )
 from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
-from shardkit.keys.quantised import why_quantised, why_scales
 from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
 from shardkit.keys.rules import RuleSet
 from shardkit.keys.select import select_model

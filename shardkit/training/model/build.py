@@ -27,9 +27,9 @@ from shardkit.files.home import home_of
 from shardkit.formats.contract import NAME_A_REPO, absent, meant_path
 from shardkit.formats.hub.assets import CONFIG, asset_patterns
 from shardkit.formats.hub.files import OTHER_FILES
+from shardkit.formats.quantised import can_dequantize, refuse_quantised, why_quantised
 from shardkit.formats.registry import recognise
 from shardkit.keys.names import clean_name
-from shardkit.keys.quantised import can_dequantize, refuse_quantised, why_quantised
 from shardkit.layout.classes import (
     ClassDtypes,
     built_dtypes,

@@ -14,7 +14,7 @@ from torch import nn
 from shardkit.core.regions import full_region
 from shardkit.core.text import GLOBS_HINT, count, escape, listed, match_nothing, suggestions, unmatched
 from shardkit.errors import LayoutError, UsageError
-from shardkit.keys.quantised import refuse_quantised
+from shardkit.formats.quantised import refuse_quantised
 from shardkit.layout.classes import BrokenTie
 from shardkit.osft.training.model import Factoring
 from shardkit.training.fill.reading import Supply, Weights, converts

@@ -1,18 +1,28 @@
 """Plain values of quantised tensors: stored numbers times stored scales, computed box by box in bounded memory.
 
+    fp8      X.weight in fp8, and X.weight_scale_inv (or X.weight_scale) with one scale for each block, or one in all:
+             value = number * scale. The last blocks of a dim may be shorter.
+    MXFP4    X_blocks, two 4-bit numbers in each byte, and X_scales, an exponent for each 32 numbers: gpt_oss. The model
+             has the last two dims in the other order.
+
 The product is taken in float32 and rounded once, as transformers does. Each box is read together with the scales that
 it needs, so no scale is ever parted from what it scales.
+
+A way to quantise is a codec and its row, a `Method`; `formats/quantised` has the table.
+
+Source: transformers 5.23, integrations/finegrained_fp8.py (Fp8Dequantize) and integrations/mxfp4.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from shardkit.core.catalog import StoredParts
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, blocks
-from shardkit.keys.quantised import MXFP4, Scaled
+from shardkit.core.text import escape
 from shardkit.transfer.codecs.boxes import as_box, shifted, window
 
 if TYPE_CHECKING:
@@ -22,11 +32,92 @@ if TYPE_CHECKING:
 _MAX_NUMBERS = 1 << 18  # multiplied at once: with two floats for each they fit the cache
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _BIAS = 127
+PAIR = 2
+"""Numbers of 4 bits in a byte."""
+_BLOCK_NBYTES = 16
+_NUM_DIMS = 3
+_NUMBERS = frozenset("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split())
+_SCALE_DTYPES = frozenset("float32 bfloat16 float16 float8_e8m0fnu uint8".split())
+ADDED = ("_scale_inv", "_scale")
+"""What is added to a weight's name for its scales."""
+_LAST = ("scale", "qscale_weight")  # or stands for the last part of its name
+_OF_ACTIVATIONS = ("input_scale", "activation_scale")
+
+
+class Held(Protocol):
+    """What is known of a stored tensor."""
+
+    @property
+    def dtype(self) -> DType:
+        """As stored."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of the whole tensor, in elements."""
+
+
+class ScaledNames(NamedTuple):
+    """The stored tensors of one quantised weight, by names and dtypes alone."""
+
+    plain: str
+    """The weight's name once it is plain."""
+    numbers: str
+    scales: str
+    """Empty if they are missing."""
+    second: str = ""
+    """The scale of all scales; empty if there is none."""
+    beside: tuple[str, ...] = ()
+    """Names that scales of activations would have, which a plain model does without."""
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """What the weight is made of."""
+        return tuple(filter(None, (self.numbers, self.scales, self.second)))
+
+
+class Blocks(NamedTuple):
+    """How scales lie over numbers."""
+
+    shape: Shape
+    """Of the numbers, unpacked."""
+    sizes: Shape
+    """Numbers that share a scale, along each dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to quantise: what its tensors are called, what goes once they are plain, and who computes values."""
+
+    name: str
+    """As messages have it."""
+    codec: type[Product]
+    claim: Callable[[str, Mapping[str, Held]], ScaledNames | None]
+    """Returns what belongs together if a stored name is that of numbers; looks at names and dtypes."""
+    fit: Callable[[ScaledNames, Mapping[str, Held], Mapping[str, Any]], Blocks]
+    """Looks at shapes, and at what the config says of the method.
+
+    Raises:
+        ValueError: scales are missing, or do not fit what they scale.
+    """
+    is_said: Callable[[str, Any], bool]
+    """True if a config means this method, given its `quant_method` and all that it says of it."""
+    shows: bool = True
+    """No plain tensor has such names: they are reason enough to refuse what would part numbers from scales."""
+    files: tuple[str, ...] = ()
+    """Files of a model that are about its quantisation, and go with it."""
+
+
+class Scaled(NamedTuple):
+    """A tensor whose values are stored numbers times stored scales."""
+
+    method: Method
+    names: ScaledNames
+    blocks: Blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The values of a quantised tensor: its numbers times their scales; a `Codec`."""
+    """The values of an fp8 tensor: its numbers times their scales; a `Codec`, and the base of others like it."""
 
     scaled: Scaled
     dtype: DType
@@ -34,60 +125,46 @@ class Product:
 
     @property
     def of(self) -> tuple[str, ...]:
-        """Its numbers and their scales."""
-        return self.scaled.numbers, self.scaled.scales
+        """Its numbers, their scales, and the scale of these."""
+        return self.scaled.names.stored
 
     @property
     def shape(self) -> Shape:
         """Of the tensor once it is plain."""
-        return tuple(self.scaled.shape[dim] for dim in self.scaled.dims)
+        return tuple(self.scaled.blocks.shape[dim] for dim in self._dims)
+
+    @property
+    def _dims(self) -> tuple[int, ...]:
+        """Order of the numbers' dims in the tensor."""
+        return tuple(range(len(self.scaled.blocks.shape)))
 
     def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
         """Return the values of a box, as unsigned integers of their size."""
         import numpy
 
-        back = [self.scaled.dims.index(dim) for dim in range(len(self.scaled.dims))]
+        back = [self._dims.index(dim) for dim in range(len(self._dims))]
         below = Region(tuple(region.offsets[d] for d in back), tuple(region.sizes[d] for d in back))
         values = numpy.empty(below.sizes, f"u{self.dtype.itemsize}")
         for block in blocks(below.sizes, _MAX_NUMBERS):
-            values[window(block)] = self._values(parts, shifted(block, below.offsets))
-        turned: numpy.ndarray = values.transpose(self.scaled.dims)
+            some = shifted(block, below.offsets)
+            product = self._product(self._numbers(parts, some), self._scales(parts, some))
+            values[window(block)] = as_box(product, self.dtype)
+        turned: numpy.ndarray = values.transpose(self._dims)
         return turned
 
-    def _values(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        import torch
-
-        numbers, scales = self._numbers(parts, region), self._scales(parts, region)
-        product = torch.ldexp(numbers, scales) if self.scaled.method == MXFP4 else numbers * scales
-        return as_box(product, self.dtype)
+    def _product(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return numbers * scales
 
     def _numbers(self, parts: StoredParts, region: Region) -> torch.Tensor:
         """Return a box of the numbers in float32."""
-        import torch
-
-        name = self.scaled.numbers
-        if self.scaled.method != MXFP4:
-            return parts.values(name, region).float()
-        size, first, stop = self.scaled.block[-1], region.offsets[-1], region.stops[-1]
-        groups = first // size, -(-stop // size)
-        part = Region(
-            (*region.offsets[:-1], groups[0], 0), (*region.sizes[:-1], groups[1] - groups[0], size // 2)
-        )
-        pairs = parts.values(name, part).int()
-        table = torch.tensor(E2M1, dtype=torch.float32)
-        unpacked = torch.stack((table[pairs & 0xF], table[pairs >> 4]), dim=-1)
-        row = unpacked.reshape(*region.sizes[:-1], (groups[1] - groups[0]) * size)
-        return row[..., first - groups[0] * size : stop - groups[0] * size]
+        return parts.values(self.scaled.names.numbers, region).float()
 
     def _scales(self, parts: StoredParts, region: Region) -> torch.Tensor:
-        """Return the scale of each number of a box: exponents of 2 where numbers are packed, else in float32.
-
-        A dim that shares one scale has size 1.
-        """
+        """Return the scale of each number of a box. A dim that shares one scale has size 1."""
         import torch
 
-        name, block = self.scaled.scales, self.scaled.block
-        if all(n >= size for n, size in zip(block, self.scaled.shape, strict=True)):
+        name, (shape, block) = self.scaled.names.scales, self.scaled.blocks
+        if all(n >= size for n, size in zip(block, shape, strict=True)):
             return self._as_scales(parts.whole(name)).reshape(())
         first = [offset // n for offset, n in zip(region.offsets, block, strict=True)]
         last = [(stop - 1) // n for stop, n in zip(region.stops, block, strict=True)]
@@ -95,14 +172,110 @@ class Product:
         scales = self._as_scales(parts.values(name, part))
         for dim, size in enumerate(part.sizes):
             if size > 1:
-                at = torch.arange(region.offsets[dim], region.stops[dim]) // block[dim] - first[dim]
-                scales = scales.index_select(dim, at)
+                index = torch.arange(region.offsets[dim], region.stops[dim]) // block[dim] - first[dim]
+                scales = scales.index_select(dim, index)
         return scales
 
     def _as_scales(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return stored scales in float32."""
         import torch
 
-        if stored.dtype is not torch.uint8:
-            return stored.float()
-        exponents = stored.int() - _BIAS
-        return exponents if self.scaled.method == MXFP4 else torch.pow(2.0, exponents)
+        return stored.float() if stored.dtype is not torch.uint8 else torch.pow(2.0, stored.int() - _BIAS)
+
+
+class Exponents(Product):
+    """The values of an MXFP4 tensor: pairs of numbers, and exponents of 2; a `Codec`."""
+
+    __slots__ = ()
+
+    @property
+    def _dims(self) -> tuple[int, ...]:
+        return 0, 2, 1
+
+    def _product(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return torch.ldexp(numbers, scales)
+
+    def _numbers(self, parts: StoredParts, region: Region) -> torch.Tensor:
+        """Return a box of the numbers in float32. The last two dims of what is stored are one of them."""
+        import torch
+
+        size, first, stop = self.scaled.blocks.sizes[-1], region.offsets[-1], region.stops[-1]
+        groups = first // size, -(-stop // size)
+        part = Region(
+            (*region.offsets[:-1], groups[0], 0), (*region.sizes[:-1], groups[1] - groups[0], size // PAIR)
+        )
+        pairs = parts.values(self.scaled.names.numbers, part).int()
+        table = torch.tensor(E2M1, dtype=torch.float32)
+        unpacked = torch.stack((table[pairs & 0xF], table[pairs >> 4]), dim=-1)
+        row = unpacked.reshape(*region.sizes[:-1], (groups[1] - groups[0]) * size)
+        return row[..., first - groups[0] * size : stop - groups[0] * size]
+
+    def _as_scales(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the exponents."""
+        return stored.int() - _BIAS
+
+
+def _beside(plain: str) -> tuple[str, ...]:
+    return tuple(f"{plain.rpartition('.')[0]}.{last}" for last in _OF_ACTIVATIONS)
+
+
+def _claim_fp8(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
+    if tensors[name].dtype.name not in _NUMBERS:
+        return None
+    stem = name.rpartition(".")[0]
+    wanted = (*(name + end for end in ADDED), *(f"{stem}.{last}" for last in _LAST))
+    scales = next((scales for scales in wanted if scales in tensors), "")
+    return ScaledNames(name, name, scales, beside=_beside(name))
+
+
+def _fit_fp8(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str, Any]) -> Blocks:
+    if not claim.scales:
+        raise ValueError("fp8, and there are no scales of it")
+    shape, scales = tensors[claim.numbers].shape, tensors[claim.scales]
+    if scales.dtype.name not in _SCALE_DTYPES:
+        raise ValueError(f"its scales {escape(claim.scales)} are {scales.dtype.name}")
+    size = _block_size(said.get("weight_block_size"))
+    return Blocks(shape, _block(shape, scales.shape, size, claim.scales))
+
+
+def _block_size(value: Any) -> tuple[int, int] | None:
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
+        return value[0], value[1]
+    return None
+
+
+def _block(shape: Shape, grid: Shape, block: tuple[int, int] | None, scales: str) -> Shape:
+    """Return how many numbers share a scale along each dim."""
+    if all(size == 1 for size in grid):
+        return tuple(max(size, 1) for size in shape)
+    if len(grid) == len(shape) >= 2 and 0 not in grid:
+        if block is not None:
+            whole = (*(1 for _ in shape[2:]), *block)
+            if grid == tuple(-(-size // n) for size, n in zip(shape, whole, strict=True)):
+                return whole
+        if all(size % n == 0 for size, n in zip(shape, grid, strict=True)):
+            return tuple(max(size // n, 1) for size, n in zip(shape, grid, strict=True))
+    said = "the config tells no size of blocks" if block is None else f"blocks are {list(block)}"
+    raise ValueError(f"it is {list(shape)}, its scales {escape(scales)} are {list(grid)}, and {said}")
+
+
+def _claim_mxfp4(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
+    plain = name.removesuffix("_blocks")
+    scales = tensors.get(f"{plain}_scales")
+    if plain == name or scales is None or {tensors[name].dtype.name, scales.dtype.name} != {"uint8"}:
+        return None
+    return ScaledNames(plain, name, f"{plain}_scales", beside=_beside(plain))
+
+
+def _fit_mxfp4(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str, Any]) -> Blocks:
+    stored, grid = tensors[claim.numbers].shape, tensors[claim.scales].shape
+    if stored[:-1] != grid or stored[-1] != _BLOCK_NBYTES or len(grid) != _NUM_DIMS:
+        raise ValueError(f"it is {list(stored)}, and its scales {escape(claim.scales)} are {list(grid)}")
+    size = _BLOCK_NBYTES * PAIR
+    return Blocks((*grid[:-1], grid[-1] * size), (1, 1, size))
+
+
+FP8 = Method("fp8", Product, _claim_fp8, _fit_fp8, lambda method, _: method == "fp8")
+MXFP4 = Method("mxfp4", Exponents, _claim_mxfp4, _fit_mxfp4, lambda method, _: method == "mxfp4")

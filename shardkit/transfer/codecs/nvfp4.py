@@ -1,27 +1,44 @@
 """Plain values of NVFP4 weights: 4-bit numbers, an fp8 scale for each 16 of them, and a scale of all these scales.
 
-    ModelOpt            number * (scale * weight_scale_2), and a number that rounded to zero lost its sign
-    compressed-tensors  number * (scale / weight_global_scale), with negative zeros
+    ModelOpt            X.weight, X.weight_scale, X.weight_scale_2: number * (scale * weight_scale_2), and a number that
+                        rounded to zero lost its sign; of a parameter with another name P, such as experts in one, P,
+                        P_weight_scale, P_weight_scale_2
+    compressed-tensors  X.weight_packed, X.weight_scale, X.weight_global_scale: number * (scale / weight_global_scale), with
+                        negative zeros
 
 Both compute in float32, in this order, and round once. The low half of a byte is the first of its two numbers.
 
-Source: nvidia-modelopt 0.47.0, torch/quantization/qtensor/nvfp4_tensor.py (NVFP4QTensor.dequantize); compressed-tensors
-0.20.0, compressors/nvfp4/base.py (decompress) and quantization/lifecycle/forward_helpers.py (_dequantize).
+Source: nvidia-modelopt 0.47.0, torch/quantization/qtensor/nvfp4_tensor.py (NVFP4QTensor.dequantize) and torch/export
+(hf_quant_config.json, quantizer_attr_names); compressed-tensors 0.20.0, compressors/nvfp4/base.py (decompress) and
+quantization/lifecycle/forward_helpers.py (_dequantize).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from shardkit.core.catalog import StoredParts
 from shardkit.core.regions import Region
-from shardkit.transfer.codecs.dequantize import E2M1, Product
+from shardkit.core.text import escape
+from shardkit.transfer.codecs.dequantize import E2M1, PAIR, Blocks, Held, Method, Product, ScaledNames
 
 if TYPE_CHECKING:
     import torch
 
-_PAIR = 2  # numbers in a byte
+EXPORT_CONFIG = "hf_quant_config.json"
+"""What ModelOpt writes beside a config.json that may say nothing."""
+_WRITERS = ("modelopt", "compressed-tensors")  # and much else, under the same name of a method
 _WITHOUT_SIGN_OF_ZERO = tuple(number or 0.0 for number in E2M1)
+_PACKED = ".weight_packed"
+_GROUP = 16  # numbers that share a scale
+_SECOND, _DIVISOR = "_scale_2", "_global_scale"
+_DTYPES = ("float8_e4m3fn", "float32")  # scales, and the scale of all of them
+# Beside a weight: of what goes into a layer; of the cache, there (ModelOpt) or at the attention (compressed-tensors).
+_BESIDE = ("input_scale", "input_global_scale")
+_OF_CACHE = ("k_scale", "v_scale")
+# Where one of these is beside them, the numbers and their scales are not the whole weight (AWQ, SVDQuant, zero points).
+_INCOMPLETE = ("pre_quant_scale", "svdquant_lora_a", "weight_zero_point")
 
 
 class TwoScales(Product):
@@ -30,26 +47,70 @@ class TwoScales(Product):
     __slots__ = ()
 
     @property
-    def of(self) -> tuple[str, ...]:
-        """Its numbers, their scales, and the scale of these."""
-        assert self.scaled.second is not None
-        return *super().of, self.scaled.second
+    def _divides(self) -> bool:
+        return self.scaled.names.second.endswith(_DIVISOR)
 
     def _numbers(self, parts: StoredParts, region: Region) -> torch.Tensor:
         """Return a box of the numbers in float32."""
         import torch
 
-        dim = next(dim for dim, size in enumerate(self.scaled.block) if size > 1)
-        first, stop = region.offsets[dim] // _PAIR, -(-region.stops[dim] // _PAIR)
+        dim = next(dim for dim, size in enumerate(self.scaled.blocks.sizes) if size > 1)
+        first, stop = region.offsets[dim] // PAIR, -(-region.stops[dim] // PAIR)
         offsets, sizes = list(region.offsets), list(region.sizes)
         offsets[dim], sizes[dim] = first, stop - first
-        pairs = parts.values(self.scaled.numbers, Region(tuple(offsets), tuple(sizes))).int()
-        table = torch.tensor(E2M1 if self.scaled.divides else _WITHOUT_SIGN_OF_ZERO, dtype=torch.float32)
+        pairs = parts.values(self.scaled.names.numbers, Region(tuple(offsets), tuple(sizes))).int()
+        table = torch.tensor(E2M1 if self._divides else _WITHOUT_SIGN_OF_ZERO, dtype=torch.float32)
         unpacked = torch.stack((table[pairs & 0xF], table[pairs >> 4]), dim + 1).flatten(dim, dim + 1)
-        return unpacked.narrow(dim, region.offsets[dim] % _PAIR, region.sizes[dim])
+        return unpacked.narrow(dim, region.offsets[dim] % PAIR, region.sizes[dim])
 
     def _scales(self, parts: StoredParts, region: Region) -> torch.Tensor:
         """Return the scale of each number of a box in float32. A dim that shares one scale has size 1."""
-        assert self.scaled.second is not None
-        scales, second = super()._scales(parts, region), parts.whole(self.scaled.second).reshape(())
-        return scales / second if self.scaled.divides else scales * second
+        second = parts.whole(self.scaled.names.second).reshape(())
+        scales = super()._scales(parts, region)
+        return scales / second if self._divides else scales * second
+
+
+def _claim(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
+    if tensors[name].dtype.name != "uint8":
+        return None
+    is_packed = name.endswith(_PACKED)
+    plain = name.removesuffix("_packed") if is_packed else name
+    base = plain if plain.rpartition(".")[2] == "weight" else f"{plain}_weight"
+    scales, second = f"{base}_scale", base + (_DIVISOR if is_packed else _SECOND)
+    dtypes = tuple(tensors[name].dtype.name for name in (scales, second) if name in tensors)
+    layer = base.removesuffix("weight")
+    if dtypes != _DTYPES or any(layer + last in tensors for last in _INCOMPLETE):
+        return None
+    attention = layer[:-1].rpartition(".")[0]
+    beside = (layer + last for last in (*_BESIDE, *_OF_CACHE))
+    return ScaledNames(plain, name, scales, second, (*beside, *(f"{attention}.{last}" for last in _OF_CACHE)))
+
+
+def _fit(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str, Any]) -> Blocks:
+    stored, grid = tensors[claim.numbers].shape, tensors[claim.scales].shape
+    # The dim of the inputs, which is not the last one of experts in one (ModelOpt, Llama 4 and gpt_oss).
+    packed = [dim for dim, sizes in enumerate(zip(stored, grid, strict=False)) if sizes[0] != sizes[1]]
+    size = stored[packed[0]] * PAIR if len(packed) == 1 else 0
+    if len(grid) != len(stored) or not size or size != grid[packed[0]] * _GROUP:
+        raise ValueError(f"it is {list(stored)}, and its scales {escape(claim.scales)} are {list(grid)}")
+    second = list(tensors[claim.second].shape)
+    if any(size != 1 for size in second):
+        raise ValueError(f"the scale of its scales, {escape(claim.second)}, is {second}")
+    dims = range(len(stored))
+    return Blocks(
+        tuple(size if dim in packed else stored[dim] for dim in dims),
+        tuple(_GROUP if dim in packed else 1 for dim in dims),
+    )
+
+
+def _is_said(method: str, described: Any) -> bool:
+    """True if one of the two that write NVFP4 names it, for all layers or for a group of them.
+
+    With compressed-tensors' transforms, weights are those of a model that transforms what goes into them too.
+    """
+    if method not in _WRITERS or described.get("transform_config"):
+        return False
+    return "nvfp4" in repr(described).lower()
+
+
+NVFP4 = Method("nvfp4", TwoScales, _claim, _fit, _is_said, shows=False, files=(EXPORT_CONFIG,))

@@ -15,8 +15,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.directory import open_model
-from shardkit.keys.quantised import find_scaled, why_narrow, why_quantised
-from shardkit.transfer.codecs.dequantize import Product
+from shardkit.formats.quantised import find_scaled, why_narrow, why_quantised
 from shardkit.transfer.codecs.derive import derive
 from shardkit.transfer.sources import SourceFiles
 from tests.keys.test_expressions import window
@@ -31,8 +30,8 @@ def plain(
     save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
     catalog = open_model(str(folder)).catalog
     found = find_scaled(catalog.tensors, config, "it")
-    made = {name: Product(scaled, BY_NAME[dtype]) for name, scaled in found.scaled.items()}
-    return derive(catalog, made, found.scales)
+    made = {name: scaled.method.codec(scaled, BY_NAME[dtype]) for name, scaled in found.scaled.items()}
+    return derive(catalog, made, found.gone)
 
 
 def read(catalog: Catalog, name: str, seed: int = 0) -> torch.Tensor:

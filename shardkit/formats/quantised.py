@@ -1,0 +1,259 @@
+"""Tensors that are stored as narrow numbers with scales beside them: which they are, and the evidence for it.
+
+`METHODS` has a row for each way to quantise whose values can be computed. Others (GPTQ, AWQ, bitsandbytes, ...) are only
+recognised. Pure: names, dtypes and shapes. Some of them show in no config and under no telling name: NVFP4 and int8 are
+narrow integers (or fp4) with scales beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import LayoutError
+from shardkit.transfer.codecs.dequantize import ADDED, FP8, MXFP4, Held, Method, Scaled, ScaledNames
+from shardkit.transfer.codecs.nvfp4 import EXPORT_CONFIG, NVFP4
+
+METHODS = (NVFP4, MXFP4, FP8)
+"""In the order in which they claim tensors: scales of NVFP4 are fp8 numbers themselves."""
+FILES = frozenset(name for method in METHODS for name in method.files)
+"""Files of a model that are about its quantisation, and go with it."""
+_CONFIG = "quantization_config"
+_WITH_SCALES = "with scales beside them"
+_CONFIGS = (_CONFIG, "compression_config")  # the second: compressed-tensors before it was one of transformers
+_PACKED = (".qweight", ".qzeros", ".weight_packed", ".absmax", ".quant_map", ".SCB")
+# No plain tensor's.
+_SCALES = (*_PACKED, ".weight_scale_inv", ".weight_scale", "_proj_blocks", "_proj_scales")
+# Packed or small numbers of other methods: a tensor, and where the scales lie beside it. A mask is uint8 too.
+_NARROW = frozenset("int8 uint8 uint16 uint32 float4_e2m1fn_x2".split())
+_ADDED_ELSEWHERE = (*ADDED, "_scales", "_scale_2", "_weight_scale")
+_LAST_ELSEWHERE = ("scale", "scales", "weight_scale", "weight_scales", "_scale", "_weight_scale")
+_OF_NUMBERS = ("weight", "codes", "_data", "qdata")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantised:
+    """Which tensors of a source are stored as numbers with scales."""
+
+    scaled: Mapping[str, Scaled]
+    """By the name that the tensor has once it is plain."""
+    gone: frozenset[str]
+    """Stored names that nothing stands for once the tensors are plain."""
+
+    @property
+    def methods(self) -> frozenset[str]:
+        """How they are quantised."""
+        return frozenset(scaled.method.name for scaled in self.scaled.values())
+
+
+def find_claims(tensors: Mapping[str, Held]) -> dict[str, tuple[Method, ScaledNames]]:
+    """Return the tensors that are numbers of quantised weights, by stored name; shapes are not looked at."""
+    claims, taken = dict[str, tuple[Method, ScaledNames]](), set[str]()
+    for method in METHODS:
+        left = (name for name in tensors if name not in taken)
+        own = {name: claim for name in left if (claim := method.claim(name, tensors)) is not None}
+        claims |= {name: (method, claim) for name, claim in own.items()}
+        taken.update(name for claim in own.values() for name in claim.stored)
+    return {name: claims[name] for name in tensors if name in claims}
+
+
+def _methods(tensors: Mapping[str, Held]) -> dict[str, Method]:
+    """Return the method of each tensor that is numbers or scales of a weight."""
+    return {name: method for method, claim in find_claims(tensors).values() for name in claim.stored}
+
+
+def hidden(tensors: Mapping[str, Held]) -> dict[str, Held]:
+    """Return the numbers and scales of weights whose names do not show that they are quantised, such as NVFP4."""
+    return {name: tensors[name] for name, method in _methods(tensors).items() if not method.shows}
+
+
+def unclaimed(tensors: Mapping[str, Held]) -> dict[str, Held]:
+    """Return the tensors that belong to no weight of which plain values can be made."""
+    claimed = _methods(tensors)
+    return {name: held for name, held in tensors.items() if name not in claimed}
+
+
+def method_of(config: Mapping[str, Any] | None) -> str | None:
+    """Return how a config says that its weights are quantised, such as "fp8"; None if it does not."""
+    described = _described(config)
+    if described is None:
+        return None
+    method = described.get("quant_method") if isinstance(described, Mapping) else None
+    return str(method or "of no named method")
+
+
+def can_dequantize(config: Mapping[str, Any] | None) -> bool:
+    """True if plain values can be made of weights that a config calls quantised so, or in a way that names may tell."""
+    return method_of(config) is None or _said(config) is not None
+
+
+def _said(config: Mapping[str, Any] | None) -> Method | None:
+    """Return the method that a config means, if plain values can be made of its weights."""
+    named, described = str(method_of(config)), _described(config)
+    return next((method for method in METHODS if method.is_said(named, described)), None)
+
+
+def _described(config: Mapping[str, Any] | None) -> Any:
+    for part in (config or {}, (config or {}).get("text_config")):
+        if isinstance(part, Mapping):
+            described = next((part[key] for key in _CONFIGS if part.get(key)), None)
+            if described is not None:
+                return described
+    return None
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config of the same model with plain weights."""
+    plain = {key: value for key, value in config.items() if key not in _CONFIGS}
+    if isinstance(plain.get("text_config"), Mapping):
+        plain["text_config"] = {k: v for k, v in plain["text_config"].items() if k not in _CONFIGS}
+    return plain
+
+
+def why_quantised(tensors: Mapping[str, Held], config: Mapping[str, Any] | None = None) -> str | None:
+    """Return the evidence that stored values mean nothing by themselves; None if there is none.
+
+    Args:
+        tensors: by stored name.
+        config: config.json, if there is one.
+    """
+    named, said = method_of(config), _said(config)
+    if named is not None:
+        kind = f" {said.name}" if said is not None and said.name != named else ""
+        return f"config.json has a {_CONFIG} ({escape(named)}{kind})"
+    claims = find_claims(tensors).values()
+    scales = [claim.scales for method, claim in claims if method.shows and claim.scales]
+    return _why([*scales, *_packed(tensors)], tensors)
+
+
+def may_be_quantised(tensors: Mapping[str, Held]) -> bool:
+    """True if some tensors may be numbers of quantised weights: what a config says of how they are made belongs to them."""
+    return bool(find_claims(tensors)) or holds_narrow(tensors) or bool(_packed(tensors))
+
+
+def holds_narrow(tensors: Mapping[str, Held]) -> bool:
+    """True if some tensor may be the packed or small numbers of a quantised one."""
+    return any(_narrow(tensors))
+
+
+def _narrow(tensors: Mapping[str, Held]) -> Iterator[str]:
+    return (name for name, held in tensors.items() if held.dtype.name in _NARROW and len(held.shape) > 1)
+
+
+def why_narrow(tensors: Mapping[str, Held], exported: Mapping[str, Any] | None = None) -> str | None:
+    """Return the evidence that values have scales, where neither config nor names show a method; None if there is none.
+
+    Whole files may be moved and compared all the same. Cut apart, values and scales mean nothing.
+
+    Args:
+        tensors: by stored name.
+        exported: ModelOpt's hf_quant_config.json, if there is one.
+    """
+    method = _exported_method(exported)
+    shown = {name for name, its in _methods(tensors).items() if its.shows}
+    narrow = [
+        name for name in _narrow(tensors) if _scale_beside(name, tensors) or (method and name not in shown)
+    ]
+    if not narrow:
+        return None
+    said = f"{EXPORT_CONFIG} says {escape(method)}, and " if method else ""
+    dtypes = " and ".join(sorted({tensors[name].dtype.name for name in narrow}))
+    kind = _kind(narrow, tensors)
+    return f"{said}{count(len(narrow), 'tensor')} of {dtypes} {_WITH_SCALES}{kind}: {listed(narrow)}"
+
+
+def _exported_method(exported: Mapping[str, Any] | None) -> str | None:
+    described = (exported or {}).get("quantization")
+    method = described.get("quant_algo") if isinstance(described, Mapping) else None
+    return str(method) if method else None
+
+
+def _scale_beside(name: str, tensors: Mapping[str, Held]) -> bool:
+    if any(name + end in tensors for end in _ADDED_ELSEWHERE):
+        return True
+    stem = name.rpartition(".")[0]
+    return name.endswith(_OF_NUMBERS) and any(f"{stem}.{last}" in tensors for last in _LAST_ELSEWHERE)
+
+
+def why_scales(unused: Iterable[str]) -> str | None:
+    """Return the same for names for which a model has no place; there a name's end is reason enough."""
+    return _why([name for name in unused if name.endswith(_SCALES)], {})
+
+
+def _why(names: list[str], tensors: Mapping[str, Held]) -> str | None:
+    if not names:
+        return None
+    return f"{count(len(names), 'tensor')} of scales or packed values{_kind(names, tensors)}: {listed(names)}"
+
+
+def _kind(names: list[str], tensors: Mapping[str, Held]) -> str:
+    """Return the method of tensors whose names do not show it, in brackets; empty if one of them is no such tensor."""
+    methods = {name: method.name for name, method in _methods(tensors).items() if not method.shows}
+    kinds = sorted({methods.get(name, "") for name in names})
+    return f" ({', '.join(kinds)})" if all(kinds) else ""
+
+
+def _packed(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.endswith(_PACKED)]
+
+
+def refuse_quantised(why: str, where: str, *, has_option: bool = True, is_tried: bool = False) -> LayoutError:
+    """Return the error for a source whose values mean nothing without their scales.
+
+    Args:
+        why: as `why_quantised` says.
+        where: the source, for people.
+        has_option: who was asked can dequantise.
+        is_tried: plain values were asked for, and cannot be made.
+    """
+    other = "take the model that it was quantised from"
+    is_other = any(mark in why for mark in (_CONFIG, _WITH_SCALES, *_PACKED))
+    marks = [mark + method.name for method in METHODS for mark in ("(", " ")]
+    is_known = any(f"{mark})" in why for mark in marks) or not is_other
+    way = "--dequantize makes" if has_option else "preshard and consolidate can make"
+    hint = (
+        f"{way} plain weights of fp8, MXFP4 and NVFP4 ones; or {other}"
+        if is_known and not is_tried
+        else f"{other}, or dequantise it with the tools of that method and save it first"
+    )
+    return LayoutError(
+        f"quantised: {escape(where)}: {why}: its values mean nothing without their scales", hint=hint
+    )
+
+
+def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, where: str) -> Quantised:
+    """Return the stored tensors that the values of each quantised tensor are made of.
+
+    Args:
+        tensors: by stored name.
+        config: config.json, if there is one: it tells the size of fp8's blocks.
+        where: the source, for messages.
+
+    Raises:
+        LayoutError: they are quantised in a way that is not known here, or scales are missing or do not fit what they
+            scale; lists all.
+    """
+    rest, said, described = unclaimed(tensors), _said(config), _described(config)
+    is_mixed = said is not None and not said.shows and why_narrow(rest) is not None
+    if _packed(rest) or is_mixed or not can_dequantize(config):
+        why = why_quantised(tensors, config)
+        assert why is not None
+        raise refuse_quantised(why, where, is_tried=True)
+    claims, scaled, problems = find_claims(tensors), dict[str, Scaled](), list[str]()
+    for name, (method, claim) in claims.items():
+        try:
+            blocks = method.fit(claim, tensors, described if isinstance(described, Mapping) else {})
+            scaled[claim.plain] = Scaled(method, claim, blocks)
+        except ValueError as error:
+            problems.append(f"{escape(name)}: {error}")
+    twice = [name for name in scaled if name in tensors and scaled[name].names.numbers != name]
+    problems += [f"{escape(name)}: it is there both plain and quantised" for name in twice]
+    LayoutError.raise_for(
+        problems,
+        f"quantised: {escape(where)}: it is not known what the values of {count(len(problems), 'tensor')} are",
+        hint="config.json tells the size of blocks (weight_block_size): it must be that of these weights",
+    )
+    gone = {name for _, claim in claims.values() for name in (*claim.stored, *claim.beside)}
+    return Quantised(scaled=scaled, gone=frozenset(gone & tensors.keys() - claims.keys()))
