@@ -5,8 +5,8 @@ own files beside it. `_WRITERS`: the directory is DCP itself, and its names tell
 stay as they are; key rules map them to the Hub's if they differ.
 
 Source: docs and savers of mini_trainer 0.9, OLMo-core 2.3, NeMo Automodel 0.7, NeMo-RL 0.4, prime-rl 0.3,
-verl 0.9, SkyRL, VeOmni (its layout of September 2026 too), fms-fsdp, Composer 0.30, AReaL, torchtitan 0.3, torchtune 0.6; torch's AppState
-recipe.
+verl 0.9, SkyRL, VeOmni (its layout of September 2026 too), fms-fsdp, Composer 0.30, AReaL, torchtitan 0.3,
+torchtune 0.6, XTuner V1 (both its layouts); torch's AppState recipe.
 """
 
 from __future__ import annotations
@@ -150,6 +150,14 @@ _STRUCTURES = (
         assets=("model/.hf_metadata", "model", "."),
     ),
     _VEOMNI,
+    TrainerDirectory(
+        format="xtuner",
+        writer="XTuner V1",
+        weights=("weights", "model"),
+        beside=("trainer_config.json", "train_state.json"),
+        roots={"model": ("model",), "optimizer": ("optimizer",)},
+        last="train_state.json",
+    ),
     # No trainer in particular: the model's part of a checkpoint in a directory of its own.
     TrainerDirectory(format=None, writer=None, weights=("model", "weights", "distcp", "dcp", "fsdp")),
 )

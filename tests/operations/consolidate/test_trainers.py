@@ -73,6 +73,18 @@ TRAINERS = {
         {"model": {MODEL: MODEL}, "optim": {"optim": OPTIM}},
         ("step_scheduler.pt",),
     ),
+    "XTuner V1": Trainer(
+        "XTuner V1",
+        "checkpoints/ckpt-step-{}",
+        {"weights": {"model": MODEL, "optimizer": OPTIM}},
+        ("lr_scheduler", "trainer_config.json", "train_state.json"),
+    ),
+    "XTuner V1, two directories": Trainer(
+        "XTuner V1",
+        "checkpoints/ckpt-step-{}",
+        {"model": {MODEL: MODEL}, "optimizer": {OPTIM: OPTIM}},
+        ("lr_scheduler", "trainer_config.json", "train_state.json"),
+    ),
     "accelerate": Trainer(
         "transformers Trainer (FSDP)",
         "checkpoint-{}",
