@@ -173,13 +173,15 @@ class Outcome(Generic[T]):
 def map_at_once(call: Callable[[T], R], items: Iterable[T], num_threads: int) -> list[R]:
     """Return the result of `call` for each item, in their order. With one thread this is a loop.
 
-    This is for waiting, such as for answers of a store. The threads do not know what the run allows, such as following
-    links.
+    This is for waiting, such as for answers of a store. What the run allows, such as following links, holds in the threads.
     """
-    if num_threads == 1:
+    items = list(items)
+    num_threads = min(num_threads, len(items))
+    if num_threads <= 1:
         return [call(item) for item in items]
+    contexts = [copy_context() for _ in items]  # a context is for one thread at a time
     with ThreadPoolExecutor(num_threads, thread_name_prefix="shardkit-ask") as pool:
-        return list(pool.map(call, items))
+        return list(pool.map(lambda context, item: context.run(call, item), contexts, items))
 
 
 class Progress(Protocol):

@@ -31,8 +31,8 @@ class Location(NamedTuple):
     """Reading takes requests, so whoever will read says what: `storage.will_read`."""
     num_ahead: int = 0
     """How many files are best opened before they are read."""
-    connections: int = 1
-    """How many files are best asked for at once."""
+    connections: int = 8
+    """How many files are best asked for at once. On a local disk one would do; over a network each is a wait."""
     is_listed_once: bool = False
     """Of the ranks of a job one lists it, and tells the others."""
 

@@ -148,7 +148,7 @@ def listdir(path: _Path) -> list[str]:
     known = _listed.get()
     if known is None:
         return os.listdir(path)
-    place = os.path.join(os.getcwd(), path).rstrip("/")
+    place = _place(path)
     if place not in known:
         known[place] = os.listdir(path)
     return list(known[place])
@@ -156,12 +156,29 @@ def listdir(path: _Path) -> list[str]:
 
 @contextlib.contextmanager
 def listed_once() -> Iterator[None]:
-    """List each directory on disk once meanwhile, or as a decorator: nothing may be written that is looked for later."""
-    token = _listed.set({})
+    """List each directory on disk once meanwhile, or as a decorator: nothing may be written that is looked for later.
+
+    What a listing has, or lacks, is not looked for again: over a network each look is a wait. What is listed within
+    another such block is kept until that one ends.
+    """
+    outer = _listed.get()
+    token = _listed.set({} if outer is None else outer)
     try:
         yield
     finally:
         _listed.reset(token)
+
+
+def list_again() -> None:
+    """Forget what `listed_once` has listed: something was written."""
+    known = _listed.get()
+    if known is not None:
+        known.clear()
+
+
+def _place(path: _Path) -> str:
+    path = os.fspath(path).rstrip("/")
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path).rstrip("/")
 
 
 def scandir(path: str) -> Any:
@@ -187,6 +204,7 @@ def will_need(fd: int, start: int, nbytes: int) -> None:
     """Have the system fetch a part of a file, if it can; of a store it is fetched when it is read.
 
     For one call Linux fetches no more than it reads ahead, or than one request may have: with NFS and disks about 1 MiB.
+    It counts whole pages: of a part that begins within one and is a multiple of that long, the last is left out.
     """
     if fd < FIRST_NUMBER and hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # reading says what is wrong
@@ -228,7 +246,11 @@ def exists(path: _Path) -> bool:
 
 def lexists(path: _Path) -> bool:
     """As `os.path.lexists`."""
-    return stores.exists(str(path)) if is_remote(path) else os.path.lexists(path)
+    if is_remote(path):
+        return stores.exists(str(path))
+    known, (above, name) = _listed.get(), os.path.split(path)
+    names = known.get(_place(above)) if known and name not in ("", os.curdir, os.pardir) else None
+    return os.path.lexists(path) if names is None else os.fspath(name) in names
 
 
 def isdir(path: _Path) -> bool:

@@ -16,6 +16,7 @@ from shardkit._torch import fsdp_shards
 from shardkit.core.factored import Target
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, ResourceError, SourceError
+from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties
@@ -139,6 +140,7 @@ def finalize(
 
 
 @may_follow_links
+@storage.listed_once()
 def load_into(
     model: nn.Module,
     source: str | os.PathLike[str] | RankSource,

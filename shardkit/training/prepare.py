@@ -101,6 +101,17 @@ class PrepareOptions:
         return os.fspath(self.build_model) if isinstance(self.build_model, (str, os.PathLike)) else None
 
     @cached_property
+    def home(self) -> str | None:
+        """The directory of the model's config; None if it is a function or a model.
+
+        Raises:
+            LayoutError, SourceError, ResourceError: as `find_config`.
+        """
+        if self.model_place is None:
+            return None
+        return find_config(self.model_place, self.revision if self.model_place == self.place else None)
+
+    @cached_property
     def rules(self) -> RuleSet | None:
         """Between the names of the source and those of the model."""
         return None if self.keys is None else load_rules(self.keys)
@@ -181,6 +192,7 @@ class _FoundSource:
 
 
 @may_follow_links
+@storage.listed_once()
 @keywords_of(PrepareOptions)
 def prepare(options: PrepareOptions) -> ModelInitializationContext:
     """Build a model without memory for its weights, and compare it with its source; each rank must call it.
@@ -278,7 +290,7 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
 def _look(asked: PrepareOptions) -> None:
     """Look at what lies in a store or has headers, before other ranks do."""
     if asked.model_place is not None and location_of(asked.model_place).is_listed_once:
-        find_config(asked.model_place, None)
+        _ = asked.home
     if isinstance(asked.place, str) and is_looked_at(asked.place):
         asked.open(asked.place, asked.revision)
 
@@ -308,13 +320,13 @@ def _stored_dtype(model: str, asked: PrepareOptions) -> str | None:
         if asked.plan is not None:
             return "float32"
         try:
-            directory = find_config(model, asked.revision if model == asked.place else None)
-            config = read_config(directory) or {}
+            assert asked.home is not None
+            config = read_config(asked.home) or {}
         except ShardkitError:  # building the model raises it again
             return None
         if any(config.get(key) is not None for key in ("dtype", "torch_dtype")):
             return None
-        own = dtype_of(directory, None) if storage.exists(model) else None
+        own = dtype_of(asked.home, None) if storage.exists(model) else None
         return own or dtype_of(asked.place, asked.revision)
 
     phase = "reading the config"
@@ -353,13 +365,11 @@ def _stored_targets(plain: _Plain, asked: PrepareOptions) -> tuple[Target, ...] 
 
 
 def _build(asked: PrepareOptions, dtype: torch.dtype | str | None) -> _Plain:
-    what, home, tokenizer, align = asked.build_model, None, asked.tokenizer, asked.align_vocab
-    if asked.model_place is not None:
-        revision = asked.revision if asked.model_place == asked.place else None
-        what = home = find_config(asked.model_place, revision)
+    what, tokenizer, align = asked.build_model, asked.tokenizer, asked.align_vocab
     moved = None if isinstance(what, nn.Module) else list[nn.Parameter]()
     model = build_model(
         what,
+        home=asked.home,
         moved=moved,
         dtype=dtype,
         init_buffers=asked.init_buffers,
@@ -385,7 +395,7 @@ def _build(asked: PrepareOptions, dtype: torch.dtype | str | None) -> _Plain:
         writes=writes,
         moved=moved,
         retied=retied,
-        home=home,
+        home=asked.home,
     )
 
 

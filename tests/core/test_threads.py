@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 import threading
+from contextvars import ContextVar
 
 import pytest
 
 from shardkit.core import threads
-from shardkit.core.threads import choose_jobs, run_all
+from shardkit.core.threads import choose_jobs, map_at_once, run_all
 from shardkit.errors import UsageError
 
 # What another thread is interrupted by does not wake the main thread; nor does what comes just before it begins to wait.
@@ -149,3 +150,16 @@ def test_only_phases_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         timed.finish()
         timed.finish()
     assert timed.phases_s == 2.5
+
+
+def test_map_at_once_asks_for_several_and_keeps_their_order() -> None:
+    all_ask, allowed = threading.Barrier(4, timeout=60), ContextVar("allowed", default=False)
+    allowed.set(True)
+
+    def ask(item: int) -> tuple[int, bool]:
+        all_ask.wait()
+        return item, allowed.get()
+
+    assert map_at_once(ask, range(4), 8) == [(item, True) for item in range(4)]
+    assert map_at_once(str, iter("ab"), 1) == ["a", "b"]
+    assert map_at_once(str, (), 8) == []

@@ -153,3 +153,28 @@ def test_folders_are_made_in_a_directory_that_is_there(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="gone"):
         storage.make_folders(str(tmp_path / "gone"), "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "file"]
+
+
+def test_what_a_listing_has_or_lacks_is_not_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").touch()
+    looked, lists = list[str](), list[str]()
+    look, listing = os.path.lexists, os.listdir
+    monkeypatch.setattr(os.path, "lexists", lambda path: looked.append(str(path)) or look(path))
+    monkeypatch.setattr(os, "listdir", lambda path: lists.append(str(path)) or listing(path))
+    monkeypatch.chdir(tmp_path.parent)
+    with storage.listed_once():
+        assert storage.lexists(tmp_path / "there")
+        assert storage.listdir(tmp_path) == ["there"]
+        with storage.listed_once():
+            assert storage.listdir(f"{tmp_path.name}/") == ["there"]
+            assert storage.lexists(f"{tmp_path}/there")
+            assert not storage.lexists(f"{tmp_path.name}/new")
+        assert (len(looked), len(lists)) == (1, 1)
+        assert storage.lexists(f"{tmp_path}/.")  # in no listing
+        (tmp_path / "new").touch()
+        storage.list_again()
+        assert storage.lexists(tmp_path / "new")
+    assert storage.lexists(tmp_path / "there")
+    assert len(looked) == 4

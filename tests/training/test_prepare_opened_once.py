@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,17 @@ def test_a_hub_model_is_its_own_source(config: Path, opened: list[str]) -> None:
     context = shardkit.prepare(config, config)
     assert {p.dtype for p in context.model.parameters()} == {torch.bfloat16}
     assert opened == ["header"]
+
+
+def test_a_model_is_listed_once(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On storage over a network each listing, and each look for a file that is not there, is a wait."""
+    listed, looked, listing, look = list[str](), list[str](), os.listdir, os.path.lexists
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(str(path)) or listing(path))
+    monkeypatch.setattr(os.path, "lexists", lambda path: looked.append(str(path)) or look(path))
+    shardkit.prepare(config, config)
+    assert listed == [str(config)]
+    absent = [path for path in looked if os.path.dirname(path) == str(config) and not look(path)]
+    assert absent == [str(config / "shardkit.json")]  # before it is listed
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # nothing but one process is meant

@@ -241,10 +241,11 @@ def _locate_all(
 
     A file may be a link to a regular file anywhere; opening it checks again that it is one.
     """
-    paths = {
-        name: os.path.join(directory, name) if name in elsewhere else locate_weights(directory, name)
-        for name in names
-    }
+
+    def find(name: str) -> str:
+        return os.path.join(directory, name) if name in elsewhere else locate_weights(directory, name)
+
+    paths = dict(zip(names, map_at_once(find, names, location_of(directory).connections), strict=True))
     missing = [name for name, path in paths.items() if name not in elsewhere and not storage.lexists(path)]
     if missing:
         raise DamagedFiles(

@@ -272,7 +272,9 @@ def _download(repo_id: str, revision: str | None, patterns: Iterable[str]) -> st
     """Download the files that match and return the commit's folder in the cache."""
     from huggingface_hub import snapshot_download
 
-    return str(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
+    folder = str(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
+    storage.list_again()
+    return folder
 
 
 def _literal(names: Iterable[str]) -> list[str]:

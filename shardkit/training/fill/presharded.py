@@ -19,7 +19,7 @@ from shardkit.core.text import count, escape
 from shardkit.core.threads import map_at_once
 from shardkit.errors import IntegrityError, LayoutError, ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
-from shardkit.files.home import home_of, path_in
+from shardkit.files.home import home_of, names_in
 from shardkit.files.links import locate
 from shardkit.files.location import location_of
 from shardkit.formats.dcp import METADATA, chunk_list
@@ -177,7 +177,8 @@ def open_presharded(directory: str) -> PreshardedSource | None:
     said = manifest.read(directory)
     if not isinstance(said, manifest.Presharded):
         return None
-    if not storage.exists(path_in(directory, METADATA)):
+    there = set(names_in(directory))
+    if METADATA not in there:
         raise SourceError(
             f"{escape(directory)} has {manifest.NAME} and no {METADATA}, which is written last",
             hint="copy all of the directory; or preshard again",
@@ -190,7 +191,6 @@ def open_presharded(directory: str) -> PreshardedSource | None:
             problems=[error.message if isinstance(error, ShardkitError) else str(error)],
             hint="preshard again",
         ) from error
-    there = set(storage.listdir(directory))
     names = (name for file in found.catalog.files for name in (file.name, chunk_list.name_for(file.name)))
     missing = [escape(name) for name in names if name not in there]
     IntegrityError.raise_for(
@@ -243,23 +243,21 @@ def _ties(groups: Sequence[Sequence[str]], tensors: Mapping[str, object]) -> dic
 def _read_lists(
     directory: str, files: Mapping[int, manifest.ShardFile]
 ) -> dict[int, tuple[ChunkList, FileStamp]]:
-    found: dict[int, tuple[ChunkList, FileStamp]] = {}
-    errors: list[ShardkitError] = []
-
-    def read(number: int) -> None:
+    def read(number: int) -> tuple[ChunkList, FileStamp] | ShardkitError:
         try:
-            found[number] = _read_list(directory, files[number])
+            return _read_list(directory, files[number])
         except ShardkitError as error:
-            errors.append(error)
+            return error
 
-    map_at_once(read, files, location_of(directory).connections)
+    lists = dict(zip(files, map_at_once(read, files, location_of(directory).connections), strict=True))
+    errors = [each for each in lists.values() if isinstance(each, ShardkitError)]
     if errors:
         raise IntegrityError(
             f"{escape(directory)}: {count(len(errors), 'file')} not as {manifest.NAME} describes",
             problems=[error.message for error in errors],
             hint="copy the directory again, or preshard again",
         )
-    return found
+    return {number: each for number, each in lists.items() if not isinstance(each, ShardkitError)}
 
 
 def _read_list(directory: str, file: manifest.ShardFile) -> tuple[ChunkList, FileStamp]:

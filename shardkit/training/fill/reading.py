@@ -92,6 +92,8 @@ class Weights:
     manifest, or of sizes and headers."""
     sampled_files: int = 0
     """Of how many files at most `take_samples` compares some bytes."""
+    has_all_checksums: bool = False
+    """The identity stands for the CRC-32 of every byte: ranks that compare what they read need no samples."""
     source_identity: str = ""
     """The same digest of the source alone, whatever of it this model has: stages of a pipeline have different parts."""
     unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -479,7 +481,7 @@ class _Ahead:
     """
 
     def __init__(self, groups: Iterable[Sequence[Read]], sources: SourceFiles) -> None:
-        self._left, self._sources = iter(groups), sources
+        self._left, self._sources = _fetched_pages(groups), sources
         self._asked = self._begun = 0
         self._lock = threading.Lock()
 
@@ -488,9 +490,24 @@ class _Ahead:
         with self._lock:
             self._begun += sum(end - begin for begin, end in _fetched(reads))
             while self._asked < self._begun + _AHEAD_NBYTES and (following := next(self._left, None)):
-                for begin, end in _fetched(following):
-                    self._asked += end - begin
-                    self._sources.will_need(following[0].file, begin, end - begin)
+                file, begin, end = following
+                self._asked += end - begin
+                self._sources.will_need(file, begin, end - begin)
+
+
+def _fetched_pages(groups: Iterable[Sequence[Read]]) -> Iterator[tuple[int, int, int]]:
+    """Yield what is fetched for groups in whole pages: file, first byte, end. No page is left to be waited for alone."""
+    last: tuple[int, int, int] | None = None
+    for group in groups:
+        for begin, end in _fetched(group):
+            begin -= begin % BLOCK
+            if last is not None:
+                # A page in which the next one begins is fetched with that.
+                is_followed = (last[0], last[2] - last[2] % BLOCK) == (group[0].file, begin)
+                yield last[0], last[1], begin if is_followed else last[2] + -last[2] % BLOCK
+            last = group[0].file, begin, end
+    if last is not None:
+        yield last[0], last[1], last[2] + -last[2] % BLOCK
 
 
 def _fetched(group: Sequence[Read]) -> Sequence[tuple[int, int]]:

@@ -7,10 +7,12 @@ import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from shardkit.core.catalog import Catalog, FileStamp, SourceFile
 from shardkit.core.text import escape
+from shardkit.core.threads import map_at_once
 from shardkit.errors import ResourceError
 from shardkit.files import storage
 from shardkit.files.location import location_of
@@ -66,10 +68,13 @@ def take_samples(weights: Weights) -> str:
         (weights.catalog.files[file], start, nbytes)
         for file, start, nbytes in _places(weights.catalog, weights.identity, weights.sampled_files)
     ]
+    files = {source.path: source for source, _, _ in places}
+    at_once = location_of(next(iter(files), "")).connections
+    # All at once: one by one, each is a wait on storage over a network.
+    map_at_once(partial(_open, opened=opened), files.values(), at_once)
     try:
-        # All at once: one by one, each is a wait on storage over a network.
         for source, start, nbytes in places:
-            storage.will_need(_open(source, opened), start, nbytes)
+            storage.will_need(opened[source.path], start, nbytes)
         for source, start, nbytes in places:
             digest.update(storage.pread(opened[source.path], nbytes, start))
     except OSError as error:
@@ -77,14 +82,16 @@ def take_samples(weights: Weights) -> str:
     return digest.hexdigest()
 
 
-def _open(source: SourceFile, opened: dict[str, int]) -> int:
-    fd = opened.get(source.path)
-    if fd is None:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        fd = opened[source.path] = storage.open_fd(source.path, flags)
-        if source.stamp not in (None, FileStamp.of(storage.fstat(fd))):
-            raise changed([source.name])
-    return fd
+def _open(source: SourceFile, opened: dict[str, int]) -> None:
+    if source.path in opened:
+        return
+    try:
+        fd = opened[source.path] = storage.open_fd(source.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        stamp = FileStamp.of(storage.fstat(fd))
+    except OSError as error:
+        raise ResourceError(f"{escape(source.name)}: {error.strerror}") from error
+    if source.stamp not in (None, stamp):
+        raise changed([source.name])
 
 
 def _places(catalog: Catalog, identity: str, most_files: int) -> Iterator[tuple[int, int, int]]:

@@ -202,6 +202,8 @@ class _Stored:
     sampled_files: int = _MANY
     """See `Weights`. All fine-tunes have equal headers. A save that has an id needs few: each file has a part of each
     tensor, and a rank that opens all of a thousand others' opens nothing else for long."""
+    has_all_checksums: bool = False
+    """See `Weights`."""
     hub_names: Mapping[str, str] | None
     """Stored name -> the Hub's; None if that is not known."""
     open_chunks: OpenChunks | None = None
@@ -281,6 +283,7 @@ def find_weights(
         convert=None if own is None else OwnCode(lambda: own),
         identity=_digest(stored.identity(catalog)),
         sampled_files=stored.sampled_files,
+        has_all_checksums=stored.has_all_checksums,
         source_identity=_digest(stored.identity(Catalog(format="", directory=""))),
         unused={name: shapes[name] for name in found.unused},
         match=found,
@@ -416,6 +419,7 @@ def _of_records(source: Source, wanted: list[str]) -> _Stored:
         open_chunks=lambda wanted, _: presharded.open_chunks(wanted),
         identity=lambda _: presharded.said.crc32,
         sampled_files=_A_HANDFUL,
+        has_all_checksums=presharded.said.digest == "crc32",  # its CRC-32 is of those of the chunk lists
         assets=() if assets is None else (assets,),  # `reshard` takes them along
         notes=tuple(_other_versions(presharded)),
     )

@@ -182,6 +182,7 @@ def build_model(
     dequantize: bool = False,
     seed: int = 0,
     moved: list[nn.Parameter] | None = None,
+    home: str | None = None,
 ) -> nn.Module:
     """Build a model whose parameters are on meta and whose buffers are on the CPU, computed.
 
@@ -197,6 +198,7 @@ def build_model(
         dequantize: a config may say that its weights are quantised; the model has plain ones.
         seed: of buffers that are random. Building does not change the random numbers that others draw.
         moved: is extended by every parameter that a module got while the model was built.
+        home: what `find_config` found; None looks for it.
 
     Returns:
         The model. Persistent buffers that nothing computes are left on meta: the source may have them.
@@ -212,7 +214,7 @@ def build_model(
         if isinstance(what, nn.Module):
             model = what
         elif isinstance(what, (str, os.PathLike)):
-            directory = find_config(os.fspath(what), None)
+            directory = home or find_config(os.fspath(what), None)
             model = _from_config(
                 directory,
                 wanted,

@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 from math import prod
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import shardkit
 from shardkit.core.regions import Region
 from shardkit.errors import ShardkitError, SourceError
+from shardkit.formats.hub import directory
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.hub.files import absent_parts, select_weights
 
@@ -402,3 +404,15 @@ def test_opening_imports_no_torch(sharded):
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_headers_are_read_together(sharded, monkeypatch):
+    """One by one, each is a wait on storage over a network."""
+    both, read = threading.Barrier(2, timeout=60), directory.read_header
+
+    def wait(*given):
+        both.wait()
+        return read(*given)
+
+    monkeypatch.setattr(directory, "read_header", wait)
+    assert list(open_model(str(sharded)).catalog.tensors) == ["c", "b", "a"]
