@@ -1,7 +1,7 @@
 """What N ranks read from storage when a job starts, counted by the file system: shardkit's ways to load beside those of others; as root.
 
     python benchmarks/coldload.py DIRECTORY [--ranks 4] [--megabytes 400] [--model dense] [--mesh fsdp] [--way NAME] [--runs 1]
-        [--delay-ms 20] [--mb-per-s 500]
+        [--delay-ms 20] [--mb-per-s 500] [--store | --calls]
 
 DIRECTORY gets generated models of bf16, dense and with experts, and what preshard makes of them: five times `--megabytes` each, which is at
 least 360 for the dense one.
@@ -20,14 +20,24 @@ request takes the one, all ranks share the other.
     waiting_s     in which a request was under way; of the rank with most
     start_s       of the slowest rank, the whole start: on busy cores it is that of Python and of building the model
 
+Ranks are forks of one process that has imported what any of the ways imports; 64 of them take less than 8 GB of memory.
+
 "planned prefetch" is in no release: its row is computed from the spans of each rank's tensors. Spans that touch are one, and take
 requests of at most 1 MiB.
+
+With --store the models are in a store (benchmarks/slowstore.py) that answers each request after --delay-ms, behind a link of --mb-per-s
+that all ranks share: a network namespace with `tc tbf`. What reads no store gets copies of what a rank needs, eight files at once, into
+a directory of its own, which counts.
+
+With --calls `strace` counts instead: the calls of shardkit and of stock dcp.load on the directory itself (mapped files make none).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import importlib
 import json
 import math
 import os
@@ -42,11 +52,13 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import links
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -73,6 +85,8 @@ class Place(NamedTuple):
     sharded: str
     profile: str
     """Pre-sharded for transformers' own loader."""
+    copies: Path | None = None
+    """Where ranks put copies of what they cannot read in a store."""
 
 
 class World(NamedTuple):
@@ -195,6 +209,45 @@ def empty(place: Place, world: World) -> nn.Module:
     return model.to_empty(device="cpu")
 
 
+def copied_stock_load(place: Place, world: World) -> nn.Module:
+    """Load a copy of this rank's file, `.metadata` and the config."""
+    rank, copy = dist.get_rank(), own_copy(place)
+    download(place.hub, copy / "hub", lambda name: name == "config.json")
+    download(place.sharded, copy / "sharded", lambda name: name in (".metadata", f"__{rank}_0.distcp"))
+    return stock_load(Place(str(copy / "hub"), str(copy / "sharded"), ""), world)
+
+
+def copied_transformers(place: Place, world: World) -> nn.Module:
+    copy = own_copy(place)
+    download(place.hub, copy / "hub", lambda _: True)
+    return transformers_load(str(copy / "hub"), world)
+
+
+def own_copy(place: Place) -> Path:
+    assert place.copies is not None
+    return place.copies / str(dist.get_rank())
+
+
+def download(source: str, target: Path, is_wanted: Callable[[str], bool]) -> None:
+    """Copy the files of a directory in a store, eight at a time, as tools do."""
+    import obstore
+    from obstore.store import from_url
+
+    bucket, folder = source.rsplit("/", 1)
+    store = from_url(bucket)
+    target.mkdir(parents=True, exist_ok=True)
+    listed = obstore.list(store, f"{folder}/").collect()
+    names = [name for each in listed if is_wanted(name := each["path"].rpartition("/")[2])]
+
+    def copy(name: str) -> None:
+        with (target / name).open("wb") as file:
+            for piece in obstore.get(store, f"{folder}/{name}").stream():
+                file.write(piece)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(copy, names))
+
+
 PLANNED = "transformers, planned prefetch of spans (computed)"
 WAYS: dict[str, Callable[[Place, World], nn.Module]] = {
     "shardkit, pre-sharded": presharded,
@@ -205,14 +258,27 @@ WAYS: dict[str, Callable[[Place, World], nn.Module]] = {
     "accelerate, rank 0 broadcasts": rank0_broadcast,
     "torch's HF reader": torch_hf_reader,
 }
+FROM_STORE: dict[str, Callable[[Place, World], nn.Module]] = {
+    "shardkit, pre-sharded": presharded,
+    "shardkit, Hub files": from_hub,
+    "pre-sharded, own file copied, stock dcp.load": copied_stock_load,
+    "Hub files, all copied, transformers": copied_transformers,
+}
+CALLING = ("shardkit, pre-sharded", "shardkit, Hub files", "pre-sharded, stock dcp.load")
+"""Ways that read by calls, not by mapping files."""
 
 
 def warm_up(hub: Path) -> None:
-    """Import what ranks import, before they are forked."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Import what any of the ways imports, and make transformers' table of conversions, before ranks are forked."""
+    from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hub))
+    for name in ("accelerate.utils.fsdp_utils", "transformers.distributed"):
+        importlib.import_module(name)
+    _ = shardkit.wrap
+    shardkit.load_into(shardkit.prepare(hub, hub).model, hub)
+    AutoModelForCausalLM.from_pretrained(hub, dtype="auto")
+    gc.collect()
+    gc.freeze()  # a collection would copy the pages that ranks share
 
 
 def meshes(model: str, args: Any) -> list[str]:
@@ -240,11 +306,16 @@ def bind(source: str, target: str, flags: int = _BIND) -> None:
         sys.exit(f"mount {target}: {os.strerror(ctypes.get_errno())}")
 
 
-def loopback_up() -> None:
-    """Begin a network of one's own, so that nobody else's bytes are counted."""
+def loopback_up(namespace: str | None) -> None:
+    """Begin a network of one's own, so that nobody else's bytes are counted, or enter one."""
     import fcntl
 
-    unshare(_NEWNET)
+    if namespace is None:
+        unshare(_NEWNET)
+    else:
+        with open(f"/run/netns/{namespace}") as file:
+            if _libc.setns(file.fileno(), _NEWNET):
+                sys.exit(f"setns: {os.strerror(ctypes.get_errno())}")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(
             control, 0x8914, struct.pack("16sh", b"lo", 0x1 | 0x40)
@@ -273,32 +344,43 @@ def use(model: nn.Module) -> None:
 class Job(NamedTuple):
     """What ranks are to do."""
 
-    way: str
+    way: Callable[[Place, World], nn.Module]
     kind: str
+    size: int
     place: Place
-    seen: Path
-    mounts: list[Path]
     scratch: Path
+    seen: Path | None = None
+    """Where a rank sees its mount; None if it sees all as it is."""
+    namespace: str | None = None
+    """Of a network with a link to the store; None is a network of one's own."""
+
+    def mount(self, rank: int) -> Path:
+        return self.scratch / f"mount-{rank}"
 
 
 def one_rank(job: Job, rank: int) -> None:
-    size = len(job.mounts)
-    unshare(_NEWNS)
-    bind("none", "/", _PRIVATE | _REC)
-    bind(str(job.mounts[rank]), str(job.seen))
+    size = job.size
+    if job.seen is not None:
+        unshare(_NEWNS)
+        bind("none", "/", _PRIVATE | _REC)
+        bind(str(job.mount(rank)), str(job.seen))
+    if job.namespace is not None:
+        os.environ.update(links.variables(), AWS_ACCESS_KEY_ID=f"rank{rank}")
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    store = dist.FileStore(str(job.scratch / "store"), size)
+    # Nothing of a store on disk: 64 ranks that look for each other's addresses in one file take minutes.
+    store = dist.TCPStore("127.0.0.1", 29512, size, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
     world = make_world(job.kind)
     dist.barrier()
     sent, begun = loopback_bytes(), time.monotonic()
-    model = WAYS[job.way](job.place, world)
+    model = job.way(job.place, world)
     use(model)
     seconds = time.monotonic() - begun
     dist.barrier()
     found = {
         "seconds": seconds,
+        "process": os.getpid(),
         "held": sum(shard.nbytes for shard in shards(model)),
         "sent": loopback_bytes() - sent,
     }
@@ -325,11 +407,11 @@ def fork(work: Callable[[], None]) -> int:
 
 def run_world(job: Job) -> None:
     """Fork the ranks, and wait for them."""
-    loopback_up()
+    loopback_up(job.namespace)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1"
     )
-    children = [fork(lambda rank=rank: one_rank(job, rank)) for rank in range(len(job.mounts))]
+    children = [fork(lambda rank=rank: one_rank(job, rank)) for rank in range(job.size)]
     wait_for(children)
 
 
@@ -390,9 +472,46 @@ def counted(log: Path, num_ranks: int) -> list[Counts]:
         times[rank].append((asked, answered))
         if what == "read":
             spans[rank].append((file, start, nbytes))
-        elif what == "open":
+        if what in ("read", "open"):
             files[rank].add(file)
     return [count(spans[rank], len(files[rank]), under_way(times[rank])) for rank in range(num_ranks)]
+
+
+_CALL = re.compile(r"([\d.]+) (\w+)\(\d+<([^>]*)>.*?(?:, (\d+))?\) += (\d+)$")
+_CHILD = re.compile(r"[\d.]+ (?:clone3?|v?fork)\(.* = (\d+)$")
+
+
+def called(scratch: Path, root: str, processes: list[int]) -> list[Counts]:
+    """Return the counts of each rank's calls, from what strace wrote of each thread.
+
+    Args:
+        scratch: has its files, `calls.THREAD`.
+        root: what is read below it counts.
+        processes: of the ranks.
+    """
+    rank_of = {process: rank for rank, process in enumerate(processes)}
+    lines = {int(path.suffix[1:]): path.read_text().splitlines() for path in scratch.glob("calls.*")}
+    parents = {
+        int(found[1]): thread
+        for thread, content in lines.items()
+        for line in content
+        if (found := _CHILD.match(line)) is not None
+    }
+    spans = defaultdict[int, list[tuple[float, Span]]](list)
+    for thread, content in lines.items():
+        process: int | None = thread
+        while process is not None and process not in rank_of:
+            process = parents.get(process)
+        at = dict[str, int]()  # what `read` goes on from
+        for line in content if process is not None else ():
+            found = _CALL.match(line)
+            if found is None or not found[3].startswith(root) or not int(found[5]):
+                continue
+            start = at.get(found[3], 0) if found[2] == "read" else int(found[4])
+            at[found[3]] = start + int(found[5])
+            spans[rank_of[process]].append((float(found[1]), (found[3], start, int(found[5]))))
+    each = [[span for _, span in sorted(spans[rank])] for rank in range(len(processes))]
+    return [count(own, len({file for file, _, _ in own})) for own in each]
 
 
 def under_way(times: Iterable[tuple[float, float]]) -> float:
@@ -456,29 +575,99 @@ def joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 def start(work: Path, model: str, kind: str, way: str, args: Any) -> dict[str, float]:
     """Start ranks once, and return what they took."""
-    scratch, seen = work / "run", work / "seen"
+    scratch = work / "run"
     shutil.rmtree(scratch, ignore_errors=True)
-    seen.mkdir(exist_ok=True)
-    mounts = [scratch / f"mount-{rank}" for rank in range(args.ranks)]
-    for each in mounts:
-        each.mkdir(parents=True)
-    names = Place("hub", f"sharded-{kind}", f"profile-{kind}")
-    place = Place(*(str(seen / name) for name in names))
-    log = scratch / "log"
-    job = Job(way, kind, place, seen, mounts, scratch)
-    options = ["--delay-ms", str(args.delay_ms), "--mb-per-s", str(args.mb_per_s)]
-    with views(work / model, mounts, log, options):
-        _, status = os.waitpid(fork(lambda: run_world(job)), 0)
-    if status:
-        raise ChildProcessError(f"{model}, {kind}, {way}")
-    ranks = [json.loads((scratch / f"{rank}.json").read_text()) for rank in range(args.ranks)]
+    scratch.mkdir()
+    counts = (by_strace if args.calls else from_store if args.store else by_mounts)(
+        work, model, kind, way, args
+    )
+    ranks = said(scratch, args.ranks)
     held = sum(rank["held"] for rank in ranks)
-    counts = counted(log, args.ranks)
     found = figures(counts, [rank["held"] for rank in ranks])
     found["sent"] = ranks[0]["sent"] / held
     found["waiting_s"] = max(rank.seconds for rank in counts)
     found["start_s"] = max(rank["seconds"] for rank in ranks)
     return found
+
+
+def said(scratch: Path, num_ranks: int) -> list[dict[str, Any]]:
+    """Return what each rank has written of itself."""
+    return [json.loads((scratch / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def run_forked(job: Job) -> None:
+    _, status = os.waitpid(fork(lambda: run_world(job)), 0)
+    if status:
+        raise ChildProcessError(str(job.way))
+
+
+def names(kind: str) -> tuple[str, str, str]:
+    """Return the directories of a model: the Hub's, pre-sharded, pre-sharded for transformers."""
+    return "hub", f"sharded-{kind}", f"profile-{kind}"
+
+
+def by_mounts(work: Path, model: str, kind: str, way: str, args: Any) -> list[Counts]:
+    """Let each rank see the files through a file system of its own, which counts."""
+    scratch, seen = work / "run", work / "seen"
+    seen.mkdir(exist_ok=True)
+    place = Place(*(str(seen / name) for name in names(kind)))
+    job = Job(WAYS[way], kind, args.ranks, place, scratch, seen)
+    mounts = [job.mount(rank) for rank in range(args.ranks)]
+    for each in mounts:
+        each.mkdir()
+    options = ["--delay-ms", str(args.delay_ms), "--mb-per-s", str(args.mb_per_s)]
+    with views(work / model, mounts, scratch / "log", options):
+        run_forked(job)
+    return counted(scratch / "log", args.ranks)
+
+
+def from_store(work: Path, model: str, kind: str, way: str, args: Any) -> list[Counts]:
+    """Let ranks read from a store, behind a link that all share; the store counts."""
+    scratch, log, port = work / "run", work / "run/log", links.PORTS["s3"]
+    place = Place(*(f"s3://{links.BUCKET}/{name}" for name in names(kind)), scratch / "copies")
+    command = [
+        sys.executable,
+        str(HERE / "slowstore.py"),
+        str(work / model),
+        str(log),
+        links.SERVER,
+        str(port),
+    ]
+    with links.links(1, args.mb_per_s or 1000) as (namespace,):
+        server = subprocess.Popen(
+            [*command, "--delay-ms", str(args.delay_ms)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            if not server.stdout.readline():
+                sys.exit("the store has not begun")
+            run_forked(Job(FROM_STORE[way], kind, args.ranks, place, scratch, namespace=namespace))
+        finally:
+            server.stdin.close()
+            server.wait()
+    shutil.rmtree(scratch / "copies", ignore_errors=True)
+    return counted(log, args.ranks)
+
+
+def by_strace(work: Path, model: str, kind: str, way: str, args: Any) -> list[Counts]:
+    """Let ranks read the directory itself; `strace` writes down their calls. It has to start them, so they import anew."""
+    scratch = work / "run"
+    command = ["strace", "-ff", "-y", "--seccomp-bpf", "-ttt", "-s0", "-o", str(scratch / "calls")]
+    command += ["-e", "trace=clone,clone3,fork,vfork,read,pread64,preadv,preadv2"]
+    options = ["--ranks", str(args.ranks), "--model", model, "--mesh", kind, "--way", way, "--inside"]
+    done = subprocess.run([*command, sys.executable, __file__, str(work), *options], check=False)
+    if done.returncode:
+        raise ChildProcessError(way)
+    return called(scratch, str(work / model), [rank["process"] for rank in said(scratch, args.ranks)])
+
+
+def run_inside(work: Path, args: Any) -> None:
+    """Start the ranks of `by_strace`."""
+    (model,), (kind,), (way,) = args.model, args.mesh, args.way
+    warm_up(work / model / "hub")
+    place = Place(*(str(work / model / name) for name in names(kind)))
+    run_forked(Job(WAYS[way], kind, args.ranks, place, work / "run"))
 
 
 def figures(ranks: list[Counts], held: list[int]) -> dict[str, float]:
@@ -516,7 +705,7 @@ def measure(report: Report, work: Path, args: Any) -> None:
     for model in args.model or MODELS:
         make_model(work, model, args)
         warm_up(work / model / "hub")
-        for way in WAYS:
+        for way in WAYS if not args.calls and not args.store else ():
             if why := cannot(way, model):
                 report.leave_out(f"{way}, {model}", why)
         for kind in meshes(model, args):
@@ -527,7 +716,8 @@ def measure(report: Report, work: Path, args: Any) -> None:
 def measure_ways(report: Report, work: Path, model: str, kind: str, args: Any) -> None:
     """Add a row for each way, and the computed one."""
     table = f"{model}, {kind}, {args.ranks} ranks"
-    ways = [way for way in args.way or WAYS if way in WAYS and not cannot(way, model)]
+    known = CALLING if args.calls else FROM_STORE if args.store else WAYS
+    ways = [way for way in args.way or known if way in known and not cannot(way, model)]
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(args.runs):  # in turn: other work on the machine meets all of them
         for way in [*runs]:
@@ -538,7 +728,7 @@ def measure_ways(report: Report, work: Path, model: str, kind: str, args: Any) -
                 del runs[way]
     for way, found in runs.items():
         report.add(table, way, **{key: statistics.median(one[key] for one in found) for key in found[0]})
-    if args.way is None or PLANNED in args.way:
+    if known is WAYS and (args.way is None or PLANNED in args.way):
         report.add(table, PLANNED, **planned_figures(work / model / "hub", kind, args.ranks), sent=0.0)
 
 
@@ -560,17 +750,23 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--model", action="append", choices=MODELS)
     parser.add_argument("--mesh", action="append", choices=MESHES)
-    parser.add_argument("--way", action="append", choices=[*WAYS, PLANNED])
+    parser.add_argument("--way", action="append", choices=dict.fromkeys([*WAYS, PLANNED, *FROM_STORE]))
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--mb-per-s", type=float, default=0.0)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--store", action="store_true", help="read from a store, with what can")
+    where.add_argument("--calls", action="store_true", help="count calls by strace")
+    where.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     json_option(parser)
     args = parser.parse_args()
-    work = work_in(args.directory.resolve())
     import transformers  # once, before the ranks are forked
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-
+    if args.inside:
+        run_inside(args.directory, args)
+        return
+    work = work_in(args.directory.resolve())
     with Report(args) as report, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         measure(report, work, args)

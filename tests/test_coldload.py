@@ -96,3 +96,66 @@ def test_every_request_is_written_down(tmp_path: Path) -> None:
 
 def test_storage_is_waited_for_while_any_request_is_under_way(coldload: Any) -> None:
     assert coldload.under_way([(0.0, 1.0), (0.5, 2.0), (5.0, 6.0), (5.5, 5.7)]) == 3.0
+
+
+def test_calls_of_a_rank_are_those_of_all_of_its_threads(coldload: Any, tmp_path: Path) -> None:
+    """As strace writes them: one file for each thread, calls on other files among them."""
+    lines = {
+        10: ["1.0 clone3({flags=CLONE_VM|CLONE_THREAD}, 88) = 12", "1.1 clone(child_stack=NULL) = 11"],
+        11: [
+            '2.0 read(3</m/config.json>, ""..., 100) = 40',
+            '2.1 read(3</m/config.json>, ""..., 100) = 60',
+            '2.2 read(3</m/config.json>, ""..., 100) = 0',
+            '2.3 preadv(4</m/data>, [{iov_base=""..., iov_len=8}, {iov_base=""..., iov_len=2}], 2, 64) = 10',
+            "2.4 clone3({flags=CLONE_VM|CLONE_THREAD}, 88 => {parent_tid=[13]}, 88) = 13",
+            '2.5 pread64(4</other/data>, ""..., 256, 0) = 256',
+        ],
+        12: ['1.5 pread64(4</m/data>, ""..., 256, 0) = 256'],
+        13: [
+            '2.6 pread64(4</m/data>, ""..., 256, 74) = 256',
+            "2.7 pread64(4</m/data>, 0x7f, 256, 9) = -1 EIO (Input/output error)",
+        ],
+    }
+    for thread, content in lines.items():
+        (tmp_path / f"calls.{thread}").write_text("\n".join(content))
+    (rank,) = coldload.called(tmp_path, "/m", [11])
+    assert (rank.read, rank.requests, rank.near, rank.files) == (366, 4, 316, 2)
+
+
+def test_a_store_answers_and_writes_down_who_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    obstore = pytest.importorskip("obstore")
+    from obstore.store import S3Store
+
+    (tmp_path / "source/below").mkdir(parents=True)
+    (tmp_path / "source/below/file").write_bytes(bytes(range(100)))
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "slowstore.py"),
+        str(tmp_path / "source"),
+        str(tmp_path / "log"),
+    ]
+    server = subprocess.Popen([*command, "127.0.0.1", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        endpoint = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        keys = {"access_key_id": "rank3", "secret_access_key": "any", "region": "us-east-1"}
+        store = S3Store("bucket", endpoint=endpoint, client_options={"allow_http": True}, **keys)
+        assert [each["path"] for each in obstore.list(store, "below/").collect()] == ["below/file"]
+        assert obstore.list_with_delimiter(store)["common_prefixes"] == ["below"]
+        assert bytes(obstore.get_range(store, "below/file", start=10, end=30)) == bytes(range(10, 30))
+        assert obstore.head(store, "below/file")["size"] == 100
+        with pytest.raises(FileNotFoundError):
+            obstore.get(store, "nothing")
+    finally:
+        server.stdin.close()
+        server.wait()
+        server.stdout.close()
+    rows = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [row[:5] for row in rows] == [
+        [3, "list", "below/", 0, 0],
+        [3, "list", "", 0, 0],
+        [3, "read", "below/file", 10, 20],
+        [3, "head", "below/file", 0, 0],
+        [3, "head", "nothing", 0, 0],
+    ]
