@@ -145,7 +145,6 @@ TABLES = {
             "read": number("read"),
             "requests": number("requests", ".0f"),
             "waiting, s": number("waiting_s", ".2f"),
-            "whole start, s": number("start_s", ".1f"),
         },
         _WAYS,
     ),
