@@ -132,7 +132,20 @@ TABLES = {
             "transformers": "transformers' `from_pretrained(distributed_config=...)`, which builds too",
         },
     ),
-    "coldload": Table(("coldload", "coldload-many"), COLD, _WAYS),
+    "coldload": Table(("coldload", "coldload-many", "coldload-ep", "coldload-64"), COLD, _WAYS),
+    "coldload-calls": Table(
+        ("coldload-calls",), {name: COLD[name] for name in ("of", "requests a GiB", "MiB each", "near, %")}
+    ),
+    "coldload-store": Table(
+        ("coldload-store",),
+        {
+            "of": part,
+            "read": number("read"),
+            "requests": number("requests", ".0f"),
+            "waiting, s": number("waiting_s", ".2f"),
+            "whole start, s": number("start_s", ".1f"),
+        },
+    ),
     "coldload-many": Table(
         ("coldload-many",),
         {name: COLD[name] for name in ("of", "read", "worst rank", "files", "sent")},
