@@ -233,11 +233,14 @@ def without_torch(error: ImportError) -> ResourceError | None:
     return ResourceError(f"this needs torch: {' '.join(str(error).split())}", hint=_TORCH)
 
 
-def check_torch() -> None:
-    """Refuse what a child process does with torch.
+def check_torch(what: str = "this") -> None:
+    """Refuse what torch does here, or in a child process.
+
+    Args:
+        what: needs torch; for the message.
 
     Raises:
         ResourceError: torch is not installed.
     """
     if not has_torch():
-        raise ResourceError("this needs torch, which is not installed", hint=_TORCH)
+        raise ResourceError(f"{what} needs torch, which is not installed", hint=_TORCH)

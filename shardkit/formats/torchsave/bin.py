@@ -1,10 +1,9 @@
-"""Legacy weights, `pytorch_model.bin`: a pickled state dict, read through torch's restricted unpickler.
+"""Legacy weights, `pytorch_model.bin`: a pickled state dict.
 
-torch maps a zip file instead of loading it. The place of a contiguous tensor in the mapping gives the place
-of its bytes in the file, and they are read from there. Other tensors (transposed ones, lazy views, files from
-before torch 1.6) come with a function that returns their bytes. Only tensors and plain containers are ever
-unpickled. A file with tensors of classes, or with anything else that torch would refuse, is not given to torch:
-`open_torch_file` reads it, and `classes` has those whose values lie in it.
+`open_torch_file` reads the zip that torch writes since 1.6, and unpickles nothing. The bytes of a contiguous tensor are
+read from where the file has them. Other tensors (transposed ones, lazy views) come with a function that returns
+their bytes, and `classes` has tensors of classes whose values lie in the file. Files from before torch 1.6 go
+through torch's restricted unpickler, which makes only tensors and plain containers, and are held in memory.
 
 A few bytes of pickle can make torch's loader hash forever, fill a bytearray of any size, or grow a storage to
 whatever a shape says. `screen` looks through a pickle that somebody else's unpickler will load, and refuses
@@ -16,7 +15,6 @@ Source: torch 2.13, torch/_weights_only_unpickler.py (`_get_allowed_globals`).
 from __future__ import annotations
 
 import json
-import os
 import re
 import warnings
 from collections.abc import Collection, Mapping
@@ -24,12 +22,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardkit._version import has_torch
 from shardkit.core.catalog import Checksums, Decoded, FileStamp, OnRead
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Shape, full_region
 from shardkit.core.text import count, escape
-from shardkit.errors import SourceError
+from shardkit.errors import SourceError, check_torch
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, open_regular, read_exactly, stamp_of
 from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, crc_of_range, pread_of, read_directory
@@ -56,8 +53,8 @@ if TYPE_CHECKING:
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _MAX_PICKLE = 1 << 25
-_Mappings = list[tuple[int, int, int]]
-_PROTOCOL = 2  # torch's restricted unpickler lacks opcodes of later ones
+_PROTOCOL = 2
+"""The one that torch.save writes, and that `screen` has all opcodes of."""
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 _BESIDE_CLASSES = ("builtins.getattr", "__builtin__.getattr", "_io.BytesIO")
 """How pickles name a method of a class, and an extra state; none of it is called."""
@@ -108,7 +105,7 @@ class BinFile:
     notes: tuple[str, ...]
     """What a person should be told."""
     stamp: FileStamp
-    """The file's, before torch read it."""
+    """The file's, before it was read."""
     checksums: Checksums | None
     """Of the storages; None if it is no zip."""
 
@@ -131,13 +128,12 @@ def read_bin(path: str, name: str) -> BinFile:
         is_zip = read_exactly(fd, 0, min(size, 4), name) == _ZIP_MAGIC
         checksum = 0 if is_zip else crc_of_range(fd, 0, size, name)
         stamp = stamp_of(fd)
-    checksums, content = None, None
+    checksums = None
     if is_zip:
         checksum, checksums, screened = _screen(path, name)
-        content = _read_objects(path, name, screened) if screened != () or not has_torch() else None
-    if content is None:
-        entries = _load(path, name, is_zip)
-        content = _split(entries, name, path, _mappings(stamp) if is_zip else [])
+        content = _read_zip(path, name, screened)
+    else:
+        content = _split(_load(path, name), name)
     note = f"{escape(name)} has the format from before torch 1.6: it is held in memory as a whole"
     return BinFile(
         tensors=content.tensors,
@@ -152,11 +148,11 @@ def read_bin(path: str, name: str) -> BinFile:
 
 
 def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...] | SourceError]:
-    """Look for what torch is not given: names besides plain data, what it would hash without end, newer protocols.
+    """Look through a zip's directory and its pickle before anything is made of them.
 
     Returns:
         A checksum that changes with any entry, what the zip's directory says of the storages, and what the pickle
-        names besides plain data and plain tensors, or why torch is not given it.
+        names besides plain data and plain tensors, or what is wrong with it.
     """
     where = escape(name)
     with open_regular(path, name) as (fd, size):
@@ -174,20 +170,18 @@ def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...] | Sou
         screened = screen(data, storages, where)
     except SourceError as refusal:
         screened = refusal
-    if screened == () and data[1] != _PROTOCOL:
-        screened = SourceError(f"{where}: pickled with a protocol that torch's restricted unpickler lacks")
     rows = [(f"{reader.prefix}/{key}", entry.nbytes, entry.crc) for key, entry in entries.items()]
     stretches = Checksums.of((entry.start, entry.nbytes, entry.crc) for entry in storages.values())
     return crc32(json.dumps(rows).encode()), stretches, screened
 
 
-def _read_objects(path: str, name: str, screened: tuple[str, ...] | SourceError) -> _BinContent | None:
-    """Take a file that torch is not given; None if torch may have it after all: it has a lazy view, say.
+def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> _BinContent:
+    """Take the entries of a zip; nothing is unpickled.
 
     Args:
         path: where the file is.
         name: how to call it in messages.
-        screened: what its pickle names besides plain data and plain tensors, or why torch is not given it.
+        screened: what its pickle names besides plain data and plain tensors, or what is wrong with the pickle.
 
     Raises:
         Unsupported: it names what would have to be imported.
@@ -221,7 +215,7 @@ def _read_objects(path: str, name: str, screened: tuple[str, ...] | SourceError)
 
 
 def _content_of(file: TorchFile) -> _BinContent:
-    """Return the entries of a file that is read without torch."""
+    """Return the entries of what a zip holds."""
     path, name = file.path, file.name
     if not isinstance(file.tree, dict):
         raise _no_state_dict(name, file.tree)
@@ -264,13 +258,14 @@ def _of_record(fqn: str, record: TensorRef, path: str, name: str) -> BinTensor:
     return BinTensor(fqn, record.dtype, record.shape, None, Decoded(decode))
 
 
-def _load(path: str, name: str, is_zip: bool) -> Mapping[object, object]:
+def _load(path: str, name: str) -> Mapping[object, object]:
+    check_torch(f"{escape(name)}, from before torch 1.6,")
     import torch
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are about storages and types of old files
-            entries = torch.load(path, weights_only=True, mmap=is_zip, map_location="cpu")
+            entries = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # a damaged pickle can end in any exception
         raise _refusal(error, path, name) from error
     if not isinstance(entries, Mapping):
@@ -309,28 +304,7 @@ def _refusal(error: Exception, path: str, name: str) -> SourceError:
     return SourceError(f"{escape(name)}: torch cannot load it: {escape(reason)}", hint=DOWNLOAD_AGAIN)
 
 
-def _mappings(stamp: FileStamp) -> _Mappings:
-    """Return (first address, end, first byte in the file) of every mapping of a file in this process.
-
-    Empty if the system has no such list; tensors are then decoded.
-
-    Source: man 5 proc, /proc/pid/maps.
-    """
-    device = f"{os.major(stamp.device):02x}:{os.minor(stamp.device):02x}"
-    mappings = []
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            for line in maps:
-                addresses, _, offset, on, inode = line.split(maxsplit=5)[:5]
-                if inode == str(stamp.inode) and on == device:
-                    start, _, stop = addresses.partition("-")
-                    mappings.append((int(start, 16), int(stop, 16), int(offset, 16)))
-    except (OSError, ValueError):
-        return []
-    return mappings
-
-
-def _split(entries: Mapping[object, object], name: str, path: str, mappings: _Mappings) -> _BinContent:
+def _split(entries: Mapping[object, object], name: str) -> _BinContent:
     """Return the tensors, and the names of everything else."""
     import torch
 
@@ -342,7 +316,7 @@ def _split(entries: Mapping[object, object], name: str, path: str, mappings: _Ma
             objects.append(str(key))
             continue
         try:
-            tensors.append(_describe(key, value, path, mappings))
+            tensors.append(_describe(key, value))
         except ValueError as error:
             problems.append(f"{escape(key)}: {error}")
     _check_content(name, len(entries), bool(tensors), objects, problems)
@@ -365,7 +339,7 @@ def _check_content(
         )
 
 
-def _describe(fqn: str, tensor: torch.Tensor, path: str, mappings: _Mappings) -> BinTensor:
+def _describe(fqn: str, tensor: torch.Tensor) -> BinTensor:
     import torch
 
     if tensor.is_nested:
@@ -375,39 +349,15 @@ def _describe(fqn: str, tensor: torch.Tensor, path: str, mappings: _Mappings) ->
         raise ValueError(f"dtype {tensor.dtype}")
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise ValueError(f"layout {tensor.layout} on device {tensor.device.type}")
-    start = _place(tensor, mappings)
-    made = Decoded(partial(_row_major_bytes, tensor, path, mappings)) if start is None else None
-    return BinTensor(fqn, dtype, tuple(tensor.shape), start, made)
+    return BinTensor(fqn, dtype, tuple(tensor.shape), None, Decoded(partial(_row_major_bytes, tensor)))
 
 
-def _place(tensor: torch.Tensor, mappings: _Mappings) -> int | None:
-    """Return the first byte of a tensor in the file, None if its bytes do not lie in the file in order."""
-    if tensor.numel() == 0 or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return None
-    return _in_file(tensor.data_ptr(), tensor.numel() * tensor.element_size(), mappings)
-
-
-def _in_file(address: int, nbytes: int, mappings: _Mappings) -> int | None:
-    """Return the first byte in the file of what is mapped at an address; None if it is not mapped."""
-    for start, stop, offset in mappings:
-        if start <= address and address + nbytes <= stop:
-            return address - start + offset
-    return None
-
-
-def _row_major_bytes(
-    tensor: torch.Tensor, path: str, mappings: _Mappings, on_read: OnRead = lambda *_: None
-) -> memoryview:
-    """Return a tensor's bytes; copy them only if they are not row-major already."""
+def _row_major_bytes(tensor: torch.Tensor, on_read: OnRead) -> memoryview:
+    """Return a tensor's bytes; copy them only if they are not row-major already. All were read when it was loaded."""
     import torch
 
     if tensor.numel() == 0:
         return memoryview(b"")
-    held = tensor.untyped_storage()
-    start = _in_file(held.data_ptr(), held.nbytes(), mappings)
-    if start is not None:
-        stored = torch.empty(0, dtype=torch.uint8).set_(held)
-        on_read(path, start, stored.numpy().data)
     # The conjugate and negative bits are marks on a view; the stored bytes do not contain them.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data.toreadonly()

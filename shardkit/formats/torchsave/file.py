@@ -377,7 +377,8 @@ def _plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[An
         raise Refusal("a tensor with an impossible shape or stride")
     if storage.entry is None:
         return UnreadableTensor(_ON_META)
-    if metadata and metadata[0]:
+    flipped = _flipped(dtype, metadata[0] if metadata else None)
+    if flipped is None:
         return UnreadableTensor(_LAZY_VIEW, "torch.Tensor")
     entry = storage.entry
     tensor = TensorRef(
@@ -389,10 +390,33 @@ def _plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[An
         data_nbytes=entry.nbytes,
         crc32=entry.crc if entry.crc or not entry.nbytes else None,
         key=storage.key,
+        flipped=flipped,
     )
     if tensor.reach > entry.nbytes:
         raise Refusal(f"a tensor that reaches to byte {tensor.reach} of a storage of {entry.nbytes}")
     return tensor
+
+
+def _flipped(dtype: DType, marks: object) -> tuple[int, ...] | None:
+    """Return which bytes of an element have another sign than the value; None where a sign is not one bit.
+
+    Args:
+        dtype: of the tensor.
+        marks: those of a lazy view, or nothing.
+
+    Source: torch 2.13, torch/_utils.py, `set_tensor_metadata`: {"conj": True, "neg": True}, or less.
+    """
+    if not marks:
+        return ()
+    if type(marks) is not dict or not set(marks) <= {"conj", "neg"}:
+        return None
+    if not (dtype.is_convertible or dtype.kind == "complex"):
+        return None
+    last = dtype.itemsize - 1
+    imaginary, real = {last}, {last - dtype.itemsize // 2} if dtype.kind == "complex" else set[int]()
+    negated = imaginary | real if marks.get("neg") else set[int]()
+    conjugated = imaginary if marks.get("conj") and real else set[int]()
+    return tuple(sorted(negated ^ conjugated))
 
 
 def _rebuild_v2(args: tuple[Any, ...]) -> object:

@@ -1,7 +1,7 @@
 """What a `torch.save` record of one tensor says: dtype and shape, and which bytes are its values.
 
-Everything that would make the raw bytes mean something else is refused: conjugated or negated views, objects of
-classes. `classes` knows of some of these which attribute is the value.
+In a record of DCP, everything that would make the raw bytes mean something else is refused: conjugated or negated views,
+objects of classes. `classes` knows of some of these which attribute is the value.
 
 Source: torch 2.2 and 2.13, torch/_utils.py (`_rebuild_tensor_v2`, `_rebuild_tensor_v3`) and torch/serialization.py
 (`persistent_id`).
@@ -62,6 +62,8 @@ class TensorRecord:
     """CRC-32 of the storage as recorded, None if it was not (0 on data that is not empty)."""
     beside: tuple[ZipEntry, ...] = ()
     """Other storages of a record, if its tensor is of a class that keeps more than the value; from the file's start."""
+    flipped: tuple[int, ...] = ()
+    """Bytes of each element whose highest bit is stored the other way round: a lazily conjugated or negated view."""
     unpadded: tuple[str, Shape] | None = None
     """A class that pads weights, and the shape that it says the whole weight has."""
 
@@ -85,7 +87,9 @@ class TensorRecord:
 
     @property
     def is_contiguous(self) -> bool:
-        """True if the tensor's elements lie row-major without gaps."""
+        """True if the tensor's elements lie row-major without gaps, as they are."""
+        if self.flipped:
+            return False
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:
@@ -266,4 +270,9 @@ def gather(storage: memoryview, record: TensorRecord) -> memoryview:
         record.storage_offset * itemsize,
         tuple(stride * itemsize for stride in record.stride),
     )
-    return memoryview(view.tobytes())
+    data = view.tobytes()
+    if record.flipped:
+        values = np.frombuffer(data, np.uint8).reshape(-1, itemsize).copy()
+        values[:, record.flipped] ^= 0x80
+        data = values.tobytes()
+    return memoryview(data)

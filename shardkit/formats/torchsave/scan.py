@@ -161,6 +161,7 @@ def _value_of(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEntry])
         data_nbytes=value.data_nbytes,
         crc32=value.crc32,
         beside=tuple(entry for key, entry in storages.items() if key != value.key),
+        flipped=value.flipped,
         unpadded=value.unpadded,
     )
 
@@ -247,7 +248,7 @@ class RecordScanner:
         self, record: TensorRecord, entries: Mapping[str, ZipEntry], offset: int, length: int
     ) -> Template | None:
         """Return the template that a record gives; None if too much is around the data, or in an unusual order."""
-        if record.beside or record.unpadded:
+        if record.beside or record.flipped or record.unpadded:
             return None
         data, ident = entries[_DATA], entries.get(_ID)
         tail_at = data.start + data.nbytes

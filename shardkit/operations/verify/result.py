@@ -248,8 +248,9 @@ class Report:
         self.problem(error.message, details=error.problems, **fields)
 
     def unreadable(self, error: ResourceError, **fields: Any) -> None:
-        """Add a file that the system could not read."""
+        """Add a file that the system could not read, and what to do, once for all files."""
         self.problem(error.message, details=error.problems, is_unreadable=True, **fields)
+        self.add_notes([error.hint] if error.hint else [])
 
     @contextmanager
     def failing(self, file: str) -> Iterator[None]:

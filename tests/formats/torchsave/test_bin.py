@@ -7,8 +7,9 @@ import warnings
 
 import pytest
 
+import shardkit
 from shardkit.core.catalog import ignore_read
-from shardkit.errors import SourceError
+from shardkit.errors import ResourceError, SourceError
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.torchsave.bin import read_bin
 
@@ -20,7 +21,7 @@ def plain_bytes(tensor):
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-DECODED = {"transposed", "expanded", "empty", "conj", "negative"}
+DECODED = {"transposed", "expanded", "empty", "conj", "negative", "negative_bf16", "both"}
 """Tensors whose bytes do not lie in the file in their order; the others are read from where they lie."""
 
 
@@ -39,6 +40,8 @@ def state_dict():
         "fp8": torch.randn(3).to(torch.float8_e4m3fn),
         "conj": torch.randn(3, dtype=torch.complex64).conj(),
         "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "negative_bf16": torch._neg_view(torch.randn(2, 3).bfloat16()).t(),
+        "both": torch._neg_view(torch.randn(3, dtype=torch.complex128).conj()),
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "step": 3,
         "nested": {"a": 1},
@@ -128,3 +131,16 @@ def test_not_a_plain_state_dict(tmp_path):
         SourceError, match="1 of 2 entries are tensors without plain bytes\n  m: a tensor on the meta device"
     ):
         read_bin(path, "x.bin")
+
+
+def test_a_file_from_before_the_zip_format_needs_torch(tmp_path, monkeypatch):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("shardkit.errors.has_torch", lambda: False)
+    with pytest.raises(ResourceError, match=r"pytorch_model\.bin, .* needs torch") as caught:
+        shardkit.inspect(tmp_path)
+    assert "pip install 'shardkit[torch]'" in caught.value.hint
+    found = shardkit.verify(tmp_path)
+    assert found.is_only_unreadable
+    assert caught.value.hint in found.notes

@@ -157,7 +157,7 @@ class Subclass(torch.Tensor):
         (lambda: torch.ones(2, 2).to_sparse(), "sparse tensor"),
         (lambda: torch.ones(2, 2).to_sparse_csr(), "sparse tensor"),
         (lambda: torch.ones(2, device="meta"), "meta"),
-        (lambda: torch.ones(2, dtype=torch.complex64).conj(), "conjugated"),
+        (lambda: torch._neg_view(torch.ones(2, dtype=torch.int64)), "negated"),
         (lambda: torch.ones(2).as_subclass(Subclass), "Subclass"),
     ],
 )
