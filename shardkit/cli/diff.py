@@ -234,7 +234,9 @@ def _values(tensor: TensorDiff, *, is_one: bool) -> Iterator[str]:
     percent = _percent(tensor.share_changed or 0.0)
     if is_one:
         share = f" ({percent})" if tensor.num_elements > 1 else ""
-        first = f", first at {list(tensor.first_changed)}" if tensor.first_changed else ""
+        # Where all differ, the first of them is no news.
+        is_news = tensor.first_changed and tensor.num_changed < tensor.num_elements
+        first = f", first at {list(tensor.first_changed or ())}" if is_news else ""
         yield f"{tensor.num_changed:,} of {tensor.num_elements:,} elements{share}{first}"
     else:
         yield f"{percent} of {tensor.num_elements:,} elements each"

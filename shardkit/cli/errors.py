@@ -178,7 +178,7 @@ def _say(
         hint, *code = str(content["hint"]).split("\n")
         out.say("hint", hint)
         for line in code:
-            out.detail(line.strip())
+            out.detail(line.strip(), is_code=True)
     if resume is not None:
         out.say("resume", resume)
 

@@ -17,6 +17,7 @@ from shardkit.cli.output import (
     count,
     drawn,
     facts,
+    file_size,
     limited,
     max_lines,
     more,
@@ -172,9 +173,10 @@ def _unit(path: str, class_name: str | None, number: int) -> str:
 
 
 def _files(result: InspectResult) -> str:
-    sizes = [file.file_bytes for file in result.files]
-    noun = "weight file" if result.kind == "hub" else "shard file"
-    text = f"{count(len(sizes), noun)}, {format_size(sum(sizes))}"
+    sizes = [file.file_bytes for file in result.files if file.file_bytes is not None]
+    num_files = count(len(result.files), "weight file" if result.kind == "hub" else "shard file")
+    there = num_files if len(sizes) == len(result.files) else f"{len(sizes)} of {num_files}"
+    text = f"{there}, {format_size(sum(sizes))}"
     return text if (result.imbalance or 1.0) < UNEVEN else f"{text}; {uneven(result.imbalance or 1.0)}"
 
 
@@ -196,7 +198,7 @@ def _tensor_lines(result: InspectResult) -> list[str]:
 def _file_lines(files: tuple[InspectedFile, ...]) -> list[str]:
     """List the files; if there are many, runs of equal size share a line."""
     if len(files) <= _MAX_FILES:
-        return table([(escape(file.name), format_size(file.file_bytes)) for file in files], right=(1,))
+        return table([(escape(file.name), file_size(file.file_bytes)) for file in files], right=(1,))
     rows = [(_span(files, numbers), size) for numbers, size in size_runs([file.file_bytes for file in files])]
     lines = table(rows[: max_lines()])
     return [*lines, f"  {more(len(rows) - max_lines())}"] if len(rows) > max_lines() else lines

@@ -45,6 +45,8 @@ UNEVEN = 1.01
 """The largest file over the mean, below which nobody would notice."""
 
 _GAP = "  "
+_MISSING = "missing"
+_IS_ALIGNED = re.compile("^ |  ")
 _STAYS = "\0"
 """Takes the place of a space at which no line is broken."""
 
@@ -80,14 +82,16 @@ def max_lines() -> int:
 
 
 def check_facts(result: WriteResult | CommitResult) -> Iterator[tuple[str, str]]:
-    """Yield what was compared, and what could not be compared and why; of a Hub model the latter with -v alone."""
+    """Yield what was compared, and what could not be compared and why; that safetensors cannot be is said with -v alone."""
+    from shardkit.transfer.checks import NO_CHECKSUMS  # here: `--help` does not need it
+
     if result.checked_bytes:
         size = format_size(result.checked_bytes)
         yield "checked", f"{size} against the CRC-32s in the source"
     yield from limited("held against", [escape(path) for path in result.source_manifests])
-    # Safetensors have no checksum: of a Hub model that is no news.
-    is_plain = getattr(result, "source_format", "") == "safetensors" and not result.checked_bytes
-    for part in () if is_plain and not LISTS_WHOLE.get() else result.unchecked:
+    for part in result.unchecked:
+        if part.reason == NO_CHECKSUMS and not (result.checked_bytes or LISTS_WHOLE.get()):  # no news
+            continue
         yield (
             "unchecked",
             f"{count(part.num_entries, 'tensor')}, {format_size(part.entry_bytes)}: {part.reason}",
@@ -287,10 +291,12 @@ class Output:
             print(json.dumps(content, indent=2), file=sys.stdout)
 
     def lines(self, lines: Iterable[str]) -> None:
-        """Print lines of a result for people."""
+        """Print lines of a result for people; prose is broken between words, tables and code stay as they are."""
         for line in lines:
-            with printing():
-                print(printable(line, sys.stdout), file=sys.stdout)
+            is_prose = not _IS_ALIGNED.search(line)
+            for part in indented(line, sys.stdout) if is_prose else [line]:
+                with printing():
+                    print(printable(part, sys.stdout), file=sys.stdout)
 
     def say(self, label: str, text: str) -> None:
         """Print `label: text` on stderr, e.g. a warning, an error or a hint."""
@@ -326,9 +332,11 @@ class Output:
             context.call_on_close(lines.close)
         return lines
 
-    def detail(self, text: str) -> None:
-        """Print a line that belongs to what was said before."""
-        remark(f"  {printable(text, sys.stderr)}")
+    def detail(self, text: str, *, is_code: bool = False) -> None:
+        """Print a line that belongs to what was said before; one of code is not broken."""
+        line = printable(text, sys.stderr)
+        for part in [f"  {line}"] if is_code else indented(line, sys.stderr, indent=2):
+            remark(part)
 
 
 @contextmanager
@@ -417,6 +425,12 @@ def wrapped(text: str, stream: TextIO, *, used: int, indent: int) -> list[str]:
     return [line.replace(_STAYS, " ") for line in (first[used:], *(other[indent:] for other in others))]
 
 
+def indented(text: str, stream: TextIO, *, indent: int = 0) -> list[str]:
+    """Return a text as `wrapped` does, with its indentation; all lines but the first have two columns more."""
+    first, *others = wrapped(text, stream, used=indent, indent=indent + 2)
+    return [" " * indent + first, *(" " * (indent + 2) + other for other in others)]
+
+
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent: str = "  ") -> list[str]:
     """Return rows as aligned lines, without the columns that are empty in every row.
 
@@ -480,23 +494,30 @@ def file_sizes(result: WriteResult, label: str, one: str) -> list[tuple[str, str
     return limited(label, [f"{one} {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)])
 
 
-def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:
+def file_size(num_bytes: int | None) -> str:
+    """Return the size of a file as text; None is that of one that is not there."""
+    return _MISSING if num_bytes is None else format_size(num_bytes)
+
+
+def size_runs(sizes: Sequence[int | None]) -> list[tuple[str, str]]:
     """Return (range of indexes, size) for runs of files whose sizes read the same.
 
     Args:
-        sizes: bytes, by index.
+        sizes: as for `file_size`, by index.
 
     Returns:
         Such as [("0-30", "490.1 MiB each"), ("31", "12.0 KiB")].
     """
     runs: list[tuple[int, int, str]] = []
-    for index, size in enumerate(map(format_size, sizes)):
+    for index, size in enumerate(map(file_size, sizes)):
         if runs and runs[-1][2] == size:
             runs[-1] = (runs[-1][0], index, size)
         else:
             runs.append((index, index, size))
     return [
-        (str(first), size) if first == last else (f"{first}-{last}", f"{size} each")
+        (str(first), size)
+        if first == last
+        else (f"{first}-{last}", size if size == _MISSING else f"{size} each")
         for first, last, size in runs
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from shardkit.cli.output import (
     count,
     facts,
     format_name,
+    indented,
     max_lines,
     more,
     shown,
@@ -136,12 +138,14 @@ def _problem_lines(problems: Sequence[VerifyProblem]) -> Iterator[str]:
     """Yield the lines of all problems; what is wrong with the same tensor of many layers is one line."""
     detailed = [problem for problem in problems if problem.details]
     for problem in detailed[: max_lines()]:
-        yield f"  {problem.line()}"
-        yield from (f"    {detail}" for detail in shown(problem.details, spreads=True))
+        yield from indented(problem.line(), sys.stdout, indent=2)
+        for detail in shown(problem.details, spreads=True):
+            yield from indented(detail, sys.stdout, indent=4)
     if len(detailed) > max_lines():
         yield f"  {more(len(detailed) - max_lines())}"
     plain = [problem.line() for problem in problems if not problem.details]
-    yield from (f"  {line}" for line in shown(plain, spreads=True))
+    for line in shown(plain, spreads=True):
+        yield from indented(line, sys.stdout, indent=2)
 
 
 def _bring_again(result: VerifyResult) -> Iterator[str]:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     pass
 
 NOT_RECORDED = "no CRC-32 is recorded"
+NO_CHECKSUMS = "safetensors have no CRC-32"
 IN_PART = "only a part was needed"
 OVERLAPPING = "read in parts that overlap"
 SHORT_RUNS = "read in very short pieces"
@@ -420,7 +421,8 @@ class SourceCheck:
             if is_proved:
                 proved += nbytes
             elif not has_table:
-                counts.add(NOT_RECORDED, nbytes)
+                has_none = files[file].path.endswith(".safetensors")
+                counts.add(NO_CHECKSUMS if has_none else NOT_RECORDED, nbytes)
             elif looks_for_unread and files[file].is_raw:
                 entry = self.entries.holding_chunk(row)
                 if entry is not None and not self._is_proved(entry):

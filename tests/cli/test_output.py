@@ -228,8 +228,11 @@ def test_what_is_good_news_each_time_is_said_with_v_alone(run, tiny):
     """That safetensors have no checksum; that names and shapes are the base's."""
     (tiny / "config.json").write_text('{"model_type": "llama"}')
     preshard = ("preshard", "tiny", "--world-size", "2", "--wrap", "none")
-    assert "no CRC-32 is recorded" not in run(*preshard, "a").output
-    assert "  unchecked  4 tensors, 116 B: no CRC-32 is recorded\n" in run(*preshard, "b", "-v").stdout
+    assert "unchecked" not in run(*preshard, "a").output
+    assert "  unchecked  4 tensors, 116 B: safetensors have no CRC-32\n" in run(*preshard, "b", "-v").stdout
+    assert "unchecked" not in run("consolidate", "tiny", "hub", "--root", "", "--allow-empty").output
+    for part in ("1/2", "2/2"):
+        assert "unchecked" not in run(*preshard, "parts", "--part", part).output
     assert json.loads(run(*preshard, "c", "--json").stdout)["unchecked"]
     same = "names and shapes are the same as in tiny\n"
     assert same not in run("consolidate", "a", "d", "--base", "tiny").output
@@ -258,6 +261,27 @@ def test_a_note_is_broken_between_words_and_not_in_a_command(terminal, monkeypat
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     Output().say("note", TEXT)  # a log, in which each note is one line
     assert sys.stderr.getvalue() == f"note: {TEXT}\n"
+
+
+def test_prose_is_broken_between_words_and_tables_and_code_are_not(terminal, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    code = "  shardkit.load_into(model, 'out')  # parameters and buffers"
+    Output().lines(["load it on every rank, into a model on meta:", code, "=  a.weight  [1000, 1000]  equal"])
+    assert sys.stdout.getvalue().splitlines() == [
+        "load it on every rank, into a",
+        "  model on meta:",
+        code,
+        "=  a.weight  [1000, 1000]  equal",
+    ]
+    screen = terminal()
+    Output().detail("x.distcp: no such file (a.weight lies there)")
+    Output().detail("python -c 'import torch; torch.save(1)'", is_code=True)
+    assert screen.getvalue().splitlines() == [
+        "  x.distcp: no such file",
+        "    (a.weight lies there)",
+        "  python -c 'import torch; torch.save(1)'",
+    ]
 
 
 def test_a_fact_is_broken_below_itself(monkeypatch):

@@ -168,8 +168,8 @@ def test_without_recorded_checksums(tmp_path: Path) -> None:
     result = shardkit.consolidate(tmp_path / "c", tmp_path / "out")
     assert result.checked_bytes == 0
     assert unchecked(result) == {"no CRC-32 is recorded": (3, 72_000)}
-    result = shardkit.consolidate(tmp_path / "out", tmp_path / "again")  # safetensors
-    assert unchecked(result) == {"no CRC-32 is recorded": (3, 72_000)}
+    result = shardkit.consolidate(tmp_path / "out", tmp_path / "again")
+    assert unchecked(result) == {"safetensors have no CRC-32": (3, 72_000)}
 
 
 def save_hub(directory: Path, state: dict[str, torch.Tensor] = TENSORS) -> Path:
@@ -243,7 +243,7 @@ def test_a_damaged_manifest_is_a_warning(tmp_path: Path) -> None:
     (hub / "shardkit.json").write_bytes(content.replace(b'"size": 400', b'"size": 401'))
     for name in ("preshard", "reshard", "consolidate"):
         result = MOVES[name](hub, tmp_path / name)
-        assert unchecked(result) == {"no CRC-32 is recorded": (3, 72_000)}
+        assert unchecked(result) == {"safetensors have no CRC-32": (3, 72_000)}
         assert any("shardkit.json has been changed" in warning for warning in result.warnings)
 
 

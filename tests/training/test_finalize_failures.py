@@ -27,7 +27,7 @@ from tests.training.wrapping import logged
 from tests.worlds.ranks import Ranks, on_all, same_error
 
 LARGE = (9 << 20) // 4  # elements; several bands of a broadcast
-NOT_COMPARED = "weights: not compared: 6 tensors or storages, 9.0 MiB: no CRC-32 is recorded"
+NOT_COMPARED = "weights: not compared: 6 tensors or storages, 9.0 MiB: safetensors have no CRC-32"
 
 
 class Model(nn.Module):

@@ -49,8 +49,8 @@ class InspectedFile:
     """One file that holds tensors."""
 
     name: str
-    file_bytes: int
-    """Size of the file."""
+    file_bytes: int | None
+    """Size on disk; None if the file is missing."""
     tensor_bytes: int | None
     """Bytes of tensors in it; None if only its own chunk list or header would tell."""
 
@@ -314,7 +314,7 @@ def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> Insp
         made_by=checkpoint.writer or None,
         **_tensor_fields(tensors, unfold=unfold),
         files=files,
-        imbalance=_imbalance([file.file_bytes for file in files]),
+        imbalance=_imbalance([file.file_bytes or 0 for file in files]),
         ties=ties,
         objects=catalog.objects,
         roots=tuple((kind, ".".join(map(str, root))) for kind, root in checkpoint.roots.items()),
@@ -357,8 +357,12 @@ def _inspect_presharded(
     This reads only the manifest: `.metadata` of a thousand ranks takes seconds to parse.
     """
     tensors = [_Tensor(fqn, t.dtype, t.shape, ",".join(t.placements)) for fqn, t in said.tensors.items()]
+    listed_files = [record for file in said.files for record in (file, file.chunks)]
+    listed_files += [said.metadata] if said.metadata else []
+    on_disk = unlike(directory, listed_files)
     files = tuple(
-        InspectedFile(name=file.name, file_bytes=file.size, tensor_bytes=None) for file in said.files
+        InspectedFile(name=file.name, file_bytes=on_disk.get(file.name, file.size), tensor_bytes=None)
+        for file in said.files
     )
     targets = _target_fields(tensors, said.objects or ())
     return InspectResult(
@@ -381,12 +385,15 @@ def _inspect_presharded(
         units=_units(said.units),
         **_tensor_fields(tensors, unfold=unfold),
         files=files,
-        imbalance=_imbalance([file.file_bytes for file in files]),
+        imbalance=_imbalance([file.size for file in said.files]),
         ties=said.ties,
         objects=said.objects or (),
         omitted=tuple((tensor.name, tensor.reason) for tensor in said.omitted),
         notes=tuple(_beside(directory)),
-        warnings=(*_differences(directory, said), *targets.pop("warnings")),
+        warnings=(
+            *_differences(directory, {file.name: file.size for file in listed_files}, on_disk),
+            *targets.pop("warnings"),
+        ),
         **targets,
     )
 
@@ -403,16 +410,16 @@ def _units(units: Iterable[manifest.Unit]) -> tuple[InspectedUnits, ...]:
     return tuple(InspectedUnits(path=f.pattern, count=f.count, class_name=f.key) for f in folded)
 
 
-def _differences(directory: str, said: manifest.Presharded) -> Iterator[str]:
+def _differences(
+    directory: str, recorded: Mapping[str, int], on_disk: Mapping[str, int | None]
+) -> Iterator[str]:
     """Yield what differs between the directory and the manifest: names and sizes, no digests."""
-    described = [record for file in said.files for record in (file, file.chunks)]
-    known = {file.name: file for file in (*([said.metadata] if said.metadata else ()), *described)}
-    for name, held in unlike(directory, known.values()).items():
-        if held is None:
+    for name, size in on_disk.items():
+        if size is None:
             yield f"{escape(name)}: the manifest lists it, and there is no such file"
         else:
-            yield f"{escape(name)}: {known[name].size} bytes in the manifest, {held} on disk"
-    stale = sorted(n for n in storage.listdir(directory) if n.endswith(_SHARD_SUFFIX) and n not in known)
+            yield f"{escape(name)}: {recorded[name]} bytes in the manifest, {size} on disk"
+    stale = sorted(n for n in storage.listdir(directory) if n.endswith(_SHARD_SUFFIX) and n not in recorded)
     if stale:
         yield f"{len(stale)} {_SHARD_SUFFIX} files are not of this checkpoint: {listed(stale)}"
 

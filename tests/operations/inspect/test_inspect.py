@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import shardkit
+from shardkit.core.text import format_size
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.files import manifest
 
@@ -104,11 +106,22 @@ def test_differences_from_the_manifest(sharded):
     (sharded / "__0_0.distcp").write_bytes(b"short")
     (sharded / "__1_0.chunks.json").unlink()
     (sharded / "__7_0.distcp").touch()
-    first, second, third = shardkit.inspect(str(sharded)).warnings
+    found = shardkit.inspect(str(sharded))
+    first, second, third = found.warnings
     assert first.startswith("__0_0.distcp: ")
     assert first.endswith(" bytes in the manifest, 5 on disk")
     assert second == "__1_0.chunks.json: the manifest lists it, and there is no such file"
     assert third == "1 .distcp files are not of this checkpoint: __7_0.distcp"
+    assert found.files[0].file_bytes == 5
+
+
+def test_a_missing_file_is_shown_as_missing(sharded):
+    sizes = [os.path.getsize(sharded / name) for name in ("__0_0.distcp", "__1_0.distcp")]
+    (sharded / "__1_0.distcp").unlink()
+    found = shardkit.inspect(str(sharded))
+    assert [file.file_bytes for file in found.files][:2] == [sizes[0], None]
+    assert f"files    1 of 2 shard files, {format_size(sizes[0])}" in str(found)
+    assert re.search(r"^  __1_0\.distcp +missing$", str(found), re.M)
 
 
 def test_ties_and_units_of_a_manifest(sharded):
