@@ -149,13 +149,21 @@ def save(
                 lead.commit(writer.metadata(), overwrite=overwrite, beside=writer.beside)
             if kept is not None and lead is not None:
                 kept.note(lead.home)
-    except BaseException:
+    except BaseException as error:
         if lead is not None:
             lead.discard()
+        if isinstance(error, OSError):  # of several ranks it is a ResourceError by now
+            raise ResourceError(f"cannot save {escape(os.fspath(path))}: {_reason(error)}") from error
         raise
     sizes = writer.files.values()
     placed = gather_json([lead.path, len(sizes), sum(sizes)] if lead else None, group)
     return SaveResult(path=placed[0][0], num_files=placed[0][1], file_bytes=placed[0][2])
+
+
+def _reason(error: OSError) -> str:
+    """Return what the system refused, and the file, if it is known."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return reason if error.filename is None else f"{reason}: {escape(os.fsdecode(error.filename))}"
 
 
 def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -263,8 +271,7 @@ def _write(state: State, writer: SaveWriter, group: dist.ProcessGroup | None) ->
     own = None
     if caught is not None:
         rank = dist.get_rank(group) if dist.is_initialized() else 0
-        own = caught.failures.get(rank, (None,))[0]
-        own = own if isinstance(own, Exception) else None
+        own = caught.failures.get(rank, (None,))[0]  # Ctrl-C too
     agree(own, group, phase=_PHASE)
     if caught is not None:
         raise ShardkitError(f"torch could not save: {str(caught).splitlines()[0]}") from caught

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan
 
 from shardkit._version import __version__
-from shardkit.core.text import escape
+from shardkit.core.text import escape, in_shell
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage, stores, uploads
 from shardkit.files.digest import crc32
@@ -120,14 +120,16 @@ class _DiskLead:
     def _kept(self, error: UsageError) -> UsageError:
         """Keep the new save whole, beside what appeared at the destination meanwhile, and return what says where."""
         self._is_kept = True
+        hint = "move what is in its way somewhere else, and give the new save the name; or save again"
         try:
             place = self._staging.keep()
         except (OSError, ShardkitError):
-            place = self.place
+            place, free = self.place, f"{self.path}-new"
+            hint = f"first `mv {in_shell(place)} {in_shell(free)}`: another save to {escape(self.path)} removes it where it lies"
         return UsageError(
             f"{escape(self.path)} was not replaced: the new save is whole, and lies in {escape(place)}",
             problems=[error.message, *error.problems],
-            hint="move what is in its way somewhere else, and give the new save the name; or save again",
+            hint=hint,
         )
 
     def discard(self) -> None:

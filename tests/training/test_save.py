@@ -1,6 +1,7 @@
 """What training saves is whole or not there, and read by everything that reads checkpoints."""
 
 import copy
+import errno
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -31,6 +33,7 @@ import shardkit
 from shardkit.files import storage
 from shardkit.files.shared import SharedStaging
 from shardkit.operations.leftovers import leftovers
+from shardkit.training.save import SaveWriter
 from shardkit.training.wrap import layer_policy, wrap
 from tests.training.models import reference
 from tests.training.wrapping import full, tensor_parallel, wrapped, wrapped_with_replicas
@@ -503,6 +506,57 @@ def test_killed_ranks_never_cost_the_last_checkpoint(kill: Kill, out: Path) -> N
     assert len([path for path in last.parent.iterdir() if path != last]) == kill.num_left
 
 
+def interrupt(self: SaveWriter, plan: Any, planner: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@two.test
+def test_a_rank_that_is_interrupted_while_torch_saves_raises_its_own(out: Path) -> None:
+    model, _ = start()
+    last = out / "interrupted" / "last"
+    is_interrupted = dist.get_rank() == 1
+    with pytest.MonkeyPatch.context() as patched:
+        if is_interrupted:
+            patched.setattr(SaveWriter, "write_data", interrupt)
+        with pytest.raises(KeyboardInterrupt if is_interrupted else shardkit.ShardkitError) as caught:
+            shardkit.save(model, last)
+    if not is_interrupted:
+        assert caught.value.problems == ("rank 1: KeyboardInterrupt",)
+    assert names_in(last.parent) == []
+
+
+def test_one_process_that_is_interrupted_while_torch_saves(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(SaveWriter, "write_data", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        shardkit.save(nn.Linear(2, 2), tmp_path / "last")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["shardkit.json", "__0_0.distcp", "config.json"])
+def test_one_process_that_cannot_write_a_file_names_it(name: str, tmp_path: Any, monkeypatch: Any) -> None:
+    write, opened = storage.write_file, FileSystem.create_stream
+
+    def refuse(path: Any) -> None:
+        if os.path.basename(path) == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    def write_file(path: str, *args: Any, **options: Any) -> None:
+        refuse(path)
+        write(path, *args, **options)
+
+    def create_stream(self: FileSystem, path: Any, mode: str) -> Any:
+        refuse(path)
+        return opened(self, path, mode)
+
+    monkeypatch.setattr(storage, "write_file", write_file)
+    monkeypatch.setattr(FileSystem, "create_stream", create_stream)
+    with pytest.raises(
+        shardkit.ResourceError, match=f"cannot save .*last: No space left on device: .*{name}"
+    ):
+        shardkit.save(reference("llama"), tmp_path / "last")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_model_without_values_is_refused(tmp_path: Any) -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
@@ -555,6 +609,29 @@ def test_what_somebody_puts_there_meanwhile_is_not_replaced(tmp_path: Any) -> No
         assert shardkit.verify(tmp_path / name, full=True).problems == ()
         shutil.rmtree(place)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last-new", "last-new2"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_cannot_get_a_name_beside_the_destination_is_not_lost(tmp_path: Any, monkeypatch: Any) -> None:
+    """The next save would remove it there: the hint says to move it first."""
+    place, hidden = tmp_path / "last", list[Path]()
+
+    def refuse(run: SharedStaging) -> str:
+        hidden.append(Path(run.data))
+        raise OSError(errno.EACCES, "Permission denied")
+
+    def meddle() -> None:
+        place.mkdir()
+        (place / "thesis.txt").write_text("mine")
+
+    monkeypatch.setattr(SharedStaging, "keep", refuse)
+    with pytest.raises(shardkit.UsageError, match="the new save is whole, and lies in") as caught:
+        shardkit.save(nn.Linear(2, 2), place, extra={"it": Looking(meddle)})
+    assert str(hidden[0]) in caught.value.message
+    assert caught.value.hint == (
+        f"first `mv {hidden[0]} {place}-new`: another save to {place} removes it where it lies"
+    )
+    assert shardkit.verify(hidden[0], full=True).problems == ()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

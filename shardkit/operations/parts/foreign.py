@@ -15,6 +15,7 @@ from shardkit.files.shared import GONE, NOTHING, runs_of
 from shardkit.files.staging import IS_THERE, OWNER, Owner, abandoned, nothing, rename_noreplace
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.hub.assets import is_asset
+from shardkit.formats.hub.base import SAVED_ASSETS
 from shardkit.formats.owned import is_nobodys
 from shardkit.operations.parts.agreement import SAVE, Agreement
 
@@ -112,8 +113,17 @@ def _listed(directory: str) -> Callable[[str], bool]:
         said = manifest.read(directory)
     except ShardkitError:
         said = None
-    known = set() if said is None else {file.name for file in manifest.every_file(said)}
-    return lambda name: bool(_OF_RUNS.fullmatch(os.path.basename(name))) or is_asset(name) or name in known
+    if said is None:  # a save that did not come as far as its manifest
+
+        def is_listed(name: str) -> bool:
+            return is_asset(name.removeprefix(f"{SAVED_ASSETS}/"))
+    else:
+        known = {file.name for file in manifest.every_file(said)}
+
+        def is_listed(name: str) -> bool:
+            return is_asset(name) or name in known
+
+    return lambda name: bool(_OF_RUNS.fullmatch(os.path.basename(name))) or is_listed(name)
 
 
 def stays(path: str, foreign: Collection[str]) -> str:
