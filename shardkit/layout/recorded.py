@@ -49,7 +49,9 @@ def _view(view: manifest.MeshView, mesh: Mesh) -> Mesh:
         raise LayoutError("meshes: an axis has no ranks")
     if sum((size - 1) * stride for size, stride in digits) >= mesh.size:
         raise LayoutError("meshes: an axis has more ranks than the world")
-    axes = tuple(Axis(axis.name, axis.size, "shard") for axis in view.axes)
+    axes = tuple(
+        Axis(axis.name, axis.size, "tensor" if axis.role == "tensor" else "shard") for axis in view.axes
+    )
     return Mesh(axes, tuple(axis.steps for axis in view.axes))
 
 

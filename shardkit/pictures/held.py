@@ -96,12 +96,13 @@ def _notable(held: Holdings) -> Iterator[str]:
         largest, least = sizes.index(max(sizes)), sizes.index(min(sizes))
         yield (
             f"The bytes are uneven: {_row_name(held, largest)} holds {format_size(max(sizes))}, "
-            f"{_row_name(held, least)} only {format_size(min(sizes))}."
+            f"{_row_name(held, least)} {f'only {format_size(min(sizes))}' if min(sizes) else 'nothing'}."
         )
     if held.has_ranks:
         empty = sum(tensor.count for tensor in held.tensors if _has_empty(held, tensor.cut))
         if empty:
-            yield f"{count(empty, 'tensor')} cannot be cut for all ranks: some ranks hold no row of it."
+            them = "it" if empty == 1 else "them"
+            yield f"{count(empty, 'tensor')} cannot be cut for all ranks: some ranks hold nothing of {them}."
         many = sum(holder.num_files > 1 for holder in held.holders)
         if many:
             yield f"{count(many, 'rank')} of {len(held.holders)} read from more than one file."

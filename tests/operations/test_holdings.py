@@ -10,6 +10,7 @@ import torch
 import shardkit
 from shardkit.operations import holdings
 from shardkit.operations.holdings import hold_files
+from tests.guides.moe import make_small
 
 WEIGHTS = {f"model.layers.{n}.{name}.weight": (9, 6) for n in range(3) for name in ("up", "down")}
 WEIGHTS |= {"model.embed.weight": (13, 4), "model.norm.weight": (5,)}
@@ -77,6 +78,15 @@ def test_a_plan_says_what_the_output_then_is(model, tmp_path):
     for result in (planned, found):
         assert "holdings" not in result.to_json()
     json.dumps(found.holdings.to_json())
+
+
+def test_experts_are_gathered_in_part_by_the_plan_and_by_the_output(tmp_path, fast_trace):
+    make_small(tmp_path / "moe")
+    options = {"mesh": "dp_shard=4,ep=2", "holdings": True}
+    planned = shardkit.preshard(tmp_path / "moe", tmp_path / "out", dry_run=True, **options).holdings
+    shardkit.preshard(tmp_path / "moe", tmp_path / "out", **options)
+    found = shardkit.inspect(tmp_path / "out", holdings=True).holdings
+    assert planned.units == found.units
 
 
 def test_replicated_tensors_are_read_from_the_file_that_has_them(make_hub, tmp_path):

@@ -132,6 +132,8 @@ class _Folder:
         self._scanner = RecordScanner()
         self._num_alike, self._unlike = 0, list[tuple[FileBytes, _ChunkRow, FirstDifference]]()
         self._of_classes: dict[str, list[str]] = {}
+        self._damaged: tuple[str, int] | None = None
+        """The last record that cannot be read: its file and first byte."""
         chunks = opened.catalog.chunks
         self._entries = sorted(opened.catalog.tensors.values(), key=lambda entry: entry.first_chunk)
         self._firsts = [entry.first_chunk for entry in self._entries]
@@ -239,8 +241,10 @@ class _Folder:
             self._report.chunk(sum(entry.nbytes for entry in error.entries.values()))
             return None
         except SourceError as error:
-            file.is_damaged = True
-            self._report.problem(error.message, file=file.name, stretch=place.stretch)
+            file.is_damaged, before = True, self._damaged
+            self._damaged = file.name, place.start
+            if self._damaged != before:  # tied names have one record, and it is one problem
+                self._report.problem(error.message, file=file.name, stretch=place.stretch)
             return None
         reason = difference(place.entry, place.region.sizes, record)
         if reason:

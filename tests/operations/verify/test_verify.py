@@ -27,6 +27,7 @@ from shardkit.operations.reshard import reshard
 from shardkit.operations.verify import verify
 from shardkit.operations.verify.bytes import FirstDifference
 from shardkit.operations.verify.result import VerifyResult
+from shardkit.training.save import save
 from tests.formats.dcp.samples import open_catalog
 from tests.formats.reading import chunk_list_of
 
@@ -341,6 +342,18 @@ def test_a_damaged_header_of_a_record_is_one_problem(copied: Callable[[str], Pat
     (problem,) = result.problems
     assert problem.line().count(SHARD) == 1
     assert result.bring_again == (SHARD,)
+
+
+def test_a_damaged_header_of_tied_names_is_one_problem(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4, bias=False)}
+    )
+    model["head"].weight = model["embed"].weight
+    save(model, tmp_path / "last")
+    file = tmp_path / "last" / SHARD
+    flip(file, file.read_bytes().index(b"archive/data.pkl"))
+    (problem,) = verify(tmp_path / "last", full=True).problems
+    assert problem.tensor == "model.embed.weight"
 
 
 def test_all_problems_are_listed(copied: Callable[[str], Path]) -> None:
