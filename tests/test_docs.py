@@ -234,3 +234,17 @@ def test_help_quotes_messages_that_exist() -> None:
     rows = re.findall(r"^\| (`[^|]*) \|", said, re.M)
     assert len(rows) > 15
     assert [words for row in rows for words in re.findall(r"`([^`]+)`", row) if words not in code] == []
+
+
+WORDS = runpy.run_path(str(ROOT / "scripts" / "words.py"))
+
+
+def test_people_wrote_no_more_than_a_user_reads() -> None:
+    found = WORDS["totals"]()
+    assert {name: words for name, words in found.items() if words > WORDS["LIMITS"].get(name, words)} == {}
+    assert {page for _, page in WORDS["pages"]()} >= WORDS["GENERATED"]
+
+
+def test_words_that_people_wrote_are_counted() -> None:
+    page = "# One two\n| three | - |\n```console\n$ shown\n```\n<!-- begin: x -->\n| made |\n<!-- end -->\n```bash\nfour\n```\n"
+    assert WORDS["count_words"](page) == len(["One", "two", "three", "```bash", "four"])

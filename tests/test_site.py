@@ -29,8 +29,9 @@ ASKED = {
     "push to hub": {"consolidate.html", "guides/publish-while-training.html"},
     "moe": {"guides/moe.html"},
     "resume": {"cli.html"},
-    "one box": {"guides/one-box.html"},
-    "lightning private repo": {"guides/lightning-to-hub.html"},
+    "MoE on 8 nodes": {"guides/moe.html"},
+    "one box with 4 GPUs": {"guides/one-box.html"},
+    "Lightning to a private repo": {"guides/lightning-to-hub.html"},
     "verl every 100 steps": {"guides/verl-to-hub.html"},
     "no space left": {"help.html"},
 }

@@ -39,8 +39,8 @@ _OTHER_SHAPES = (
     "lists its shapes"
 )
 _FUSED = (
-    "transformers fuses the experts into one tensor, and the base stores them one by one; with transformers installed "
-    "they are taken apart; --allow-missing and --allow-unexpected together write them as they are"
+    "transformers fuses the experts into one tensor, and the base stores them one by one: `pip install 'shardkit[trace]'`, "
+    "which brings torch and transformers, takes them apart; --allow-missing and --allow-unexpected together write them as they are"
 )
 _FEWER = (
     "each rank has experts of its own, and the checkpoint has not those of all ranks: consolidate the one that has, or "
