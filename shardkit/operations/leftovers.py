@@ -334,7 +334,7 @@ def _so_far(found: Leftover) -> Iterator[tuple[str, str]]:
         )
     else:
         yield "finished", f"{count(found.finished_files, 'file')}, {format_size(found.finished_bytes)}"
-    if found.owner != "alive":
+    if found.owner != "alive" and not found.is_removed:
         # A file says it, and it has to be whole.
         command = found.command if found.command.isprintable() else ""
         yield "goes on with", command or "the call that began it"

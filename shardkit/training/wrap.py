@@ -179,7 +179,7 @@ def wrap(
             but data parallelism.
         UsageError: the model is wrapped already, or a value is none of the above.
     """
-    _check_plain(model)
+    _check_arguments(model, mesh)
     _check_factors(model, mesh, expert_mesh)
     keep_changes(model)
     meshes = _meshes(model, mesh, expert_mesh)
@@ -308,7 +308,12 @@ def _divide_by(module: FSDPModule, num_batches: int, meshes: Meshes) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _check_plain(model: nn.Module) -> None:
+def _check_arguments(model: nn.Module, mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(
+            f"wrap needs a DeviceMesh, and was given {type(mesh).__name__}",
+            hint='init_device_mesh("cuda", (num_ranks,), mesh_dim_names=("dp_shard",)) makes one',
+        )
     for path, module in model.named_modules():
         kinds = {
             "sharded by fully_shard": FSDPModule,

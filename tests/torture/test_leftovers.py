@@ -90,6 +90,7 @@ def test_it_goes_when_asked(way: str, found: Scenarios, server: Server, place: P
     shown = run(*args[way])
     assert shown.exit_code == 0, shown.stderr
     assert "removed" in shown.stdout
+    assert "goes on with" not in shown.stdout
     assert str(left) in shown.stdout
     assert there.staging() == []
     assert not there.out.exists()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from shardkit.errors import PolicyError
+from shardkit.errors import PolicyError, UsageError
 from shardkit.keys.names import clean_name
 from shardkit.training.extras.diagnose import Diagnosis, diagnose
 from shardkit.training.wrap import layer_policy, wrap
@@ -297,6 +297,12 @@ def error_of(case: str) -> dict[str, Any]:
 @two.test_each(REFUSED.keys())
 def test_what_cannot_be_wrapped_says_so_on_every_rank(case: str) -> None:
     error_of(case)
+
+
+@pytest.mark.parametrize("mesh", [None, 8, "dp_shard=8"])
+def test_what_is_no_mesh_is_refused(mesh: Any) -> None:
+    with pytest.raises(UsageError, match="wrap needs a DeviceMesh, and was given"):
+        wrap(torch.nn.Linear(2, 2), mesh)
 
 
 @two.test
