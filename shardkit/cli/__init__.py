@@ -40,7 +40,7 @@ _SECTIONS = {
     "Many machines": {
         "commit": "Make the output that parts of a job have written.",
         "status": "Show how far the parts of a job are, or give it up.",
-        "gc": "Remove what replaced saves and dead runs have left.",
+        "gc": "Delete what is left of replaced saves and of runs that died.",
     },
     "More": {
         "manifest": "Record the checksum of every file, to verify it later.",

@@ -66,7 +66,7 @@ Examples:
 @opt.dry_run
 @opt.answering
 def gc_command(*, out: Output, path: str, older_than: str, uncommitted: bool, dry_run: bool) -> None:
-    """Remove what replaced saves and dead runs have left of PATH, an output in an object store or on a local disk.
+    """Delete what is left in PATH of replaced saves and of runs that died; PATH is an output, in an object store or on a local disk.
 
     Beside a local output the directories .PATH.shardkit-... are removed, however old, if their run was on this host and is
     over.

@@ -84,7 +84,7 @@ def gc(
     dry_run: bool = False,
     on_warning: Callable[[str], object] | None = None,
 ) -> GcResult:
-    """Remove what replaced saves and dead runs have left in an output: data that its `.metadata` or index does not name.
+    """Delete what is left in an output of replaced saves and of runs that died: data that no `.metadata` or index names.
 
     Files that were on their way into the store when a run or a save was killed are ended too. Beside a local output it
     removes the directories of runs of this host that are over, however old; never files that shardkit has not put there.

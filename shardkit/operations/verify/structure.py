@@ -305,7 +305,7 @@ def _lacking(
     chunks, tensors = count(report.num_unrecorded_chunks, "chunk"), count(len(report.unrecorded), "tensor")
     yield (
         f"no checksum is recorded of {chunks} of {tensors}{why}: "
-        "nothing tells whether these bytes are what was written"
+        "their content cannot be checked; run `shardkit manifest` once to record some"
     )
 
 
