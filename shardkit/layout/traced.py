@@ -197,10 +197,7 @@ class ModelNames(NamedTuple):
 
 
 def ask_names(
-    directory: str,
-    names: Mapping[str, Shape],
-    *,
-    on_start: Callable[[], None] = lambda: None,
+    directory: str, names: Mapping[str, Shape], *, on_start: Callable[[], None] = lambda: None
 ) -> ModelNames:
     """Ask the class of a model, as the installed transformers has it, about the names in its files.
 
@@ -257,10 +254,7 @@ class HubForm(NamedTuple):
 
 
 def ask_hub_form(
-    directory: str,
-    names: Mapping[str, Shape],
-    *,
-    on_start: Callable[[], None] = lambda: None,
+    directory: str, names: Mapping[str, Shape], *, on_start: Callable[[], None] = lambda: None
 ) -> HubForm:
     """Ask the class of a model, as the installed transformers has it, for the Hub's form of its tensors.
 

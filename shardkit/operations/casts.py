@@ -164,10 +164,7 @@ def _was_quantised(source: str, names: frozenset[str], made: Mapping[str, Expres
 
 
 def held_folded(
-    held: Mapping[str, DType],
-    folded: Collection[str],
-    nbytes: Mapping[str, int],
-    base: Base | None,
+    held: Mapping[str, DType], folded: Collection[str], nbytes: Mapping[str, int], base: Base | None
 ) -> tuple[dict[str, DType], list[str]]:
     """Return the dtypes of a model of which some weights were factors, if nothing else is asked for, and notes.
 

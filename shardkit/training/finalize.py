@@ -24,12 +24,7 @@ from shardkit.operations.keys import load_rules
 from shardkit.osft.training.model import Factoring, own_targets
 from shardkit.training.extras.optimizer import rebind_optimizer
 from shardkit.training.fill.from_rank import RankSource, check_sources
-from shardkit.training.fill.reading import (
-    Filled,
-    Supply,
-    Weights,
-    say_checked,
-)
+from shardkit.training.fill.reading import Filled, Supply, Weights, say_checked
 from shardkit.training.fill.source import Source, find_weights, has_factors, open_source, remember
 from shardkit.training.fill.strategy import ReadOptions, SourceRank, Strategy, fill_compared
 from shardkit.training.kept import remember_files

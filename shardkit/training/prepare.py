@@ -30,11 +30,7 @@ from shardkit.keys.rules import RuleSet
 from shardkit.layout.classes import BrokenTie, broken_ties, tie
 from shardkit.operations.keys import load_rules
 from shardkit.osft.plan import OsftPlan, as_plan
-from shardkit.osft.training.model import (
-    Factoring,
-    dense_names,
-    factor_model,
-)
+from shardkit.osft.training.model import Factoring, dense_names, factor_model
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import Weights
 from shardkit.training.fill.source import (

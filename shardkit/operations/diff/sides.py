@@ -29,13 +29,7 @@ from shardkit.keys.names import natural
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.decided import as_tensors, decide_names
-from shardkit.layout.traced import (
-    SAME_IN_MEMORY,
-    ModelNames,
-    ask_names,
-    may_differ_in_memory,
-    why_no_class,
-)
+from shardkit.layout.traced import SAME_IN_MEMORY, ModelNames, ask_names, may_differ_in_memory, why_no_class
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates

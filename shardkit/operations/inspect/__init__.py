@@ -183,11 +183,7 @@ class InspectResult(Result):
 
 @may_follow_links
 def inspect(
-    path: str | os.PathLike[str],
-    *,
-    tensors: bool = False,
-    holdings: bool = False,
-    follow_links: bool = False,
+    path: str | os.PathLike[str], *, tensors: bool = False, holdings: bool = False, follow_links: bool = False
 ) -> InspectResult:
     """Return what a path holds, without reading tensor data and without torch (a `.bin` from before 1.6 needs it).
 

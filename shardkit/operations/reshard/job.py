@@ -184,8 +184,7 @@ def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
     models = taken.models()  # all of them are resharded
     opened = {folder: _open_folder(os.path.join(path, folder), models) for folder in surveyed.folders}
     leave_out(
-        surveyed,
-        (os.path.join(folder, f.name) for folder, dcp in opened.items() for f in dcp.catalog.files),
+        surveyed, (os.path.join(folder, f.name) for folder, dcp in opened.items() for f in dcp.catalog.files)
     )
     check_survey(path, surveyed)
     checkpoint = models[0]

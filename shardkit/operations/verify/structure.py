@@ -30,12 +30,7 @@ from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.operations.leftovers import refuse
 from shardkit.operations.resolve import was_checkpoint
 from shardkit.operations.verify.dcp import verify_dcp
-from shardkit.operations.verify.manifest import (
-    Described,
-    add_recorded,
-    check_tensors,
-    read_manifest,
-)
+from shardkit.operations.verify.manifest import Described, add_recorded, check_tensors, read_manifest
 from shardkit.operations.verify.result import Report, report_damaged
 
 

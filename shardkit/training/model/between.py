@@ -14,15 +14,7 @@ from shardkit.errors import LayoutError
 from shardkit.training.model.buffers import same_bits
 from shardkit.training.model.fit import ModelInitializationContext, diverged_ties
 from shardkit.training.model.hidden import Hidden, find_hidden, let_go, refuse_hidden
-from shardkit.training.ranks.agree import (
-    Mask,
-    agreed,
-    gather_json,
-    gather_masks,
-    numbered,
-    say,
-    world,
-)
+from shardkit.training.ranks.agree import Mask, agreed, gather_json, gather_masks, numbered, say, world
 from shardkit.training.ranks.local import ModuleTensor, buffer_places
 
 _PHASE = "comparing the ranks' parameters"
