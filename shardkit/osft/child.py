@@ -80,14 +80,14 @@ def serve(request: dict[str, Any], memory: int) -> dict[str, Any]:
     """
     target = Target(**{key: request[key] for key in ("path", "rows", "columns", "rank")})
     dtype: torch.dtype = getattr(torch, request["dtype"])
-    found = _factors(
+    factors = _factors(
         mmap.mmap(memory, target.rows * target.columns * dtype.itemsize), dtype, target, request["svd"]
     )
     return {
-        "whole": write(found, request["record"], request["starts"], request["hint"]),
-        "algorithm": found.algorithm,
-        "error": found.error,
-        "orthogonality": found.orthogonality,
+        "whole": write(factors, request["record"], request["starts"], request["hint"]),
+        "algorithm": factors.algorithm,
+        "error": factors.error,
+        "orthogonality": factors.orthogonality,
     }
 
 
@@ -96,11 +96,11 @@ def _factors(mapped: mmap.mmap, dtype: torch.dtype, target: Target, svd: Svd) ->
     return check_factors(factorise(weight, target, svd), target, svd)
 
 
-def write(found: Factors, path: str, starts: Sequence[tuple[str, int]], hint: str) -> dict[str, int]:
+def write(factors: Factors, path: str, starts: Sequence[tuple[str, int]], hint: str) -> dict[str, int]:
     """Write factors into a file that exists, and return the CRC-32 of each; who asked brings it to the disk.
 
     Args:
-        found: the factors.
+        factors: the factors.
         path: of the file.
         starts: (factor, first byte).
         hint: what to do where the file cannot be written.
@@ -113,7 +113,7 @@ def write(found: Factors, path: str, starts: Sequence[tuple[str, int]], hint: st
         fd = storage.open_fd(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             for name, start in starts:
-                data = _bytes(found.tensors[name])
+                data = _bytes(factors.tensors[name])
                 write_all(fd, data, start, path, name, hint=hint)
                 crcs[name] = int(crc32(data))
         finally:

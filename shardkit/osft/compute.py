@@ -95,15 +95,15 @@ def choose_num_workers(
 
 def _available_bytes() -> int:
     """Return the memory that new processes can have: what the machine has left, and a container's limit."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with contextlib.suppress(OSError, KeyError, ValueError):
         lines = dict(line.split(":", 1) for line in _text_of("/proc/meminfo").splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+        limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
     for limit, used, stat, of_files in _CONTAINER_LIMITS:
         with contextlib.suppress(OSError, KeyError, ValueError):  # no such file, or "max"
             lines = dict(line.split() for line in _text_of(stat).splitlines())
-            found.append(int(_text_of(limit)) - int(_text_of(used)) + int(lines[of_files]))
-    return max(min(found), 0)
+            limits.append(int(_text_of(limit)) - int(_text_of(used)) + int(lines[of_files]))
+    return max(min(limits), 0)
 
 
 def _text_of(path: str) -> str:

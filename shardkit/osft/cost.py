@@ -72,8 +72,8 @@ def osft_result(job: FactoredJob, numbers: Sequence[int] | None, *, record_bytes
     if numbers is not None:
         targets = [targets[number] for number in numbers]
     workers, seconds = job.num_workers, [_expected_s(target) for target in targets]
-    found = [job.measured[target.path] for target in targets if target.path in job.measured]
-    is_known = 0 < len(found) == len(targets)
+    measured = [job.measured[target.path] for target in targets if target.path in job.measured]
+    is_known = 0 < len(measured) == len(targets)
     largest = sorted((svd_nbytes(target) for target in targets), reverse=True)[:workers]
     return OsftResult(
         kinds=tuple(kinds_of(targets)),
@@ -82,9 +82,9 @@ def osft_result(job: FactoredJob, numbers: Sequence[int] | None, *, record_bytes
         expected_s=round(max([sum(seconds) / workers, *seconds]), 3),
         operations_per_s=OPERATIONS_PER_S,
         record_bytes=record_bytes,
-        num_resumed=sum(each.is_resumed for each in found),
-        max_error=max(each.error for each in found) if is_known else None,
-        max_orthogonality=max(each.orthogonality for each in found) if is_known else None,
+        num_resumed=sum(each.is_resumed for each in measured),
+        max_error=max(each.error for each in measured) if is_known else None,
+        max_orthogonality=max(each.orthogonality for each in measured) if is_known else None,
     )
 
 

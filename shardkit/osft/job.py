@@ -174,12 +174,12 @@ class FactoredJob:
         return {name: crc for each in self.measured.values() for name, crc in each.whole.items()}
 
     def take_over(
-        self, found: Mapping[str, object], catalog: Catalog, jobs: int, /, *, is_known: bool
+        self, manifests: Mapping[str, object], catalog: Catalog, jobs: int, /, *, is_known: bool
     ) -> list[str]:
         """Take what manifests say of factors; return why these are not of the job's weights.
 
         Args:
-            found: the manifests that are there, by what stands before the model's own names.
+            manifests: the manifests that are there, by what stands before the model's own names.
             catalog: has the weights.
             jobs: threads that read them.
             is_known: they are known to be of these weights.
@@ -189,7 +189,7 @@ class FactoredJob:
             IntegrityError, ResourceError: as `Reader.read_into`.
         """
         weights, known = self.records.weights, dict[str, Measured]()
-        for root, content in found.items():
+        for root, content in manifests.items():
             if isinstance(content, manifest.Presharded):
                 known |= dict(_recorded(weights, content, root))
         if any(weight.target.path not in known for weight in weights):
@@ -207,21 +207,21 @@ class FactoredJob:
 
 
 def _recorded(
-    weights: Sequence[FactoredWeight], found: manifest.Presharded, root: str
+    weights: Sequence[FactoredWeight], recorded: manifest.Presharded, root: str
 ) -> Iterator[tuple[str, Measured]]:
     """Yield what a manifest says of the factors of weights, by the path of their module.
 
     Args:
         weights: of a job.
-        found: the manifest.
+        recorded: the manifest.
         root: what stands before the model's own names.
     """
     for weight in weights:
         path = weight.target.path
-        module = None if found.osft is None else found.osft.modules.get(path.removeprefix(root))
+        module = None if recorded.osft is None else recorded.osft.modules.get(path.removeprefix(root))
         if module is None or module.algorithm is None or module.error is None or module.orthogonality is None:
             continue
-        stored = {name: found.tensors.get(f"{path}.{short}") for name, short in weight.factors.items()}
+        stored = {name: recorded.tensors.get(f"{path}.{short}") for name, short in weight.factors.items()}
         crcs = {name: each.crc32 for name, each in stored.items() if each is not None}
         yield (
             path,

@@ -83,7 +83,7 @@ def _candidates(
 ) -> dict[str, Candidate]:
     """Return the tensors of a layout, and what is known against each without a model."""
     ties = {name: group[group[0] == name] for group in layout.ties for name in group}
-    found = {}
+    candidates = {}
     for fqn, tensor in layout.tensors.items():
         dtype, why = entries[layout.sources[fqn]].dtype, ""
         kind = fqn.removesuffix(".weight").rpartition(".")[2]
@@ -95,8 +95,8 @@ def _candidates(
             why = "it belongs to Conv1D, and only a Linear can be divided"
         elif kind in _EMBEDDINGS:
             why = "by its name it belongs to an Embedding, and only a Linear can be divided"
-        found[fqn] = Candidate(tensor.shape, None, why)
-    return found
+        candidates[fqn] = Candidate(tensor.shape, None, why)
+    return candidates
 
 
 def _placed(layout: Layout, target: Target, fqn: str, shape: tuple[int, ...]) -> TensorLayout:

@@ -92,7 +92,7 @@ def candidates(model: nn.Module) -> dict[str, Candidate]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(clean_name(name))
     modules = {clean_name(path): module for path, module in model.named_modules()}
-    found = {}
+    parameters = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         fqn = clean_name(name)
         others = [other for other in names[id(parameter)] if other != fqn]
@@ -101,8 +101,8 @@ def candidates(model: nn.Module) -> dict[str, Candidate]:
             why = f"it is {parameter.dtype}: quantised"
         module = modules[fqn.rpartition(".")[0]]
         # A subclass may compute something else with its weight.
-        found[fqn] = Candidate(tuple(parameter.shape), type(module).__name__, why)
-    return found
+        parameters[fqn] = Candidate(tuple(parameter.shape), type(module).__name__, why)
+    return parameters
 
 
 def factor_modules(model: nn.Module, targets: Iterable[Target]) -> dict[str, OsftLinear]:
@@ -118,7 +118,7 @@ def factor_modules(model: nn.Module, targets: Iterable[Target]) -> dict[str, Osf
     Raises:
         LayoutError: a target's module is not there, or is no Linear of that size.
     """
-    found: dict[str, OsftLinear] = {}
+    layers: dict[str, OsftLinear] = {}
     problems = []
     for target in targets:
         parent, _, attribute = target.path.rpartition(".")
@@ -136,9 +136,9 @@ def factor_modules(model: nn.Module, targets: Iterable[Target]) -> dict[str, Osf
         new = OsftLinear(target, old.bias, device="meta")
         new.train(old.training)
         setattr(model.get_submodule(parent), attribute, new)
-        found[target.path] = new
+        layers[target.path] = new
     LayoutError.raise_for(problems, "the model has other layers than the OSFT checkpoint")
-    return found
+    return layers
 
 
 def osft_modules(model: nn.Module) -> dict[str, nn.Module]:

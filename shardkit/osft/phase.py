@@ -168,10 +168,10 @@ class FactorPhase:
             for number, data in self.place.notes(numbers).items()
             if (note := self._parsed(number, data)) is not None
         }
-        found = self.place.found([note.record(number) for number, note in notes.items()])
+        stats = self.place.found([note.record(number) for number, note in notes.items()])
         return {
             number: note
-            for (number, note), there in zip(notes.items(), found, strict=True)
+            for (number, note), there in zip(notes.items(), stats, strict=True)
             if there is not None and self._is_record(number, note, there)
         }
 
@@ -243,18 +243,18 @@ class FactorPhase:
             IntegrityError, SourceError, IncompleteError, ResourceError: as `FactorRun.run`.
             OSError: the place of records is gone, or cannot be written.
         """
-        found = self._loaded(numbers, check)
-        for number, note in found.items():
+        there = self._loaded(numbers, check)
+        for number, note in there.items():
             self._measure(number, note.target, is_resumed=True)
         progress.start(sum(map(self._nbytes, numbers)), label)
-        progress.advance(sum(map(self._nbytes, found)))
-        left = [number for number in numbers if number not in found]
+        progress.advance(sum(map(self._nbytes, there)))
+        left = [number for number in numbers if number not in there]
         try:
             if left:
                 self._compute(left, work, check, progress.advance)
         finally:
             progress.finish()
-        return len(found)
+        return len(there)
 
     def _compute(
         self, numbers: Sequence[int], work: str, check: SourceCheck | None, advance: Callable[[int], None]

@@ -71,9 +71,9 @@ class OsftPlan:
             problems.append(
                 f"targets says only what stays dense: begin with {AUTO}, or a glob: '{AUTO},{escape(','.join(self.globs))}'"
             )
-        found = [each for each in problems if each]
+        said = [each for each in problems if each]
         UsageError.raise_for(
-            found,
+            said,
             "this is no plan for OSFT",
             hint="--osft 0.3 trains three tenths of each target's singular directions",
         )
@@ -142,17 +142,17 @@ def parse_ranks(texts: Iterable[str]) -> dict[str, int | float]:
     Raises:
         UsageError: lists all that are neither.
     """
-    found, problems = dict[str, int | float](), list[str]()
+    ranks, problems = dict[str, int | float](), list[str]()
     for text in texts:
         glob, _, value = text.rpartition("=")
         try:
-            found[glob] = int(value) if value.isdecimal() else float(value)
+            ranks[glob] = int(value) if value.isdecimal() else float(value)
         except ValueError:
             glob = ""
         if not glob:
             problems.append(f"{escape(text)}: neither GLOB=K nor GLOB=RATIO")
     UsageError.raise_for(problems, "--osft-rank", hint="--osft-rank '*.down_proj=256', or '*.down_proj=0.5'")
-    return found
+    return ranks
 
 
 class Candidate(NamedTuple):
@@ -228,9 +228,9 @@ def _matching(
     unused = []
     for glob in plan.globs:
         is_left = glob.startswith("!")
-        found = _named(glob.removeprefix("!"), weights, model_type)
-        (without if is_left else wanted).update(dict.fromkeys(found))
-        if not found and glob != AUTO:
+        names = _named(glob.removeprefix("!"), weights, model_type)
+        (without if is_left else wanted).update(dict.fromkeys(names))
+        if not names and glob != AUTO:
             unused.append(glob)
     if unused:
         raise UsageError(

@@ -98,26 +98,26 @@ def factorise(weight: torch.Tensor, target: Target, svd: Svd = "exact") -> Facto
             return _measured(weight, _rounded(_by_svd(weight.float()), target), "svd fp32")
         by_gram = _by_gram(weight)
         if by_gram is not None:
-            found = _measured(weight, _rounded(by_gram, target), "gram")
-            if max(found.error, found.orthogonality) <= MAX_ERROR:
-                return found
+            factors = _measured(weight, _rounded(by_gram, target), "gram")
+            if max(factors.error, factors.orthogonality) <= MAX_ERROR:
+                return factors
         return _measured(weight, _rounded(_by_svd(weight.double()), target), "svd")
 
 
-def check_factors(found: Factors, target: Target, svd: Svd = "exact") -> Factors:
+def check_factors(factors: Factors, target: Target, svd: Svd = "exact") -> Factors:
     """Return factors that keep what is promised of them.
 
     Raises:
         IntegrityError: they do not fold back to their weight, or are not orthogonal.
     """
     limit = PROMISED[svd]
-    if not (found.error <= limit and found.orthogonality <= limit):  # nan too
+    if not (factors.error <= limit and factors.orthogonality <= limit):  # nan too
         raise IntegrityError(
-            f"{escape(target.weight)}: its factors ({found.algorithm}) miss it by {found.error:.1e}, and are orthogonal "
-            f"to {found.orthogonality:.1e} only; {limit:.0e} is allowed",
+            f"{escape(target.weight)}: its factors ({factors.algorithm}) miss it by {factors.error:.1e}, and are orthogonal "
+            f"to {factors.orthogonality:.1e} only; {limit:.0e} is allowed",
             hint="leave this weight dense, and report it: no matrix should do this",
         )
-    return found
+    return factors
 
 
 Triplets = list["torch.Tensor"]
@@ -170,12 +170,12 @@ def _by_svd(weight: torch.Tensor) -> Triplets:
     return list(torch.linalg.svd(weight, full_matrices=False))
 
 
-def _rounded(found: Triplets, target: Target) -> dict[str, torch.Tensor]:
+def _rounded(triplets: Triplets, target: Target) -> dict[str, torch.Tensor]:
     """Return triplets in float32, frozen and trained ones apart, with signs that do not depend on the algorithm.
 
     The triplets are used up: two in float64 and their copies would be the peak of all.
     """
-    right, sizes, left = found.pop(), found.pop(), found.pop()
+    right, sizes, left = triplets.pop(), triplets.pop(), triplets.pop()
     at = _largest_rows(left)
     signs = left.gather(0, at[None])[0].sign()
     signs[signs == 0] = 1

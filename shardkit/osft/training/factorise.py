@@ -95,16 +95,16 @@ def fill_factors(
         }
         for number, each in enumerate(rounds):
             _say_progress(number, rounds)
-            target, found = each[rank], None
+            target, factors = each[rank], None
             weight, error = _deliver(reader, sources, [sent[one.path] for one in each if one], read)
             with agreed(_PHASE):
                 if error is not None:
                     raise error
                 if target is not None and weight is not None:
-                    found = check_factors(factorise(weight, target, svd), target, svd)
-                    measured.append((found.algorithm, found.error, found.orthogonality))
+                    factors = check_factors(factorise(weight, target, svd), target, svd)
+                    measured.append((factors.algorithm, factors.error, factors.orthogonality))
                 weight = None
-            exchange.run(each, found)
+            exchange.run(each, factors)
         with agreed(_PHASE):
             checked = reader.finish() if reader is not None else CheckedSource()
     filled = Filled(elements=exchange.elements, read_bytes=read.read_bytes)
@@ -205,36 +205,36 @@ class _Exchange:
         self._device = device_for(None, first) if world()[1] > 1 else first
         self._regions = _gather_regions(held, targets)
 
-    def run(self, targets: Round, found: Factors | None) -> None:
+    def run(self, targets: Round, factors: Factors | None) -> None:
         """Send this rank's factors, and take its slices of those of the others.
 
         Args:
             targets: of this round.
-            found: the factors that this rank has computed.
+            factors: the factors that this rank has computed.
         """
         rank, num_ranks = world()
         target = targets[rank]
         cut = dict[tuple[str, Region], torch.Tensor]()
         if target is not None:
-            assert found is not None
-            self._keep(target, found)
+            assert factors is not None
+            self._keep(target, factors)
         for first in range(1, num_ranks, _NUM_PEERS):
             moves, staged = list[dist.P2POp](), list[tuple[torch.Tensor, torch.Tensor]]()
             # Each rank sends to the one that is `shift` above it: every pair meets in the same step.
             for shift in range(first, min(first + _NUM_PEERS, num_ranks)):
                 above, below = (rank + shift) % num_ranks, (rank - shift) % num_ranks
-                if target is not None and found is not None:
+                if target is not None and factors is not None:
                     for key in self._regions[above][target.path]:
                         if key not in cut:
-                            cut[key] = self._slice(found, *key)
+                            cut[key] = self._slice(factors, *key)
                         moves.append(dist.P2POp(dist.isend, flat_bytes(cut[key]), above))
                 for arriving, memory in self._memory(targets[below]):
                     moves.append(dist.P2POp(dist.irecv, flat_bytes(arriving), below))
                     staged.append((arriving, memory))
             self._move(moves, staged)
 
-    def _slice(self, found: Factors, name: str, region: Region) -> torch.Tensor:
-        return found.tensors[name][window(region)].to(self._device).contiguous()
+    def _slice(self, factors: Factors, name: str, region: Region) -> torch.Tensor:
+        return factors.tensors[name][window(region)].to(self._device).contiguous()
 
     def _move(self, moves: list[dist.P2POp], staged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Carry out sends and receives, and put what arrived beside its place into it."""
@@ -251,10 +251,10 @@ class _Exchange:
         for name in FACTORS:
             shard = self._held[f"{target.path}.{name}"]
             for part in shard.parts:
-                found = shard.cut(part, full_region(shard.shape))
-                if found is not None:
-                    self.elements[shard.fqn] += found[0].num_elements
-                    yield name, *found
+                cut = shard.cut(part, full_region(shard.shape))
+                if cut is not None:
+                    self.elements[shard.fqn] += cut[0].num_elements
+                    yield name, *cut
 
     def _memory(self, target: Target | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield where each slice arrives, and where it belongs: the same if it can be received there."""
@@ -264,10 +264,10 @@ class _Exchange:
             )
             yield (memory if is_straight else torch.empty(region.sizes, device=self._device)), memory
 
-    def _keep(self, target: Target, found: Factors) -> None:
+    def _keep(self, target: Target, factors: Factors) -> None:
         with torch.no_grad():
             for name, region, memory in self._parts(target):
-                memory.copy_(found.tensors[name][window(region)])
+                memory.copy_(factors.tensors[name][window(region)])
 
 
 Slices = Mapping[str, Sequence[tuple[str, Region]]]
@@ -288,16 +288,16 @@ def _gather_regions(held: Held, targets: Sequence[Target]) -> list[Slices]:
         if str(mine) not in kinds:
             listed.append(mine)
         numbers.append(kinds.setdefault(str(mine), len(kinds)))
-    found = list[Slices]()
+    slices_of_ranks = list[Slices]()
     for kinds_of_rank, numbers_of_rank in gather_json([listed, numbers], phase=_PHASE):
         slices = [
             [(FACTORS[at], Region(tuple(offsets), tuple(sizes))) for at, offsets, sizes in kind]
             for kind in kinds_of_rank
         ]
-        found.append(
+        slices_of_ranks.append(
             {target.path: slices[number] for target, number in zip(targets, numbers_of_rank, strict=True)}
         )
-    return found
+    return slices_of_ranks
 
 
 def _say_progress(number: int, rounds: Sequence[Round]) -> None:

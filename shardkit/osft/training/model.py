@@ -45,16 +45,16 @@ class Factoring:
         Args:
             expected: parameters and buffers of the model, by FQN.
         """
-        found = {fqn: tensor for fqn, tensor in expected.items() if fqn not in self.computed}
+        needed = {fqn: tensor for fqn, tensor in expected.items() if fqn not in self.computed}
         for target in self.targets if self.svd is not None else ():
-            found[target.weight] = ExpectedTensor(
+            needed[target.weight] = ExpectedTensor(
                 fqn=target.weight,
                 shape=(target.rows, target.columns),
                 dtype=torch.float32,
                 kind="parameter",
                 persistent=True,
             )
-        return found
+        return needed
 
     def supplied(self, supply: Supply) -> Supply:
         """Return a supply that has factors computed where they are not read."""
@@ -138,8 +138,8 @@ def dense_names(model: nn.Module, expected: Mapping[str, ExpectedTensor]) -> dic
 
 def _dense_candidates(model: nn.Module, own: Iterable[Target]) -> dict[str, Candidate]:
     """Return a model's parameters as if it had no factors yet."""
-    found = {name: each for name, each in candidates(model).items() if factor_of(name) is None}
-    return found | {target.weight: Candidate((target.rows, target.columns), "Linear") for target in own}
+    dense = {name: each for name, each in candidates(model).items() if factor_of(name) is None}
+    return dense | {target.weight: Candidate((target.rows, target.columns), "Linear") for target in own}
 
 
 def _compare(one: str, targets: Iterable[Target], other: str, others: Iterable[Target]) -> None:

@@ -82,7 +82,7 @@ def _sides(
 def _product(shard: LocalShard, vectors: torch.Tensor, is_transposed: bool) -> torch.Tensor:
     """Return this rank's share of the product of a matrix, or its transpose, and vectors, in float64 on the CPU."""
     rows, columns = shard.shape
-    found = torch.zeros((columns if is_transposed else rows, vectors.shape[1]), dtype=torch.float64)
+    product = torch.zeros((columns if is_transposed else rows, vectors.shape[1]), dtype=torch.float64)
     for part in shard.parts:
         cut = shard.cut(part, full_region(shard.shape))
         if cut is None:
@@ -91,10 +91,10 @@ def _product(shard: LocalShard, vectors: torch.Tensor, is_transposed: bool) -> t
         of_rows, of_columns = window(region)
         matrix = memory.double()
         if is_transposed:
-            found[of_columns] += (matrix.T @ vectors[of_rows].to(matrix.device)).cpu()
+            product[of_columns] += (matrix.T @ vectors[of_rows].to(matrix.device)).cpu()
         else:
-            found[of_rows] += (matrix @ vectors[of_columns].to(matrix.device)).cpu()
-    return found
+            product[of_rows] += (matrix @ vectors[of_columns].to(matrix.device)).cpu()
+    return product
 
 
 def _summed(shard: LocalShard, share: torch.Tensor) -> torch.Tensor:

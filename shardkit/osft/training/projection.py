@@ -115,7 +115,7 @@ def osft_leak(model: nn.Module) -> float:
     Raises:
         As `project_gradients_`.
     """
-    found = [0.0]
+    leaks = [0.0]
     with _exactly():
         for pairs in _buckets(_pairs(model, lambda parameter: parameter)):
             for pair, inside in zip(pairs, _coefficients(pairs), strict=True):
@@ -127,8 +127,8 @@ def osft_leak(model: nn.Module) -> float:
                     shared = _shard_groups(pair.gathered)
                     parts = [_summed(part, shared, pair.device) for part in parts]
                 leak, whole = (float(part.sqrt()) for part in parts)
-                found.append(leak / whole if whole else 0.0)
-    return nan if any(map(isnan, found)) else max(found)
+                leaks.append(leak / whole if whole else 0.0)
+    return nan if any(map(isnan, leaks)) else max(leaks)
 
 
 def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -225,13 +225,13 @@ def _check_parameters(layers: Iterable[nn.Module], optimizer: torch.optim.Optimi
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
     refuse_fsdp1(model)
-    found = osft_modules(model)
-    if not found:
+    layers = osft_modules(model)
+    if not layers:
         raise LayoutError(
             "the model has no OSFT layers",
             hint="prepare(model, source, osft=0.3) puts them in the place of linear layers",
         )
-    return found
+    return layers
 
 
 def _pairs(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[_Pair]:
