@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardkit.core.regions import Shape
@@ -56,26 +55,12 @@ class KeyRule(NamedTuple):
     """How many names it changes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Renaming:
-    """How a model's names become its base's."""
-
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Name -> the base's name, for names that change; empty where nothing fits."""
-    rules: tuple[KeyRule, ...] = ()
-    """The same as rules. No name has the prefixes of two."""
-    is_ambiguous: bool = False
-    """Several renamings fit, so none was used."""
-
-
 class _Group(NamedTuple):
     """Names below one prefix, and the prefixes that may replace it."""
 
     names: tuple[Segments, ...]
     old: Segments
     targets: list[Segments]
-    is_name: bool
-    """It is a single tensor, although other names begin like it."""
     is_copy: bool
     """It holds only copies of tied tensors, which the base may lack."""
 
@@ -86,7 +71,7 @@ class _NoWay(Exception):
 
 def rename_to_base(
     ours: Mapping[str, Shape], base: Mapping[str, Shape], *, is_part: bool = False
-) -> Renaming:
+) -> dict[str, str] | None:
     """Find out how a model's names become those of its base, one to one and with equal shapes.
 
     Either side may lack a copy of a tied tensor.
@@ -98,27 +83,27 @@ def rename_to_base(
             shares with the base stay.
 
     Returns:
-        A renaming without names if both sides are equal, no prefixes fit, or several do.
+        Name -> the base's name, for names that change: none if both sides are equal, or no prefixes fit. None if several
+        renamings fit.
     """
     sides = _NamesOfSides(ours, base)
     if not sides.may_fit(is_part=is_part):
-        return Renaming()
+        return {}
     try:
         groups = [group for group in _groups(sides) if not (is_part and group.is_copy)]
         if is_part and (len(groups) != 1 or len(groups[0].names) == 1):  # one tensor may fit anywhere
-            return Renaming()
+            return {}
         chosen = _choose(sides, groups)
     except _NoWay:
-        return Renaming()
+        return {}
     if chosen is None:
-        return Renaming(is_ambiguous=True)
+        return None
     names = {
         join(path): join((*new, *path[len(group.old) :])) for group, new in chosen for path in group.names
     }
     outputs = {names.get(name, name) for name in ours}
-    if len(outputs) != len(ours) or not (is_part or outputs >= base.keys() - sides.base_copies):
-        return Renaming()
-    return Renaming(names=names, rules=_sorted(_rule(group, new) for group, new in chosen))
+    is_whole = is_part or outputs >= base.keys() - sides.base_copies
+    return names if is_whole and len(outputs) == len(ours) else {}
 
 
 def covers(names: Iterable[str], base: Mapping[str, Shape]) -> bool:
@@ -153,28 +138,25 @@ def find_rules(names: Mapping[str, str]) -> tuple[KeyRule, ...]:
 
     if not any(name.endswith(".") for name in names):  # a name that looks like a prefix
         _walk(map(split, names), whole, single)
-    return _sorted(rules)
+    return tuple(sorted(rules, key=lambda rule: natural(rule.old)))
 
 
-def apply_key_rules(rules: Iterable[KeyRule], names: Iterable[str]) -> Renaming:
-    """Apply rules to a model's names; rename nothing if a name would become empty or equal to another.
+def apply_key_rules(rules: Iterable[KeyRule], names: Iterable[str]) -> dict[str, str]:
+    """Return name -> new name for those that rules change: for none if one would become empty or equal to another.
 
     Args:
         rules: as `find_rules` gives them.
         names: a model's names.
     """
-    known = {rule.old: rule for rule in rules}
-    every, changed, used = list(names), dict[str, str](), Counter[str]()
+    known = {rule.old: rule.new for rule in rules}
+    every, changed = list(names), dict[str, str]()
     for name in every:
         stops = [0, *(at for at, letter in enumerate(name, 1) if letter == "."), len(name)]
         old = next((name[:stop] for stop in stops if name[:stop] in known), None)
         if old is not None:
-            changed[name] = known[old].new + name[len(old) :]
-            used[old] += 1
-    if not all(changed.values()) or len({changed.get(name, name) for name in every}) != len(every):
-        return Renaming()
-    rules = (known[old]._replace(num_names=number) for old, number in used.items())
-    return Renaming(names=changed, rules=_sorted(rules))
+            changed[name] = known[old] + name[len(old) :]
+    is_clear = all(changed.values()) and len({changed.get(name, name) for name in every}) == len(every)
+    return changed if is_clear else {}
 
 
 class _NamesOfSides:
@@ -246,7 +228,7 @@ def _groups(sides: _NamesOfSides) -> list[_Group]:
         targets = sides.targets(level, depth) if names <= sides.left else []
         if targets:
             is_copy = names <= sides.our_copies
-            groups.append(_Group(tuple(level), level[0][:depth], targets, False, is_copy))
+            groups.append(_Group(tuple(level), level[0][:depth], targets, is_copy))
         return bool(targets)
 
     def single(path: Segments) -> None:
@@ -256,7 +238,7 @@ def _groups(sides: _NamesOfSides) -> list[_Group]:
         targets, is_copy = sides.targets([path], len(path) - 1), name in sides.our_copies
         if not targets and not is_copy:
             raise _NoWay
-        groups.append(_Group((path,), path[:-1], targets, True, is_copy))
+        groups.append(_Group((path,), path[:-1], targets, is_copy))
 
     _walk(map(split, sides.ours), whole, single)
     return groups
@@ -325,18 +307,8 @@ def _put_before(rest: Segments, new: Segments) -> Segments | None:
     return new[:start] if start >= 0 and new[start:] == rest else None
 
 
-def _rule(group: _Group, new: Segments) -> KeyRule:
-    if group.is_name:
-        return KeyRule(join(group.names[0]), join((*new, group.names[0][-1])), 1)
-    return KeyRule(_prefix(group.old), _prefix(new), len(group.names))
-
-
 def _prefix(path: Segments) -> str:
     return join(path) + "." if path else ""
-
-
-def _sorted(rules: Iterable[KeyRule]) -> tuple[KeyRule, ...]:
-    return tuple(sorted(rules, key=lambda rule: natural(rule.old)))
 
 
 class HubNames(NamedTuple):
@@ -370,7 +342,7 @@ def name_as_hub(
     """
     names, is_ambiguous = dict(found), False
     if len(set(names.values())) == len(names):  # else it will be refused
-        recorded = apply_key_rules(key_rules or (), names.values()).names
+        recorded = apply_key_rules(key_rules or (), names.values())
         names = {stored: recorded.get(name, name) for stored, name in names.items()}
         if base is not None:
             names, is_ambiguous = _as_base(names, shapes, base, is_part=is_part)
@@ -394,15 +366,15 @@ def _as_base(
     modern = {stored: modern_name(name) for stored, name in names.items()}
     theirs = {name: base[old] for name, old in spelled.items()}
     ours = {name: shapes[stored] for stored, name in modern.items()}
-    fit = rename_to_base(ours, theirs, is_part=is_part)
-    if not fit.names:
-        fit = rename_to_base(_needed(ours), _needed(theirs), is_part=is_part)
+    fit = rename_to_base(ours, theirs, is_part=is_part) or rename_to_base(
+        _needed(ours), _needed(theirs), is_part=is_part
+    )
 
     def name_of(stored: str) -> str:
-        name = fit.names.get(modern[stored], modern[stored])
+        name = (fit or {}).get(modern[stored], modern[stored])
         return spelled.get(name, names[stored] if name == modern[stored] else name)
 
-    return {stored: name_of(stored) for stored in names}, fit.is_ambiguous
+    return {stored: name_of(stored) for stored in names}, fit is None
 
 
 def _needed(base: Mapping[str, Shape]) -> dict[str, Shape]:

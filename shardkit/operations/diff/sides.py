@@ -461,7 +461,7 @@ def _as_on_hub(checkpoint: Checkpoint, named: SideNames | str, other: SideNames 
         for stored in checkpoint.catalog.tensors
         if stored.startswith(recorded.before)
     }
-    changed = apply_key_rules(recorded.rules, below.values()).names
+    changed = apply_key_rules(recorded.rules, below.values())
     renamed = {changed.get(name, name): stored for stored, name in below.items()}
     known = 0 if isinstance(named, str) else len(named.names.keys() & other.names.keys())
     return SideNames(renamed, below) if len(renamed.keys() & other.names.keys()) > known else named

@@ -491,7 +491,7 @@ def _open_chunks(
 
 
 def _renamed(names: Mapping[str, str], rules: Sequence[KeyRule]) -> dict[str, str]:
-    changed = apply_key_rules(rules, names.values()).names
+    changed = apply_key_rules(rules, names.values())
     return {stored: changed.get(name, name) for stored, name in names.items()}
 
 
@@ -574,7 +574,7 @@ def _below(form: HubNaming, prefix: str, names: Collection[str]) -> HubNaming | 
     if any(not name.startswith(prefix) or base_name(name) != name for name in names):
         return None
     own = [name.removeprefix(prefix) for name in names]
-    hub = apply_key_rules([KeyRule(old, new, 0) for old, new in form.key_rules], own).names
+    hub = apply_key_rules([KeyRule(old, new, 0) for old, new in form.key_rules], own)
     return HubNaming(
         key_rules({f"{prefix}{name}": hub.get(name, name) for name in own}),
         {f"{prefix}{fqn}": made for fqn, made in form.derived.items()},
