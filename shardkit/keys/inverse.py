@@ -1,18 +1,15 @@
 """The way back: what stored tensors are made of, given what was made of them. Pure.
 
 Each stored tensor lies somewhere in the targets, in boxes and perhaps reordered. Put together again, these boxes are
-the tensor; where they leave a gap, that part went into no target and is lost.
+the tensor; where they leave a gap, that part went into no target, and the tensor does not come back.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from math import prod
 
 from shardkit.core.regions import Region, Shape
-from shardkit.core.text import count
 from shardkit.keys.expressions import (
     Expression,
     Stored,
@@ -27,31 +24,22 @@ from shardkit.keys.expressions import (
 _NUM_SAMPLES = 16  # elements of each tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inverse:
-    """What stored tensors are made of again."""
-
-    made: Mapping[str, Expression]
-    """Stored name -> an expression of targets."""
-    lost: Mapping[str, str]
-    """Stored name or target -> why it cannot be had from the others, as the end of a sentence."""
-
-
-def invert(targets: Mapping[str, Expression]) -> Inverse:
+def invert(targets: Mapping[str, Expression]) -> dict[str, Expression]:
     """Return what the stored tensors are made of that some targets are made of, as expressions of these targets.
 
     Args:
         targets: what each target is made of.
+
+    Returns:
+        Stored name -> an expression of targets, for those that all come back.
     """
     boxes: dict[str, dict[Shape, list[tuple[Region, Expression]]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    lost: dict[str, str] = {}
     for target, made in targets.items():
         shapes |= {leaf.name: leaf.shape for leaf in leaves(made)}
         try:
             found = list(occurrences(made, Stored(target, made.shape)))
-        except ValueError as error:
-            lost[target] = str(error)
+        except ValueError:  # by operations that are not known
             continue
         for name, region, value, view in found:
             boxes.setdefault(name, {}).setdefault(view, []).append((region, value))
@@ -60,15 +48,10 @@ def invert(targets: Mapping[str, Expression]) -> Inverse:
         views = {view: _distinct(parts) for view, parts in boxes.get(name, {}).items()}
         wholes = (assemble(view, parts) for view, parts in views.items())
         whole = next((each for each in wholes if each is not None), None)
-        if whole is None:
-            held = sum(prod(region.sizes) for parts in views.values() for region, _ in parts)
-            lost[name] = f"{held} of its {count(prod(shape), 'element')} are in what is made of it"
-        else:
+        if whole is not None:
             back[name] = reshape(whole, shape)
-    problems = differences({name: substitute(made, targets) for name, made in back.items()}, shapes)
-    return Inverse(
-        made={name: made for name, made in back.items() if name not in problems}, lost={**lost, **problems}
-    )
+    wrong = differences({name: substitute(made, targets) for name, made in back.items()}, shapes)
+    return {name: made for name, made in back.items() if name not in wrong}
 
 
 def _distinct(parts: list[tuple[Region, Expression]]) -> list[tuple[Region, Expression]]:

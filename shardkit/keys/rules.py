@@ -631,7 +631,12 @@ class _Match(NamedTuple):
 
 
 def bind_names(
-    rules: RuleSet, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, *, side: Side
+    rules: RuleSet,
+    shapes: Mapping[str, Shape],
+    config: Mapping[str, Any] | None,
+    *,
+    side: Side,
+    made_by: Mapping[str, Rule] | None = None,
 ) -> Binding:
     """Return the other side's tensors as expressions.
 
@@ -640,23 +645,12 @@ def bind_names(
         shapes: by name.
         config: config.json, for numbers; None if there is none.
         side: which side the names are of.
+        made_by: which rule made a name, on the way back of a proof.
 
     Raises:
         LayoutError: tensors that no rule is about, rules that match nothing, two tensors that would be one, numbers
             that are not known, shapes that do not fit, tensors that do not come back; all of them.
     """
-    return _bind(rules, shapes, config, side=side)
-
-
-def _bind(
-    rules: RuleSet,
-    shapes: Mapping[str, Shape],
-    config: Mapping[str, Any] | None,
-    *,
-    side: Side,
-    made_by: Mapping[str, Rule] | None = None,
-) -> Binding:
-    """Do what `bind_names` does; on the way back of a proof, `made_by` says which rule made a name."""
     made, dropped, problems, sources = dict[str, Expression](), list[str](), list[str](), dict[str, Rule]()
     owners: dict[str, Rule] = {}
     matches = _matches(rules, shapes, side, owners, problems, made_by)
@@ -788,7 +782,7 @@ def _lost(
     """Yield a line for each tensor that does not come back when the rules are applied the other way."""
     other: Side = "model" if side == "hub" else "hub"
     try:
-        back = _bind(
+        back = bind_names(
             rules, {name: each.shape for name, each in made.items()}, config, side=other, made_by=made_by
         )
     except LayoutError as error:

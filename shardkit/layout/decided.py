@@ -183,7 +183,7 @@ def _taken_apart(decided: DecidedNames, derived: Mapping[str, Expression], by: D
     at_hand = {known: decided.made[name] for known, name in _at_hand(decided).items()}
     held = {fqn: made for fqn, made in derived.items() if fqn in at_hand and at_hand[fqn].shape == made.shape}
     padded = dict(_padded(held))
-    back = {**padded, **invert(held).made}
+    back = {**padded, **invert(held)}
     whole = {fqn for fqn, made in held.items() if all(leaf.name in back for leaf in leaves(made))}
     parts = {name: made for name, made in back.items() if all(leaf.name in whole for leaf in leaves(made))}
     if not parts:
