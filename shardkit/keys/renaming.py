@@ -141,22 +141,22 @@ def find_rules(names: Mapping[str, str]) -> tuple[KeyRule, ...]:
     return tuple(sorted(rules, key=lambda rule: natural(rule.old)))
 
 
-def apply_key_rules(rules: Iterable[KeyRule], names: Iterable[str]) -> dict[str, str]:
-    """Return name -> new name for those that rules change: for none if one would become empty or equal to another.
+def apply_key_rules(rules: Iterable[KeyRule], names: Mapping[str, str]) -> dict[str, str]:
+    """Return names as rules make them; as they are if one would become empty or equal to another.
 
     Args:
         rules: as `find_rules` gives them.
-        names: a model's names.
+        names: a model's names, by anything.
     """
-    known = {rule.old: rule.new for rule in rules}
-    every, changed = list(names), dict[str, str]()
-    for name in every:
+    known, changed = {rule.old: rule.new for rule in rules}, dict(names)
+    for key, name in names.items():
         stops = [0, *(at for at, letter in enumerate(name, 1) if letter == "."), len(name)]
         old = next((name[:stop] for stop in stops if name[:stop] in known), None)
         if old is not None:
-            changed[name] = known[old] + name[len(old) :]
-    is_clear = all(changed.values()) and len({changed.get(name, name) for name in every}) == len(every)
-    return changed if is_clear else {}
+            changed[key] = known[old] + name[len(old) :]
+            if not changed[key]:
+                return dict(names)
+    return changed if len(set(changed.values())) == len(changed) else dict(names)
 
 
 class _NamesOfSides:
@@ -342,8 +342,7 @@ def name_as_hub(
     """
     names, is_ambiguous = dict(found), False
     if len(set(names.values())) == len(names):  # else it will be refused
-        recorded = apply_key_rules(key_rules or (), names.values())
-        names = {stored: recorded.get(name, name) for stored, name in names.items()}
+        names = apply_key_rules(key_rules or (), names)
         if base is not None:
             names, is_ambiguous = _as_base(names, shapes, base, is_part=is_part)
     warning = (
@@ -356,6 +355,20 @@ def name_as_hub(
         is_whole=base is not None and covers(names.values(), _needed(base)),
         warnings=(warning,) if is_ambiguous else (),
     )
+
+
+def name_part(
+    names: Mapping[str, str], shapes: Mapping[str, Shape], wholes: Iterable[Mapping[str, Shape]]
+) -> dict[str, str]:
+    """Return the names that a part's tensors have in the first of several models that has them in one place.
+
+    Args:
+        names: by anything; they stay where no model has them.
+        shapes: by the same.
+        wholes: shape by name in each model.
+    """
+    found = (name_as_hub(names, shapes, None, whole, is_part=True) for whole in wholes)
+    return next((each.names for each in found if each.rules), dict(names))
 
 
 def _as_base(

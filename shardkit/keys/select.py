@@ -511,8 +511,7 @@ class Rules:
     """With its dot, or empty."""
     rename: tuple[tuple[str, re.Pattern[str], str], ...]
     """(as it was given, pattern, replacement). Each is applied to the result of the one before it."""
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
+    globs: Globs
 
 
 def parse_rules(naming: Naming) -> Rules:
@@ -533,8 +532,7 @@ def parse_rules(naming: Naming) -> Rules:
         strip_prefix=tuple(join(clean(text.rstrip("."))) for text in naming.strip_prefix),
         add_prefix=naming.add_prefix.rstrip(".") + "." if naming.add_prefix.strip(".") else "",
         rename=tuple(renames),
-        include=naming.include,
-        exclude=naming.exclude,
+        globs=Globs(naming.include, naming.exclude),
     )
 
 
@@ -578,10 +576,11 @@ def apply_rules(
         names = renamed
     empty = [escape(stored) for stored, name in names.items() if not name and stored not in unnamed]
     UsageError.raise_for(empty, f"--rename leaves {count(len(empty), 'name')} empty")
-    globs = Globs(rules.include, rules.exclude)
-    notes += globs.idle(names.items())
+    notes += rules.globs.idle(names.items())
     return {
-        stored: name for stored, name in names.items() if stored in undecided or globs.take(stored, name)
+        stored: name
+        for stored, name in names.items()
+        if stored in undecided or rules.globs.take(stored, name)
     }, notes
 
 

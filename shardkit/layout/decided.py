@@ -3,18 +3,20 @@
     person      rules that a person gave; they fit all names, or are refused
     manifest    what tensors were made of when they were read from the Hub's files
     shipped     the one set of rules that knows all names of a model in memory
-    class       what the class of a config makes of the names in its files
+    class       what the class of a config makes of the names in its files, or a live model of names in its source
+    base        names and shapes of a larger model, of which this one is a part
 
 Before that, `keys.select` names tensors by a person's prefixes, by recorded rules, and by the names and shapes of a
-base. Each of these here begins with the result of the one before. Where it is known which names are wanted, the next one
-is asked only if some of them are missing, and its answer is taken only if more of them are there with it.
+base. Each of these here begins with the result of the one before. After rules, only class and base are left to say
+something. Where it is known which names are wanted, the next one is asked only if some of them are missing, and its answer
+is taken only if more of them are there with it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from shardkit.core.regions import Shape
@@ -26,17 +28,67 @@ from shardkit.keys.expressions import (
     Stored,
     Zeros,
     concat,
+    from_json,
     leaves,
     made_name,
     substitute,
+    to_json,
 )
 from shardkit.keys.inverse import invert
+from shardkit.keys.renaming import name_part
 from shardkit.keys.rule_sets import Padding, bind_in_form, choose_shipped, config_for, foreign_type
 from shardkit.keys.rules import RuleSet, Side
-from shardkit.layout.traced import ModelNames
 
-Decider = Literal["selection", "person", "manifest", "shipped", "class"]
+Decider = Literal["selection", "person", "manifest", "shipped", "class", "base"]
 """Who decided what a tensor is on the other side; "selection" where it has the name that it was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassNames:
+    """What a model says of the names in files: a live one, or one that was built of a config."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """FQN -> name in the files, for all that were found."""
+    converted: Mapping[str, Expression] = field(default_factory=dict)
+    """FQN -> what it is made of, where the model holds tensors of the files in another form."""
+    unused: Mapping[str, Shape] = field(default_factory=dict)
+    """Shape by name in the files of tensors for which the model has no place."""
+    fused: Mapping[str, str] = field(default_factory=dict)
+    """Name in the files -> the FQN that it is a part of, where it is not known how the FQN is made."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """FQN of `fused` -> why."""
+    ignored: Collection[str] = ()
+    """Names in the files of tensors that the model computes itself, or leaves out as `from_pretrained` does."""
+    made: Collection[str] = ()
+    """FQNs that the files lack and the model makes itself, according to its class."""
+    unsaved: Collection[str] = ()
+    """FQNs that `save_pretrained` leaves out, because the model makes them itself."""
+    ties: Collection[tuple[str, ...]] = ()
+    """Groups of names that are one parameter: the files' names, else the model's."""
+    missing: Collection[str] = ()
+    """FQNs of weights that `from_pretrained` would initialise at random."""
+    misfits: Collection[tuple[str, str]] = ()
+    """(FQN, why) of weights that it could not load and for which it would refuse the files."""
+    is_transformers: bool = False
+    """The model is one of transformers, or holds one."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        plain = {part.name: getattr(self, part.name) for part in fields(self)}
+        return plain | {"converted": {fqn: to_json(made) for fqn, made in self.converted.items()}}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> ClassNames:
+        """Return what `to_json` made plain data of."""
+        return cls(
+            **{
+                **said,
+                "converted": {fqn: from_json(made) for fqn, made in said["converted"].items()},
+                "unused": {name: tuple(shape) for name, shape in said["unused"].items()},
+                **{name: frozenset(said[name]) for name in ("ignored", "made", "unsaved")},
+                "ties": tuple(map(tuple, said["ties"])),
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +102,7 @@ class DecidedNames:
     rules: RuleSet | None = None
     """Those that decided."""
     dropped: tuple[str, ...] = ()
-    """Names at hand that the rules leave out."""
+    """Names at hand that rules or the class leave out."""
     apart: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Name on the other side -> names at hand of what it is a part of, or made of."""
     padded: Mapping[str, int] = field(default_factory=dict)
@@ -61,6 +113,8 @@ class DecidedNames:
     """Shipped sets of which each would fit; none of several is taken."""
     why_not: tuple[str, ...] = ()
     """Why other shipped sets that know all names, or most, do not fit."""
+    asked: ClassNames | None = None
+    """What the class said, if it was asked."""
 
     @property
     def gone(self) -> frozenset[str]:
@@ -76,58 +130,70 @@ def decide_names(
     rules: RuleSet | None = None,
     derived: Mapping[str, Expression] | None = None,
     takes_shipped: bool = False,
-    ask: Callable[[], ModelNames | None] | None = None,
+    ask: Callable[[Mapping[str, Shape]], ClassNames | None] = lambda shapes: None,
     config: Mapping[str, Any] | None = None,
     padding: Padding | None = None,
     wanted: Mapping[str, Shape | None] | None = None,
     theirs: Collection[str] = (),
+    wholes: Collection[Mapping[str, Shape]] = (),
 ) -> DecidedNames:
     """Return what tensors are on the other side; what nobody knows keeps the name that it was given.
 
     Args:
         shapes: by name at hand: on the Hub, or below the root of a model in memory.
         side: which side these names are of. None leaves that to a person's rules: it is the side that they know; if they
-            know both, that of which the other one is wanted.
+            know both, that of which the other one is wanted. Then the class is that of a live model, whose tensors are
+            the other side.
         names: name at hand -> name that `keys.select` gave; None changes none.
         rules: what a person asks for.
         derived: what a manifest says that names in memory were made of.
         takes_shipped: a shipped set may decide, if it is the only one that fits.
-        ask: asks the class; it may return None, and is called last, as this may take seconds.
+        ask: asks the class about shapes by the names so far, which may take seconds; it may return None.
         config: config.json, for numbers and the type of the model; None if there is none.
         padding: what is known of a padded vocabulary.
         wanted: shape by name on the other side, None for one that is not known; None if it does not matter.
         theirs: names of the other side that the class does not change.
+        wholes: larger models, each as shape by name on the other side: the first that has all tensors in one place counts.
 
     Raises:
         LayoutError: a person's rules do not fit; lists every problem.
         SourceError: a tensor would be there under its own name, and as a part of another.
     """
-    if rules is not None:
-        return _by_person(shapes, side, rules, config, padding, wanted or {})
-    decided = _as_given(shapes, names or {})
+    goal = wanted if side == "model" else None
 
-    def manifest() -> DecidedNames:
+    def person(decided: DecidedNames) -> DecidedNames:
+        if rules is None:
+            return decided
+        return _by_person(decided, shapes, side, rules, config, padding, wanted or {})
+
+    def manifest(decided: DecidedNames) -> DecidedNames:
         return _taken_apart(decided, derived or {}, "manifest")
 
-    def shipped() -> DecidedNames:
+    def shipped(decided: DecidedNames) -> DecidedNames:
         return _by_shipped(decided, side or "model", config, padding) if takes_shipped else decided
 
-    def model_class() -> DecidedNames:
-        asked = None if ask is None else ask()
-        return (
-            decided if asked is None else _by_class(decided, side or "model", asked, theirs or wanted or ())
-        )
+    def model_class(decided: DecidedNames) -> DecidedNames:
+        asked = ask(_shapes(decided))
+        return decided if asked is None else _by_class(decided, side, asked, theirs or wanted or ())
 
-    for answer in (manifest, shipped, model_class):
-        if decided.rules is not None or (wanted is not None and wanted.items() <= _shapes(decided).items()):
+    def base(decided: DecidedNames) -> DecidedNames:
+        same = dict(zip(decided.made, decided.made, strict=True))
+        return _renamed(decided, name_part(same, _shapes(decided), wholes), "base")
+
+    decided = _as_given(shapes, names or {})
+    for answer in (person, manifest, shipped, model_class, base):
+        if decided.rules is not None and answer in (manifest, shipped):
+            continue
+        if goal is not None and goal.items() <= _shapes(decided).items():
             break
-        found = answer()
-        if wanted is None or _num_wanted(found, wanted) > _num_wanted(decided, wanted):
-            decided = found
+        answered = answer(decided)
+        if goal is None or _num_wanted(answered, goal) > _num_wanted(decided, goal):
+            decided = answered
     return decided
 
 
 def _by_person(
+    given: DecidedNames,
     shapes: Mapping[str, Shape],
     side: Side | None,
     rules: RuleSet,
@@ -145,7 +211,8 @@ def _by_person(
             errors.append(error)
             continue
         if each == sides[-1] or any(name in wanted for name in binding.made):
-            return DecidedNames(
+            return replace(
+                given,
                 made=binding.made,
                 by=dict.fromkeys(binding.made, "person"),
                 rules=rules,
@@ -243,24 +310,30 @@ def _by_shipped(
     )
 
 
-def _by_class(decided: DecidedNames, side: Side, asked: ModelNames, theirs: Collection[str]) -> DecidedNames:
-    if side == "hub":
-        shapes = _shapes(decided)
-        renamed = {fqn: Stored(name, shapes[name]) for fqn, name in asked.names.items()}
-        made = {**renamed, **asked.converted}
-        dropped = tuple(sorted({*asked.unused, *asked.ignored}))
-        return DecidedNames(made=made, by=dict.fromkeys(made, "class"), dropped=dropped)
-    found = _taken_apart(decided, asked.converted, "class")
+def _by_class(
+    decided: DecidedNames, side: Side | None, asked: ClassNames, theirs: Collection[str]
+) -> DecidedNames:
+    if side != "model":
+        made = {fqn: decided.made[name] for fqn, name in asked.names.items()}
+        made |= {fqn: substitute(parts, decided.made) for fqn, parts in asked.converted.items()}
+        dropped = tuple(sorted({*decided.dropped, *asked.unused, *asked.ignored}))
+        return replace(decided, made=made, by=dict.fromkeys(made, "class"), dropped=dropped, asked=asked)
+    found = replace(_taken_apart(decided, asked.converted, "class"), asked=asked)
     changed = {
         name: name if name in theirs else asked.names.get(name) or asked.names.get(known, name)
         for known, name in _at_hand(found).items()
     }
-    if len(set(changed.values())) < len(changed):
-        return found
+    return _renamed(found, changed, "class")
+
+
+def _renamed(decided: DecidedNames, names: Mapping[str, str], by: Decider) -> DecidedNames:
+    """Give tensors other names on the other side, unless two would have one."""
+    if len(set(names.values())) < len(names):
+        return decided
     return replace(
-        found,
-        made={changed[name]: made for name, made in found.made.items()},
-        by={changed[name]: by if changed[name] == name else "class" for name, by in found.by.items()},
+        decided,
+        made={names[name]: made for name, made in decided.made.items()},
+        by={names[name]: who if names[name] == name else by for name, who in decided.by.items()},
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,64 +19,24 @@ from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import is_computed
 from shardkit.layout.classes import build_model, collect, ignored_patterns, is_transformers
 from shardkit.layout.conversions import Conversions, revert
+from shardkit.layout.decided import ClassNames
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NameMatch:
-    """Stored names matched with a model's names."""
-
-    names: Mapping[str, str] = field(default_factory=dict)
-    """FQN -> stored name."""
-    unused: tuple[str, ...] = ()
-    """Stored names for which the model has no place."""
-    converted: Mapping[str, Expression] = field(default_factory=dict)
-    """FQN -> what it is made of, where the model holds stored tensors in another form."""
-    fused: Mapping[str, str] = field(default_factory=dict)
-    """Stored name -> the FQN that it is a part of, where it is not known how the FQN is made."""
-    failed: Mapping[str, str] = field(default_factory=dict)
-    """FQN of `fused` -> why."""
-    ignored: tuple[str, ...] = ()
-    """Stored names of tensors that the model computes itself. Files of older versions have them."""
-    made: tuple[str, ...] = ()
-    """FQNs that are not stored and that the model makes itself, according to its class."""
-    is_transformers: bool = False
-    """The model is one of transformers, or holds one."""
-    renamed: int = 0
-    """How many are stored under another name than the model's, wrappers aside."""
-
-
-class Lacking(NamedTuple):
-    """What `from_pretrained` would not find in files of these names and shapes."""
-
-    missing: tuple[str, ...]
-    """FQNs of weights that it would initialise at random."""
-    misfits: tuple[tuple[str, str], ...]
-    """(FQN, why) of weights that it could not load and for which it would refuse the files."""
-
-
-class _Renamed(NamedTuple):
-    name: str
-    pattern: str | None = None
-    """Pattern of transformers' converter, where more than the name would change."""
-
-
-_Rename = Callable[[str], _Renamed]
+_Rename = Callable[[str], tuple[str, str | None]]
+"""Returns a new name, and the pattern of transformers' converter where more than the name would change."""
 
 
 def match_names(
-    stored: Mapping[str, str],
+    shapes: Mapping[str, Shape],
     wanted: Iterable[str],
     *,
-    shapes: Mapping[str, Shape] | None = None,
     computed: Iterable[str] = (),
     model: nn.Module | None = None,
-) -> NameMatch:
+) -> ClassNames:
     """Find the stored tensor for each tensor of a model.
 
     Args:
-        stored: stored name -> its name below the checkpoint's own root.
+        shapes: by name in the files, or below the checkpoint's own root.
         wanted: names of all parameters and buffers in the model's state dict, with every name of a tie.
-        shapes: by stored name. They tell the masks of old files from biases.
         computed: names of buffers that are in no state dict.
         model: its class may know renamings and names to leave out. Not needed for plain modules.
 
@@ -88,14 +48,14 @@ def match_names(
         SourceError: several stored tensors would be one of the model's.
     """
     targets, computed_names = _Targets(wanted), set(computed)
-    cleaned = {name: join(clean(shown)) for name, shown in stored.items()}
+    cleaned = {name: join(clean(name)) for name in shapes}
     cleaned = {name: cleaned[name] for name in sorted(cleaned, key=lambda name: natural(cleaned[name]))}
     root = transformers_root(model)
     prefixes = _prefixes(cleaned.values(), targets, root)
-    matched = _match(cleaned, targets, prefixes, _Renamed)
+    matched = _match(shapes, cleaned, targets, prefixes, lambda name: (name, None))
     conversions = Conversions.of(root[1]) if root is not None else None
     if root is not None and conversions is not None and (matched.unused or conversions.keep_names):
-        other = _match(cleaned, targets, prefixes, lambda name: _Renamed(*conversions.rename(name)))
+        other = _match(shapes, cleaned, targets, prefixes, conversions.rename)
         if len(other.unused) < len(matched.unused) or (
             not matched.unused and not other.unused and other.fused
         ):
@@ -107,9 +67,7 @@ def match_names(
 
     def is_left_out(name: str) -> bool:
         return bool(
-            buffers.find(cleaned[name], prefixes)
-            or ignored(name)
-            or is_computed(cleaned[name], shapes.get(name, ()) if shapes else ())
+            buffers.find(cleaned[name], prefixes) or ignored(name) or is_computed(cleaned[name], shapes[name])
         )
 
     made = _made_names(root[1], root[0], [fqn for fqn in targets.own if fqn not in matched.names])
@@ -175,43 +133,43 @@ def _prefixes(
 
 
 def _match(
-    stored: Mapping[str, str], targets: _Targets, prefixes: list[tuple[str, str]], rename: _Rename
-) -> NameMatch:
+    shapes: Mapping[str, Shape],
+    stored: Mapping[str, str],
+    targets: _Targets,
+    prefixes: list[tuple[str, str]],
+    rename: _Rename,
+) -> ClassNames:
     names: dict[str, list[str]] = {}
-    unused, fused, renamed = [], {}, 0
+    unused, fused = dict[str, Shape](), dict[str, str]()
     for key, plain in stored.items():
-        new = rename(plain)
-        fqns = targets.find(new.name, prefixes)
-        if not fqns and new.name != plain:  # as from_pretrained does: the renaming was probably wrong
-            fqns, new = targets.find(plain, prefixes), _Renamed(plain)
+        name, pattern = rename(plain)
+        fqns = targets.find(name, prefixes)
+        if not fqns and name != plain:  # as from_pretrained does: the renaming was probably wrong
+            fqns, pattern = targets.find(plain, prefixes), None
         if not fqns:
-            unused.append(key)
-        elif new.pattern is not None:
+            unused[key] = tuple(shapes[key])
+        elif pattern is not None:
             fused[key] = fqns[0]
         else:
-            renamed += key not in fqns
             for fqn in fqns:
                 names.setdefault(fqn, []).append(key)
     _refuse_several(names)
-    return NameMatch(
+    return ClassNames(
         names={fqn: names[fqn][0] for fqn in targets.own if fqn in names},
-        unused=tuple(unused),
+        unused=unused,
         fused=fused,
-        renamed=renamed,
     )
 
 
 def _converted(
-    match: NameMatch,
+    match: ClassNames,
     cleaned: Mapping[str, str],
     targets: _Targets,
     root: tuple[str, nn.Module],
     conversions: Conversions,
-    shapes: Mapping[str, Shape] | None,
-) -> NameMatch:
+    shapes: Mapping[str, Shape],
+) -> ClassNames:
     """Return a match with what its fused tensors are made of."""
-    if not match.fused or shapes is None:
-        return match
     before = f"{root[0]}." if root[0] else ""
     groups: dict[str, dict[str, str]] = {}
     for stored, fqn in match.fused.items():
@@ -249,31 +207,55 @@ def _refuse_several(names: Mapping[str, list[str]]) -> None:
     )
 
 
-def find_lacking(model: nn.Module, shapes: Mapping[str, Shape]) -> Lacking:
-    """Return which weights of a model `from_pretrained` would not find in files.
+def ask_model(model: nn.Module, shapes: Mapping[str, Shape]) -> ClassNames:
+    """Return what a model says of the names in files, and which of its weights `from_pretrained` would not find.
 
     Args:
-        model: built by transformers from its config, tied, on the meta device.
-        shapes: by name in the files.
+        model: built from its config, tied, on the meta device, and not wrapped.
+        shapes: by name in the files. What a compiled model saved has no place in this one.
 
     Raises:
         SourceError: several of the tensors would be one of the model's.
     """
     state = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)}
     computed = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in state]
-    matched = match_names(
-        dict(zip(shapes, shapes, strict=True)), state, shapes=shapes, computed=computed, model=model
-    )
-    have: dict[str, Shape | str] = {fqn: tuple(shapes[name]) for fqn, name in matched.names.items()}
-    have |= {fqn: made.shape for fqn, made in matched.converted.items()} | dict(matched.failed)
+    plain = {name: tuple(shape) for name, shape in shapes.items() if clean_name(name) == name}
+    match = match_names(plain, state, computed=computed, model=model)
+    have: dict[str, Shape | str] = {fqn: plain[name] for fqn, name in match.names.items()}
+    have |= {fqn: made.shape for fqn, made in match.converted.items()} | dict(match.failed)
     held = {id(state[name]) for name in have if name in state}  # one name of a tie is enough
-    missing = (name for name, tensor in state.items() if name not in have and id(tensor) not in held)
+    known = {*have, *match.made}
+    missing = [name for name, x in state.items() if name not in known and id(x) not in held]
     misfits = [
         (name, given if isinstance(given, str) else f"{list(given)}, in the model {list(state[name].shape)}")
         for name, given in have.items()
         if name in state and given != tuple(state[name].shape)
     ]
-    return Lacking(tuple(name for name in missing if name not in matched.made), tuple(misfits))
+    ties = [tuple(dict.fromkeys(match.names.get(fqn, fqn) for fqn in group)) for group in tied(state)]
+    unsaved = collect(model, "_keys_to_ignore_on_save")
+    return replace(match, unsaved=unsaved, ties=ties, missing=missing, misfits=misfits)
+
+
+def answer_names(directory: str, shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """Ask the class that a config names about the names in files; return plain data.
+
+    Args:
+        directory: holds config.json. Code in it does not run.
+        shapes: by name in the files.
+
+    Raises:
+        Exception: anything that building a model may raise.
+    """
+    model = build_model(directory, trust_remote_code=False)
+    return {"model_class": type(model).__name__, "match": ask_model(model, shapes).to_json()}
+
+
+def tied(state: Mapping[str, object]) -> list[list[str]]:
+    """Return the groups of names that are one tensor."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        groups.setdefault(id(tensor), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
 
 
 def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, Any]:
@@ -287,7 +269,7 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
         made: name on the Hub -> what it is made of; without what the model computes itself. It is None where these are not the model's own names, or where
             what `from_pretrained` would make of the result is not the same again; `why` says so.
         is_lost: they are the model's own names, and no form is known that would be loaded as they are.
-        missing, misfits: as `find_lacking`, of the result.
+        match: what `ask_model` returns for the result.
         ties: groups of names in the model that are one tensor, first the one that `save_pretrained` keeps.
 
     Raises:
@@ -297,14 +279,14 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
     state = {name: tuple(x.shape) for name, x in model.state_dict().items() if isinstance(x, torch.Tensor)}
     own = {name: tuple(shape) for name, shape in shapes.items() if state.get(name) == tuple(shape)}
     unsaved = [name for name in collect(model, "_keys_to_ignore_on_save") if name in own]
+    further = getattr(model, "all_tied_weights_keys", {})  # of transformers: left out -> kept
     answer: dict[str, Any] = {
         "model_class": type(model).__name__,
         "made": None,
         "why": "",
         "is_lost": False,
-        "missing": [],
-        "misfits": [],
-        "ties": _tied(model),
+        "match": ClassNames().to_json(),
+        "ties": [sorted(group, key=further.__contains__) for group in tied(model.state_dict(keep_vars=True))],
     }
     if 2 * len(own) < len(shapes):
         return answer | {"why": "these are not its names in memory"}
@@ -328,39 +310,17 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
             "why": f"from_pretrained would make something else of it: {listed(wrong)}",
             "is_lost": True,
         }
-    lacking = find_lacking(model, result)
-    return answer | {"made": {name: to_json(e) for name, e in made.items()}, **lacking._asdict()}
-
-
-def _tied(model: nn.Module) -> list[list[str]]:
-    further = getattr(model, "all_tied_weights_keys", {})  # of transformers: left out -> kept
-    groups: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        groups.setdefault(id(tensor), []).append(name)
-    return [sorted(names, key=further.__contains__) for names in groups.values() if len(names) > 1]
+    plain = {name: to_json(e) for name, e in made.items()}
+    return answer | {"made": plain, "match": ask_model(model, result).to_json()}
 
 
 def _not_again(model: nn.Module, own: Mapping[str, Shape], made: Mapping[str, Expression]) -> list[str]:
     """Return the names in the model of which loading would make something else than was there before."""
     shapes = {name: expression.shape for name, expression in made.items()}
-    matched = match_names(dict(zip(shapes, shapes, strict=True)), own, shapes=shapes, model=model)
+    matched = match_names(shapes, own, model=model)
     again = {fqn: made[stored] for fqn, stored in matched.names.items()}
     again |= {fqn: substitute(expression, made) for fqn, expression in matched.converted.items()}
     return [fqn for fqn, expression in again.items() if expression != Stored(fqn, tuple(own[fqn]))]
-
-
-def answer_lacking(directory: str, shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """Ask `find_lacking` of the class that a config names; return plain data.
-
-    Args:
-        directory: holds config.json. Code in it does not run.
-        shapes: by name in the files.
-
-    Raises:
-        Exception: anything that building a model may raise.
-    """
-    model = build_model(directory, trust_remote_code=False)
-    return {"model_class": type(model).__name__, **find_lacking(model, shapes)._asdict()}
 
 
 def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[str, ...]:
@@ -381,9 +341,8 @@ def _ignored_names(model: nn.Module) -> Callable[[str], object]:
     return re.compile(joined).search if patterns else lambda _: None
 
 
-def _without_ignored(match: NameMatch, is_left_out: Callable[[str], bool]) -> NameMatch:
+def _without_ignored(match: ClassNames, is_left_out: Callable[[str], bool]) -> ClassNames:
     """Set aside the tensors that a model computes itself."""
     ignored = {name: None for name in match.unused if is_left_out(name)}
-    return replace(
-        match, unused=tuple(name for name in match.unused if name not in ignored), ignored=tuple(ignored)
-    )
+    unused = {name: shape for name, shape in match.unused.items() if name not in ignored}
+    return replace(match, unused=unused, ignored=tuple(ignored))

@@ -4,11 +4,10 @@
                        "plan", "trust_remote_code", "names", "answer"}
                        The axes are those of one pipeline stage. With "plan", weights are divided before the
                        model is wrapped (`Divide`); names are matched before.
-                       Without axes nothing is wrapped, and the answer is about names alone. With "asks":
-                       "lacking" it is about what `from_pretrained` would not find under these names,
-                       with "hub form" about what `save_pretrained` would make of them. With "asked_ns", the
+                       With "asks": "names" nothing is wrapped, and the answer is about these names in files;
+                       with "hub form", about what `save_pretrained` would make of them. With "asked_ns", the
                        time, the answer has "evidence" for the cache of traces.
-    answer (a file)    {"status": "ok", ...} as `_read_model` and `_match` list it, or an error: {"status":
+    answer (a file)    {"status": "ok", ...} as `_read_model` lists it, or an error: {"status":
                        one of `STATUSES`, "message", "problems", "hint", "show_output"}
 
 stdout and stderr are noise, which the parent shows when something fails.
@@ -36,18 +35,15 @@ from shardkit.core.factored import Target
 from shardkit.core.mesh import Axis, Mesh
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError, SourceError, UsageError, speaking_options
-from shardkit.keys.expressions import to_json
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import (
     ClassDtypes,
     build_model,
     built_dtypes,
     class_dtypes,
-    collect,
-    ignored_patterns,
 )
 from shardkit.layout.layout import innermost_unit
-from shardkit.layout.naming import answer_hub_form, answer_lacking, match_names
+from shardkit.layout.naming import answer_hub_form, answer_names, ask_model, tied
 from shardkit.layout.parallel import Meshes, apply_plans, is_parallel, with_units
 from shardkit.layout.placed import Placed, placed_on
 from shardkit.layout.stages import find_stages
@@ -136,18 +132,12 @@ def _limit() -> None:
 
 
 def _trace(request: dict[str, Any], divide: Divide | None) -> dict[str, Any]:
-    if request.get("asks") == "lacking":
+    if (asks := request.get("asks")) is not None:
         _limit()
-        return answer_lacking(request["directory"], request["names"])
-    if request.get("asks") == "hub form":
-        _limit()
-        return answer_hub_form(request["directory"], request["names"])
+        ask = answer_hub_form if asks == "hub form" else answer_names
+        return ask(request["directory"], request["names"])
     wanted: torch.dtype | None = getattr(torch, request["dtype"]) if request.get("dtype") else None
     model = build_model(request["directory"], trust_remote_code=request["trust_remote_code"], dtype=wanted)
-    if request["axes"] is None:
-        state = _State.of(model)
-        unsaved = collect(model, "_keys_to_ignore_on_save")
-        return {**_match(model, request["names"], state), "ties": state.ties(), "unsaved": unsaved}
     mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]), ep=request.get("ep", 1))
     policy = parse_policy(request["wrap"])
     built = wanted or getattr(getattr(model, "config", None), "dtype", None) or torch.float32
@@ -156,7 +146,7 @@ def _trace(request: dict[str, Any], divide: Divide | None) -> dict[str, Any]:
     wide = built_dtypes(model, built) if built.itemsize == 2 else class_dtypes(model, torch.bfloat16)
     keep_fp32 = [] if wide.wanted is not wanted else _in_fp32(model, wide)
     before = _State.of(model)
-    matched = {} if request["names"] is None else _match(model, request["names"], before)
+    matched = None if request["names"] is None else ask_model(model, request["names"]).to_json()
     divided = DividedModel() if divide is None or "plan" not in request else divide(model, request["plan"])
     classes = {id(module): type(module).__name__ for module in model.modules()}
     num_stages, stages = request.get("pp", 1), dict[str, list[int]]()
@@ -176,33 +166,14 @@ def _trace(request: dict[str, Any], divide: Divide | None) -> dict[str, Any]:
     answer = _read_model(model, mesh, before, classes)
     answer["notes"] += divided.notes
     about = {"model_class": classes[id(model)], "keep_fp32": keep_fp32, "stages": stages}
-    return {**about, "targets": [asdict(target) for target in divided.targets], **answer, **matched}
+    targets = [asdict(target) for target in divided.targets]
+    return {**about, "targets": targets, **answer, "match": matched}
 
 
 def _in_fp32(model: nn.Module, wide: ClassDtypes) -> list[str]:
     """Return the state dict's names that the model's class keeps in fp32 under half precision."""
     state = model.state_dict(keep_vars=True)
     return [name for name, x in state.items() if x.is_floating_point() and wide.of(name) is torch.float32]
-
-
-def _match(model: nn.Module, names: dict[str, list[int]], state: _State) -> dict[str, Any]:
-    """Find each tensor of a model that is not wrapped yet in the source, as `from_pretrained` would."""
-    # The parent tells what a compiled model saved.
-    plain = [name for name in names if clean_name(name) == name]
-    computed = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in state.tensors]
-    shapes = {name: tuple(names[name]) for name in plain}
-    matched = match_names(
-        dict(zip(plain, plain, strict=True)), state.tensors, shapes=shapes, computed=computed, model=model
-    )
-    return {
-        "names": dict(matched.names),
-        "converted": {fqn: to_json(made) for fqn, made in matched.converted.items()},
-        "fused": dict(matched.fused),
-        "failed": dict(matched.failed),
-        "ignored": list(matched.ignored),
-        "unused": list(matched.unused),
-        "computed": list(matched.made),
-    }
 
 
 def wrap_model(
@@ -287,13 +258,6 @@ class _State:
             others=tuple(name for name, value in state.items() if not isinstance(value, torch.Tensor)),
         )
 
-    def ties(self) -> list[tuple[str, ...]]:
-        """Return the groups of names that are one tensor."""
-        groups: dict[int, list[str]] = {}
-        for name, tensor in self.tensors.items():
-            groups.setdefault(id(tensor), []).append(name)
-        return [tuple(names) for names in groups.values() if len(names) > 1]
-
 
 def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int, str]) -> dict[str, Any]:
     """Return the answer: units, tensors, ties and the rest from which the parent makes a Trace."""
@@ -301,7 +265,7 @@ def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int,
     units = _units(model, classes)
     index = {path: number for number, (path, _) in enumerate(units)}
     _check_ties(before, after, index, units)
-    ties = after.ties()
+    ties = tied(after.tensors)
     aliases = {name for group in ties for name in group[1:]}
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
     kept = {name: tensor for name, tensor in after.tensors.items() if name not in aliases}
@@ -326,7 +290,6 @@ def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int,
         ],
         "ties": ties,
         "absent_buffers": [name for name in map(clean_name, buffers) if name not in after.tensors],
-        "ignored_patterns": ignored_patterns(model),
         "notes": [f"left out, not a tensor: {escape(name)}" for name in after.others],
     }
 
@@ -344,7 +307,7 @@ def _check_ties(before: _State, after: _State, index: dict[str, int], units: lis
     """Refuse ties that a function put into different units, where `fully_shard` split the parameter."""
     split = [
         {name: units[innermost_unit(name, index)][0] for name in group}
-        for group in before.ties()
+        for group in tied(before.tensors)
         if len({id(after.tensors.get(name)) for name in group}) > 1
     ]
     if split:

@@ -5,7 +5,7 @@ fake process group cannot be made where a real one is up, importing a model may 
 not be loaded here. The child answers with JSON, and `trace_cache` keeps what it answered.
 
     trace_model   config.json, mesh, policy -> Trace, a layout
-    ask_names     config.json, names in files -> ModelNames
+    ask_names     config.json, names in files -> ClassNames
     ClassQuestion config, names in files -> ClassAnswer: what `from_pretrained` would not find; while bytes move
 
 Nothing that a file says is executed, unless a person trusts the model's own code.
@@ -26,7 +26,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from shardkit._folding import fold
@@ -40,6 +40,7 @@ from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitErr
 from shardkit.files import storage
 from shardkit.files.manifest import Unit
 from shardkit.keys.expressions import Expression, from_json
+from shardkit.layout.decided import ClassNames
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout
 from shardkit.layout.trace_cache import Slot, slot_for
 from shardkit.layout.wrap_policy import parse_policy, parse_stages
@@ -53,8 +54,8 @@ _LAST_LINES = 12
 
 _ASKED = {
     "": "what the model's tensors are called and where they lie",
+    "names": "what its tensors are called in files, and which from_pretrained would not find",
     "hub form": "what save_pretrained would write",
-    "lacking": "which weights from_pretrained would not find",
 }
 """What a request asks -> the words for it."""
 
@@ -96,20 +97,8 @@ class Trace:
     """E.g. "LlamaForCausalLM"."""
     absent_buffers: frozenset[str]
     """Non-persistent buffers: the live model has them, its state dict lacks them."""
-    ignored_patterns: tuple[str, ...]
-    """Regular expressions for names that transformers leaves out when it loads this model."""
-    names: Mapping[str, str] | None = None
-    """FQN -> the source's name, for all that were found. None if no names were given: they are equal."""
-    converted: Mapping[str, Expression] = field(default_factory=dict)
-    """FQN -> what it is made of, where the model holds tensors of the source in another form."""
-    fused: Mapping[str, str] = field(default_factory=dict)
-    """The source's name -> the FQN that it is a part of, where it is not known how the FQN is made."""
-    failed: Mapping[str, str] = field(default_factory=dict)
-    """FQN of `fused` -> why."""
-    ignored: frozenset[str] = frozenset()
-    """Names of the source that the model makes itself or leaves out when it loads."""
-    computed: frozenset[str] = frozenset()
-    """FQNs that the source lacks and that the model makes itself."""
+    match: ClassNames | None = None
+    """What the model says of the source's names; None if no names were given: they are equal."""
 
 
 class Division(NamedTuple):
@@ -177,28 +166,9 @@ def trace_model(
     return _ask(request, timeout_s, lambda answer: read_answer(answer, mesh, wrap), on_start)
 
 
-class ModelNames(NamedTuple):
-    """What a model's class tells about the names in its files."""
-
-    names: Mapping[str, str]
-    """FQN -> the name in the files, for all that were found."""
-    unused: frozenset[str]
-    """Names of the files for which the model has no place."""
-    ignored: frozenset[str]
-    """Names of the files that it leaves out in silence, as `from_pretrained` does."""
-    made: frozenset[str]
-    """Names of the model that the files lack and the model makes itself."""
-    unsaved: frozenset[str]
-    """Names of the model that `save_pretrained` leaves out, because the model makes them itself."""
-    ties: tuple[tuple[str, ...], ...]
-    """Groups of names that are one parameter: the files' names, else the model's."""
-    converted: Mapping[str, Expression]
-    """FQN -> what it is made of, where the model holds tensors of the files in another form."""
-
-
 def ask_names(
     directory: str, names: Mapping[str, Shape], *, on_start: Callable[[], None] = lambda: None
-) -> ModelNames:
+) -> ClassNames:
     """Ask the class of a model, as the installed transformers has it, about the names in its files.
 
     Args:
@@ -211,21 +181,8 @@ def ask_names(
         SourceError: several of the tensors would be one of the model's.
         ResourceError: the child was killed or took too long.
     """
-    request = _request(directory, names, False) | {"axes": None}
-    return _ask(request, DEFAULT_TIMEOUT_S, _read_names, on_start)
-
-
-def _read_names(answer: Mapping[str, Any]) -> ModelNames:
-    theirs: Mapping[str, str] = answer["names"]
-    return ModelNames(
-        names=theirs,
-        unused=frozenset(answer["unused"]),
-        ignored=frozenset(answer["ignored"]),
-        made=frozenset(answer["computed"]),
-        unsaved=frozenset(answer["unsaved"]),
-        ties=tuple(tuple(dict.fromkeys(theirs.get(fqn, fqn) for fqn in group)) for group in answer["ties"]),
-        converted={fqn: from_json(made) for fqn, made in answer["converted"].items()},
-    )
+    request = _request(directory, names, False) | {"asks": "names"}
+    return _ask(request, DEFAULT_TIMEOUT_S, lambda said: ClassNames.from_json(said["match"]), on_start)
 
 
 # Types of models that have the same names and shapes in memory as on the Hub. The list only saves a question.
@@ -415,13 +372,7 @@ def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
         layout=layout,
         model_class=answer["model_class"],
         absent_buffers=frozenset(answer["absent_buffers"]),
-        ignored_patterns=tuple(answer["ignored_patterns"]),
-        names=answer.get("names"),
-        converted={fqn: from_json(made) for fqn, made in answer.get("converted", {}).items()},
-        fused=answer.get("fused", {}),
-        failed=answer.get("failed", {}),
-        ignored=frozenset(answer.get("ignored", ())),
-        computed=frozenset(answer.get("computed", ())),
+        match=None if answer["match"] is None else ClassNames.from_json(answer["match"]),
     )
 
 
@@ -529,12 +480,12 @@ class ClassQuestion:
         self._answer_path = os.path.join(scratch, "answer.json")
         with open(os.path.join(scratch, "config.json"), "w", encoding="utf-8") as file:
             json.dump(config, file)
-        asked = _ASKED["lacking"]
+        asked = _ASKED["names"]
         if _may_ask_here():
             _log.debug("transformers is asked %s", asked)
             self._answer = self._remember(_ask_here(scratch, shapes))
             return
-        about: dict[str, Any] = {"asks": "lacking", "directory": scratch, "names": dict(shapes)}
+        about: dict[str, Any] = {"asks": "names", "directory": scratch, "names": dict(shapes)}
         self._slot = slot_for(about, _environment())
         if self._slot is not None and (kept := self._slot.find(_parse)) is not None:
             _log.debug("transformers was asked before %s; its answer was kept", asked)
@@ -602,9 +553,9 @@ def _ask_here(directory: str, shapes: Mapping[str, Shape]) -> ClassAnswer:
         warnings.simplefilter("ignore")
         logger.setLevel(logging.CRITICAL + 1)
         try:
-            from shardkit.layout.naming import answer_lacking
+            from shardkit.layout.naming import answer_names
 
-            return _parse(answer_lacking(directory, shapes))
+            return _parse(answer_names(directory, shapes))
         except (Exception, SystemExit) as error:  # a model's code may raise anything
             return ClassAnswer(failure=escape(f"{type(error).__name__}: {error}"))
         finally:
@@ -628,8 +579,8 @@ def _read(path: str, status: int, slot: Slot | None) -> ClassAnswer:
 def _parse(answer: Mapping[str, Any]) -> ClassAnswer:
     return ClassAnswer(
         model_class=answer["model_class"],
-        missing=tuple(answer["missing"]),
-        misfits=tuple((name, why) for name, why in answer["misfits"]),
+        missing=tuple(answer["match"]["missing"]),
+        misfits=tuple(map(tuple, answer["match"]["misfits"])),
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+import json
+from collections.abc import Mapping
 
 import pytest
 
@@ -11,7 +11,8 @@ from shardkit.core.regions import Region, Shape
 from shardkit.errors import SourceError
 from shardkit.keys.expressions import Expression, Stored, concat, cut
 from shardkit.keys.rule_sets import find_shipped
-from shardkit.layout.decided import as_tensors, decide_names
+from shardkit.keys.rules import parse_rules
+from shardkit.layout.decided import ClassNames, as_tensors, decide_names
 from tests.keys.trainers import SETS, config, megatron, numbered
 
 GATE, UP = Stored("h.gate", (2, 3)), Stored("h.up", (2, 3))
@@ -19,11 +20,11 @@ FUSED = {"m.gate_up": concat([GATE, UP], 0)}
 HELD: dict[str, Shape] = {"m.gate_up": (4, 3), "m.norm": (3,)}
 
 
-def class_says(names: dict[str, str], converted: dict[str, Expression]) -> Any:
-    return SimpleNamespace(names=names, converted=converted, unused=(), ignored=())
+def class_says(names: dict[str, str], converted: dict[str, Expression]) -> ClassNames:
+    return ClassNames(names=names, converted=converted)
 
 
-def never() -> None:
+def never(_: object) -> None:
     raise AssertionError("the class was asked")
 
 
@@ -37,7 +38,7 @@ def test_the_manifest_decides_before_the_class_and_by_names_in_memory() -> None:
     """`keys.select` may have renamed what the manifest speaks of."""
     names = {name: f"language.{name}" for name in HELD}
     asked = class_says({"m.norm": "h.norm", "language.m.norm": "h.norm"}, {"m.gate_up": GATE})
-    decided = decide_names(HELD, side="model", names=names, derived=FUSED, ask=lambda: asked)
+    decided = decide_names(HELD, side="model", names=names, derived=FUSED, ask=lambda _: asked)
     assert decided.by == {"h.norm": "class", "h.gate": "manifest", "h.up": "manifest"}
     assert decided.made["h.up"] == cut(Stored("m.gate_up", (4, 3)), Region((2, 0), (2, 3)))
     assert decided.apart == {"h.gate": {"m.gate_up"}, "h.up": {"m.gate_up"}}
@@ -59,7 +60,10 @@ def test_an_answer_counts_only_if_more_of_what_is_wanted_is_there() -> None:
 def test_shipped_rules_decide_alone_where_one_set_knows_all_names() -> None:
     model = numbered(SETS["megatron-llama"][1])
     shapes = {name: value.shape for name, value in megatron(model).items()}
-    decided = decide_names(shapes, side="model", takes_shipped=True, config=config("qwen2"), ask=never)  # type: ignore[arg-type]
+    wanted = {name: tuple(value.shape) for name, value in model.items()}
+    decided = decide_names(
+        shapes, side="model", takes_shipped=True, config=config("qwen2"), ask=never, wanted=wanted
+    )
     assert decided.rules == find_shipped("megatron-llama")
     assert decided.made.keys() == model.keys()
     assert set(decided.by.values()) == {"shipped"}
@@ -70,14 +74,55 @@ def test_shipped_rules_decide_alone_where_one_set_knows_all_names() -> None:
 
 def test_the_class_says_what_a_model_makes_of_the_hubs_names() -> None:
     shapes: dict[str, Shape] = {"h.gate": (2, 3), "h.up": (2, 3), "h.norm": (3,), "h.spare": (1,)}
-    asked = class_says({"m.norm": "h.norm"}, FUSED)
-    asked.unused = {"h.spare"}
-    decided = decide_names(shapes, side="hub", ask=lambda: asked)
+    asked = ClassNames(names={"m.norm": "h.norm"}, converted=FUSED, unused={"h.spare": (1,)})
+    decided = decide_names(shapes, side="hub", ask=lambda _: asked)
     assert decided.made == {"m.norm": Stored("h.norm", (3,)), **FUSED}
     assert decided.dropped == ("h.spare",)
     names, made = as_tensors(decided.made, [*shapes, "m.gate_up"])
     assert names == {"m.norm": "h.norm", "m.gate_up": "m.gate_up (made)"}
     assert made == {"m.gate_up (made)": FUSED["m.gate_up"]}
+
+
+def test_a_live_model_is_asked_about_what_a_persons_rules_make() -> None:
+    """Rules give the names of files; what the model makes of these is made of the source's tensors."""
+    text = b'format = 1\nname = "mine"\n[[rule]]\nhub = "h.{i}.w"\nmodel = "t.{i}.w"\n'
+    rules, seen = parse_rules(text, "mine.toml"), list[Mapping[str, Shape]]()
+    fused = {"m.both": concat([Stored("h.0.w", (2, 3)), Stored("h.1.w", (2, 3))], 0)}
+
+    def ask(shapes: Mapping[str, Shape]) -> ClassNames:
+        seen.append(shapes)
+        return class_says({}, fused)
+
+    stored: dict[str, Shape] = {"t.0.w": (2, 3), "t.1.w": (2, 3)}
+    decided = decide_names(stored, side=None, rules=rules, ask=ask, wanted={"m.both": None})
+    assert seen == [{"h.0.w": (2, 3), "h.1.w": (2, 3)}]
+    assert decided.made == {"m.both": concat([Stored("t.0.w", (2, 3)), Stored("t.1.w", (2, 3))], 0)}
+    assert decided.rules == rules
+
+
+def test_a_part_of_a_larger_model_has_the_names_that_it_has_there() -> None:
+    shapes: dict[str, Shape] = {"layers.0.w": (4, 3), "layers.1.w": (4, 3), "norm.w": (3,)}
+    whole = {f"text.{name}": shape for name, shape in shapes.items()} | {"eye.w": (3, 3)}
+    decided = decide_names(shapes, side="model", wholes=[{"eye.w": (3, 3)}, whole])
+    assert decided.by == {f"text.{name}": "base" for name in shapes}
+    twice = whole | {f"talk.{name}": shape for name, shape in shapes.items()}
+    assert set(decide_names(shapes, side="model", wholes=[twice]).by.values()) == {"selection"}
+
+
+def test_what_a_class_says_comes_back_from_plain_data() -> None:
+    said = ClassNames(
+        names={"m.norm": "h.norm"},
+        converted=FUSED,
+        unused={"h.spare": (1, 2)},
+        ignored=frozenset({"h.old"}),
+        made=frozenset({"m.mask"}),
+        unsaved=frozenset({"m.mask"}),
+        ties=(("h.a", "h.b"),),
+        missing=["m.lacking"],
+        misfits=[["m.norm", "why"]],  # type: ignore[list-item]
+        is_transformers=True,
+    )
+    assert ClassNames.from_json(json.loads(json.dumps(said.to_json(), default=sorted))) == said
 
 
 def test_a_tensor_under_its_own_name_and_as_a_part_of_another_is_refused() -> None:

@@ -23,7 +23,8 @@ from transformers.models.auto import modeling_auto
 
 import shardkit
 from shardkit.layout.classes import safe_creation
-from shardkit.layout.naming import Lacking, find_lacking
+from shardkit.layout.decided import ClassNames
+from shardkit.layout.naming import ask_model
 from tests.models.zoo import ZOO, from_pretrained, make_hub
 from tests.models.zoo_world import contents
 
@@ -61,7 +62,7 @@ def _flat(names: str | Iterable[str]) -> Iterable[str]:
     return [names] if isinstance(names, str) else names
 
 
-def lacking_of(name: str) -> Lacking | None:
+def lacking_of(name: str) -> ClassNames | None:
     """Return what a class is said to lack of what it saves itself, by its default config; None where it has no such.
 
     No byte is made: model and tensors are on meta.
@@ -84,7 +85,7 @@ def lacking_of(name: str) -> Lacking | None:
             model.save_pretrained(scratch, max_shard_size="1000TB")
     except Exception:  # no default config, or a package that is not here
         return None
-    return find_lacking(model, {name: tuple(shape) for name, shape in saved.items()})
+    return ask_model(model, {name: tuple(shape) for name, shape in saved.items()})
 
 
 def _check_classes(names: Iterable[str]) -> Iterator[str]:
@@ -93,7 +94,7 @@ def _check_classes(names: Iterable[str]) -> Iterator[str]:
         if found is None:
             print(f"not built: {name}")
         elif found.missing or found.misfits:
-            yield f"{name}: {found}"
+            yield f"{name}: {found.missing} {found.misfits}"
 
 
 def _check_zoo(names: Iterable[str]) -> Iterator[str]:

@@ -14,14 +14,13 @@ from shardkit.core.text import count, escape, listed, suggestions
 from shardkit.core.threads import OnStep, silent
 from shardkit.errors import LayoutError
 from shardkit.keys.expressions import Expression, leaves, made_name
-from shardkit.keys.names import COMPILED
+from shardkit.keys.names import COMPILED, match_prefix, split
 from shardkit.layout.choice.factored import put_dense, put_factors
+from shardkit.layout.decided import ClassNames
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, declare
 from shardkit.layout.traced import Division, Trace, class_name, trace_model, why_no_class
 from shardkit.layout.wrap_policy import parse_policy
 
-# Among 20,000 names a search for the nearest takes a second.
-_MAX_PREFIXES = 20
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
 
@@ -126,9 +125,9 @@ def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
 
 
 def _fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None) -> Layout:
-    names = dict(trace.names if trace.names is not None else {name: name for name in source})
-    made = {made_name(fqn, source): expression for fqn, expression in trace.converted.items()}
-    names |= {fqn: made_name(fqn, source) for fqn in trace.converted}
+    match = trace.match or ClassNames(names={name: name for name in source})
+    made = {made_name(fqn, source): expression for fqn, expression in match.converted.items()}
+    names = {**match.names, **{fqn: made_name(fqn, source) for fqn in match.converted}}
     held = {name: entry.shape for name, entry in source.items()} | {
         name: expression.shape for name, expression in made.items()
     }
@@ -137,8 +136,8 @@ def _fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, A
     sources = {fqn: stored for fqn, stored in names.items() if fqn in live}
     used = frozenset(sources.values()) | {leaf.name for tree in made.values() for leaf in leaves(tree)}
     left = [name for name in source if name not in used]
-    unknown, omitted = _sort_unknown(trace, left)
-    missing = [name for name in layout.tensors if name not in sources and name not in trace.computed]
+    unknown, omitted = _sort_unknown(trace, match, left)
+    missing = [name for name in layout.tensors if name not in sources and name not in match.made]
     shapes = [
         f"{escape(name)}: {list(held[sources[name]])} in the source, {list(shape)} in the model"
         for name, shape in live.items()
@@ -150,7 +149,9 @@ def _fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, A
     if not missing and not shapes and not is_quantised and len(spare) == len(unknown):
         omitted = (*omitted, *((name, f"{trace.model_class} has no place for it") for name in spare))
     elif unknown or missing or shapes:
-        raise _misfit(trace, source, unknown=unknown, missing=missing, shapes=shapes, config=config)
+        raise _misfit(
+            trace.model_class, match, source, unknown=unknown, missing=missing, shapes=shapes, config=config
+        )
     computed = [name for name in layout.tensors if name not in sources]
     tensors = {name: tensor for name, tensor in layout.tensors.items() if name in sources}
     return replace(
@@ -208,16 +209,17 @@ def _store_present_names(layout: Layout, source: Mapping[str, str]) -> Layout:
     return replace(layout, tensors=tensors, ties=tuple(ties))
 
 
-def _sort_unknown(trace: Trace, names: Iterable[str]) -> tuple[list[str], tuple[tuple[str, str], ...]]:
+def _sort_unknown(
+    trace: Trace, match: ClassNames, names: Iterable[str]
+) -> tuple[list[str], tuple[tuple[str, str], ...]]:
     """Split the source tensors that the state dict lacks into true differences and (name, reason) to omit."""
     unknown, omitted = [], []
     for name in names:
-        pattern = next((p for p in trace.ignored_patterns if re.search(p, name)), None)
-        if name in trace.fused:
+        if name in match.fused:
             unknown.append(name)
         elif name in trace.absent_buffers:
             omitted.append((name, f"a buffer that {trace.model_class} makes itself and does not save"))
-        elif pattern is not None or name in trace.ignored:
+        elif name in match.ignored:
             omitted.append((name, f"transformers leaves it out when it loads {trace.model_class}"))
         else:
             unknown.append(name)
@@ -225,7 +227,8 @@ def _sort_unknown(trace: Trace, names: Iterable[str]) -> tuple[list[str], tuple[
 
 
 def _misfit(
-    trace: Trace,
+    model_class: str,
+    match: ClassNames,
     source: Mapping[str, TensorEntry],
     *,
     unknown: list[str],
@@ -233,14 +236,14 @@ def _misfit(
     shapes: list[str],
     config: Mapping[str, Any] | None,
 ) -> LayoutError:
-    name = escape(trace.model_class)
+    name = escape(model_class)
     is_compiled = _is_compiled(unknown, missing)
-    if trace.fused:
+    if match.fused:
         return LayoutError(
             f"{name} holds tensors in another form than its files store them, and it is not known how to make them",
             problems=[
-                f"{escape(fqn)}: {trace.failed.get(fqn, '')} ({listed([stored for stored, other in trace.fused.items() if other == fqn])})"
-                for fqn in dict.fromkeys(trace.fused.values())
+                f"{escape(fqn)}: {match.failed.get(fqn, '')} ({listed([stored for stored, other in match.fused.items() if other == fqn])})"
+                for fqn in dict.fromkeys(match.fused.values())
             ],
             hint="load it with from_pretrained once, save its state_dict() with torch.distributed.checkpoint, and"
             " reshard that",
@@ -290,18 +293,11 @@ def _is_renamed(unknown: list[str], missing: list[str], source: Mapping[str, Ten
     if not unknown or not missing:
         return False
     fused = any(_EXPERT.search(name) for name in unknown) and any(".experts." in name for name in missing)
-    return fused or 2 * len(unknown) > len(source) or _differ_by_prefix(unknown, missing)
-
-
-def _differ_by_prefix(unknown: list[str], missing: list[str]) -> bool:
-    """True if one prefix before one side's names gives most of the other side's names."""
-    for shorter, longer in ((unknown, missing), (missing, unknown)):
-        wanted = set(longer)
-        ends = {name[: -len(shorter[0])] for name in longer if name.endswith(f".{shorter[0]}")}
-        likely = sorted(ends, key=len)[:_MAX_PREFIXES]
-        if any(2 * sum(prefix + name in wanted for name in shorter) > len(shorter) for prefix in likely):
-            return True
-    return False
+    prefixes = (
+        match_prefix([split(name) for name in longer], set(shorter))
+        for longer, shorter in ((missing, unknown), (unknown, missing))
+    )
+    return fused or 2 * len(unknown) > len(source) or any(prefixes)
 
 
 def _name_problems(model_class: str, unknown: list[str], missing: list[str]) -> list[str]:

@@ -24,7 +24,7 @@ from shardkit.keys.check import (
 )
 from shardkit.keys.ties import tied_names
 from shardkit.keys.tokens import TokenRows
-from shardkit.layout.traced import ModelNames
+from shardkit.layout.decided import ClassNames
 from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.consolidate.vocabulary import RowsChange
 
@@ -74,7 +74,7 @@ def check_fit(
     shapes: Mapping[str, Shape],
     vocabulary: RowsChange,
     ties: Iterable[Collection[str]],
-    asked: ModelNames | None,
+    asked: ClassNames | None,
     options: ConsolidateOptions,
     *,
     checkpoint: str,
@@ -297,7 +297,7 @@ def _refuse_base(base: Base, *, is_plain: bool) -> None:
 
 
 def _explain(
-    found: BaseComparison, theirs: Mapping[str, Shape], asked: ModelNames | None, label: str
+    found: BaseComparison, theirs: Mapping[str, Shape], asked: ClassNames | None, label: str
 ) -> tuple[BaseComparison, list[str], list[str]]:
     """Take out of a comparison what the model computes, makes or has no place for.
 

@@ -16,8 +16,8 @@ from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.base import Base, saved_derived
 from shardkit.keys.expressions import Opaque
 from shardkit.keys.select import Globs, Naming, Selection
-from shardkit.layout.decided import decide_names
-from shardkit.layout.traced import ModelNames, may_differ_in_memory
+from shardkit.layout.decided import ClassNames, decide_names
+from shardkit.layout.traced import may_differ_in_memory
 from shardkit.operations.consolidate.adapter import Chosen
 from shardkit.operations.keys import AUTO, NONE
 
@@ -31,7 +31,7 @@ class Sieve:
     """Names in memory of tensors that the output may have others for; without any there is nothing to sift."""
     takes_rules: bool = False
     """Shipped key rules know all names of the checkpoint."""
-    asked: ModelNames | None = None
+    asked: ClassNames | None = None
     """What the model's class says, if it was asked."""
 
     def sift(self, chosen: Chosen, selection: Selection) -> Chosen:
@@ -84,7 +84,7 @@ def make_sieve(
     keys: str,
     *,
     select: Callable[[Naming], Selection],
-    ask: Callable[[Base], ModelNames | None],
+    ask: Callable[[Base], ClassNames | None],
 ) -> Sieve:
     """Find out which tensors of a checkpoint the output may have others for, where some are chosen by name.
 

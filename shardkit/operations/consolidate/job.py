@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +25,6 @@ from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.assets import CONFIG
 from shardkit.formats.hub.base import (
     Base,
-    BaseTensor,
     RecordedNames,
     files_of,
     holds_equal,
@@ -41,16 +39,14 @@ from shardkit.formats.quantised import may_be_quantised
 from shardkit.keys.check import compare_with_base, find_gaps, refuse_factors
 from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, made_name, under_names
 from shardkit.keys.names import in_order
-from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
+from shardkit.keys.renaming import KeyRule, find_rules, name_as_hub, name_part
 from shardkit.keys.rule_sets import Padding
-from shardkit.keys.rules import RuleSet
-from shardkit.keys.select import Naming, Selection, select_model
+from shardkit.keys.select import Globs, Naming, Selection, select_model
 from shardkit.keys.ties import is_output, may_be_untied, ties_embeddings
-from shardkit.layout.decided import DecidedNames, as_tensors, decide_names
+from shardkit.layout.decided import ClassNames, DecidedNames, as_tensors, decide_names
 from shardkit.layout.traced import (
     ClassAnswer,
     HubForm,
-    ModelNames,
     ask_hub_form,
     ask_names,
     asking,
@@ -362,7 +358,7 @@ def _sifted(
     checkpoint: Checkpoint,
     base: Base | None,
     options: ConsolidateOptions,
-    ask: Callable[[Base], ModelNames | None],
+    ask: Callable[[Base], ClassNames | None],
 ) -> tuple[Sieve, Selection, Chosen]:
     """Choose the tensors and name them, with what sifts them by names; errors as for `build_job`."""
     sieve = make_sieve(
@@ -426,44 +422,65 @@ def _choose(
     if chosen.kind == "merged":
         selection = replace(selection, live=chosen.names)  # which are free of PEFT's own only now
         if not naming.changes_names:
-            named = _name_merged(chosen.names, chosen.catalog, base)
-            chosen = replace(chosen, names=named.names)
-            selection = replace(
-                selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings)
-            )
-    if options.key_rules not in (AUTO, NONE):
-        rules, padding = load_rules(options.key_rules), _padding(checkpoint, options)
-        return _apply_rules(selection, chosen, base, rules, sieve, naming, padding)
-    if chosen.kind != "adapter" and naming.root is None and not naming.changes_names:
-        is_plain = chosen.kind == "model" and (sieve.takes_rules or not naming.chooses_names)
-        chosen, decided = _decided(
-            chosen,
-            selection.live,
-            derived=saved_derived(checkpoint),
-            takes_shipped=is_plain and options.key_rules == AUTO,
-            config=base.config if base else None,
-            padding=_padding(checkpoint, options),
-        )
-        return _with_rules(selection, chosen, base, decided)
-    return selection, chosen
-
-
-def _padding(checkpoint: Checkpoint, options: ConsolidateOptions) -> Padding:
-    """Return the facts about a padded vocabulary."""
+            theirs = base_shapes(base) or None
+            by_source = {source: chosen.catalog.tensors[source].shape for source in chosen.names}
+            named = name_as_hub(chosen.names, by_source, None, theirs)
+            chosen = replace(chosen, names=_in_order(named.names, theirs) or named.names)
+            warnings = (*selection.warnings, *named.warnings)
+            selection = replace(selection, renamed=named.rules, warnings=warnings)
+    rules = None if options.key_rules in (AUTO, NONE) else load_rules(options.key_rules)
+    if rules is not None:
+        _refuse_rules(chosen, naming)
+    elif chosen.kind == "adapter" or naming.root is not None or naming.changes_names:
+        return selection, chosen
+    is_plain = chosen.kind == "model" and (sieve.takes_rules or not naming.chooses_names)
     tokens = options.new_tokenizer.tokens if options.new_tokenizer is not None else None
-    return replace(checkpoint.padding or Padding(), tokens=tokens)
+    decide = partial(
+        _decided,
+        live=selection.live,
+        rules=rules,
+        derived=saved_derived(checkpoint) if rules is None else None,
+        takes_shipped=is_plain and options.key_rules == AUTO,
+        config=base.config if base else None,
+        padding=replace(checkpoint.padding or Padding(), tokens=tokens),
+    )
+    fewer = chosen if rules is None else sieve.without(chosen, selection)
+    try:
+        chosen, decided = decide(chosen)
+    except LayoutError:  # a person's rules may fit what --exclude leaves
+        if len(fewer.names) == len(chosen.names):
+            raise
+        chosen, decided = decide(fewer)
+    return _with_rules(
+        selection, replace(chosen, warnings=(*chosen.warnings, *decided.warnings)), base, decided
+    )
+
+
+def _refuse_rules(chosen: Chosen, naming: Naming) -> None:
+    """Refuse key rules that a person asked for where they are about nothing, or something else gives the names."""
+    if chosen.kind == "adapter":
+        raise UsageError("--keys is about a model, and the checkpoint holds an adapter")
+    if naming.changes_names:
+        raise UsageError(
+            "--keys gives the names, and --strip-prefix, --add-prefix and --rename would have no effect",
+            hint="leave them out, and write the names into the rules; --root says where the model begins",
+        )
 
 
 def _with_rules(
     selection: Selection, chosen: Chosen, base: Base | None, decided: DecidedNames
 ) -> tuple[Selection, Chosen]:
-    """Note what shipped key rules did with a trainer's own names, or why they did nothing."""
+    """Note what key rules did with a trainer's own names, or why they did nothing."""
     for rules in decided.candidates:
         _log.debug("key rules %s fit all names", escape(rules.name))
     for reason in decided.why_not:
         _log.debug("key rules: %s", reason)
     if decided.rules is not None:
-        return _bound(selection, chosen, decided.rules, decided)
+        notes = [f"names turned into the Hub's by the key rules of {escape(decided.rules.title)}"]
+        if decided.dropped:
+            notes.append(f"left out by the key rules: {listed(decided.dropped)}")
+        chosen = replace(chosen, keys=decided.rules.name, notes=(*chosen.notes, *notes, *decided.notes))
+        return replace(selection, renaming=(), renamed=(), are_hubs=True), chosen
     # Without a config all of them lack the same thing, which the warning about the names asks for.
     reasons = decided.why_not if _has_config(base) or not selection.unloadable else ()
     if decided.candidates:
@@ -473,48 +490,12 @@ def _with_rules(
     return selection, replace(chosen, warnings=warnings, why_not_rules=tuple(reasons))
 
 
-def _apply_rules(
-    selection: Selection,
-    chosen: Chosen,
-    base: Base | None,
-    rules: RuleSet,
-    sieve: Sieve,
-    naming: Naming,
-    padding: Padding,
-) -> tuple[Selection, Chosen]:
-    """Apply the key rules that a person asked for; to less than all tensors only if they do not fit all.
-
-    Raises:
-        UsageError: there is an adapter, and not a model; or other options say what becomes of names.
-        LayoutError: they do not fit; lists every problem.
-    """
-    if chosen.kind == "adapter":
-        raise UsageError("--keys is about a model, and the checkpoint holds an adapter")
-    if naming.changes_names:
-        raise UsageError(
-            "--keys gives the names, and --strip-prefix, --add-prefix and --rename would have no effect",
-            hint="leave them out, and write the names into the rules; --root says where the model begins",
-        )
-    config = base.config if base else None
-
-    decide = partial(_decided, live=selection.live, rules=rules, config=config, padding=padding)
-    fewer = sieve.without(chosen, selection)
-    try:
-        chosen, decided = decide(chosen)
-    except LayoutError:
-        if len(fewer.names) == len(chosen.names):
-            raise
-        chosen, decided = decide(fewer)
-    chosen = replace(chosen, warnings=(*chosen.warnings, *decided.warnings))
-    return _bound(selection, chosen, rules, decided)
-
-
 def _decided(
     chosen: Chosen,
     live: Mapping[str, str],
     *,
     derived: Mapping[str, Expression] | None = None,
-    asked: ModelNames | None = None,
+    asked: ClassNames | None = None,
     **who: Any,
 ) -> tuple[Chosen, DecidedNames]:
     """Give tensors the names and forms of the Hub, as those decide who may know.
@@ -536,7 +517,7 @@ def _decided(
     names = {live.get(source, name): name for source, name in chosen.names.items()}
     for made in (derived, asked and asked.converted):
         _refuse_opaque(made or {}, shapes)
-    decided = decide_names(shapes, side="model", names=names, derived=derived, ask=lambda: asked, **who)
+    decided = decide_names(shapes, side="model", names=names, derived=derived, ask=lambda _: asked, **who)
     if {*decided.by.values()} <= {"selection"}:
         return chosen, decided
     notes = list[str]()
@@ -564,18 +545,6 @@ def _refuse_opaque(derived: Mapping[str, Expression], shapes: Mapping[str, Shape
         hint="load the checkpoint into the model with shardkit.load_into, and call its save_pretrained; or leave the "
         "tensors out with --exclude",
     )
-
-
-def _bound(
-    selection: Selection, chosen: Chosen, rules: RuleSet, decided: DecidedNames
-) -> tuple[Selection, Chosen]:
-    """Note that key rules gave the names."""
-    notes = [f"names turned into the Hub's by the key rules of {escape(rules.title)}"]
-    if decided.dropped:
-        notes.append(f"left out by the key rules: {listed(decided.dropped)}")
-    notes += decided.notes
-    chosen = replace(chosen, keys=rules.name, notes=(*chosen.notes, *notes))
-    return replace(selection, renaming=(), renamed=(), are_hubs=True), chosen
 
 
 def _made(chosen: Chosen, made: Mapping[str, Expression], sources: Mapping[str, str]) -> Chosen:
@@ -682,7 +651,7 @@ def _fit(
     vocabulary: RowsChange,
     options: ConsolidateOptions,
     sieve: Sieve,
-    ask: Callable[[Base], ModelNames | None],
+    ask: Callable[[Base], ClassNames | None],
     tied: tuple[tuple[str, ...], ...],
 ) -> tuple[Chosen, Ties, BaseFit, tuple[KeyRule, ...]]:
     """Decide on ties, and compare names and shapes with the base's. Where they differ, its class may know why.
@@ -706,15 +675,12 @@ def _fit(
         ties, shapes, groups = _ties(chosen, base, None, recorded)
         if base is not None and _may_ask(shapes, base, groups):
             asked = ask(base)
-    if base is not None and base.tensors is not None and asked is not None:
-        chosen, renamed = _fit_class(chosen, selection, base, options, asked)
+    if base is not None and base.tensors is not None:
+        chosen, renamed = _fit_base(chosen, selection, base, options, asked)
         if sieve.asked is not None:
             chosen = sieve.sift(chosen, selection)
-        ties, shapes, groups = _ties(chosen, base, asked, recorded)
-    if base is not None and _may_be_part(shapes, base, options):
-        named = _name_part(chosen.names, chosen.catalog, *_wholes(base_shapes(base) or {}, {}, options))
-        chosen, renamed = replace(chosen, names=named.names), (*renamed, *named.rules)
-        ties, shapes, groups = _ties(chosen, base, asked, recorded)
+        if asked is not None or renamed:
+            ties, shapes, groups = _ties(chosen, base, asked, recorded)
     fit = check_fit(
         shapes,
         vocabulary,
@@ -739,21 +705,26 @@ def _omitted_notes(omitted: Iterable[str], names: Collection[str]) -> Iterator[s
         )
 
 
-def _fit_class(
-    chosen: Chosen, selection: Selection, base: Base, options: ConsolidateOptions, asked: ModelNames
+def _fit_base(
+    chosen: Chosen, selection: Selection, base: Base, options: ConsolidateOptions, asked: ClassNames | None
 ) -> tuple[Chosen, tuple[KeyRule, ...]]:
-    """Return the tensors to write in the form of the base's class, and the rules by which that class renamed them."""
-    assert base.tensors is not None
-    rules = tuple[KeyRule, ...]()
-    if not options.naming.changes_names:
-        live = selection.live
-        if _may_be_part(_shapes_in(chosen), base, options):
-            live = _live_in_whole(chosen, live, base.tensors, options, asked)
-        before = chosen.names
-        chosen, _ = _decided(chosen, live, asked=asked, theirs=base.tensors)
+    """Return the tensors to write in the base's form and under its names, and the rules by which these changed.
+
+    Args:
+        asked: what the base's class says. Without it tensors may be a part of the base, with shorter prefixes.
+    """
+    before, live, theirs = chosen.names, selection.live, base_shapes(base) or {}
+    is_lone, rules = not theirs.keys() >= {*before.values()}, tuple[KeyRule, ...]()
+    if not options.naming.changes_names and (asked is not None or is_lone):
+        wholes = _wholes(theirs, {}, options) if base.is_given and not options.allow_unexpected else []
+        if asked is not None and is_lone and wholes:
+            live = _live_in_whole(chosen, live, theirs, options, asked)
+        chosen, _ = _decided(chosen, live, asked=asked, theirs=theirs, wholes=wholes)
         rules = find_rules({before.get(source, name): name for source, name in chosen.names.items()})
-        chosen = replace(chosen, names=_in_order(chosen.names, base.tensors) or chosen.names)
-    unsaved = [name for name in chosen.names.values() if name in asked.unsaved and name not in base.tensors]
+        chosen = replace(chosen, names=_in_order(chosen.names, theirs) or chosen.names)
+    unsaved = [
+        name for name in chosen.names.values() if asked and name in asked.unsaved and name not in theirs
+    ]
     kept = {source: name for source, name in chosen.names.items() if name not in unsaved}
     notes = [f"not written, the model computes them: {listed(unsaved)}"] if unsaved else []
     return replace(chosen, names=kept, notes=(*chosen.notes, *notes)), rules
@@ -763,59 +734,43 @@ def _shapes_in(chosen: Chosen) -> dict[str, Shape]:
     return {name: chosen.catalog.tensors[source].shape for source, name in chosen.names.items()}
 
 
-def _may_be_part(shapes: Mapping[str, Shape], base: Base, options: ConsolidateOptions) -> bool:
-    """True if names that a given base lacks may be those of a part of its model, with shorter prefixes."""
-    is_open = base.is_given and not (options.naming.changes_names or options.allow_unexpected)
-    return is_open and base.tensors is not None and not shapes.keys() <= base.tensors.keys()
-
-
 def _live_in_whole(
     chosen: Chosen,
     live: Mapping[str, str],
-    theirs: Mapping[str, BaseTensor],
+    theirs: Mapping[str, Shape],
     options: ConsolidateOptions,
-    asked: ModelNames,
+    asked: ClassNames,
 ) -> Mapping[str, str]:
     """Return the names in memory that a part's tensors have in the whole model; `live` if it is no part.
 
     Args:
         chosen: what is written.
         live: name in the catalog -> name in memory, in the part.
-        theirs: the base's tensors.
+        theirs: shape by name in the base.
         options: globs of names that the base gives are no part's.
         asked: what the class of the whole model says.
     """
     found = {source: live.get(source, name) for source, name in chosen.names.items()}
     whole = {fqn: made.shape for fqn, made in asked.converted.items()}
-    whole |= {fqn: theirs[name].shape for fqn, name in asked.names.items() if name in theirs}
-    named = _name_part(found, chosen.catalog, *_wholes(whole, asked.names, options))
-    return {**live, **named.names} if named.rules else live
+    whole |= {fqn: theirs[name] for fqn, name in asked.names.items() if name in theirs}
+    shapes = {source: chosen.catalog.tensors[source].shape for source in found}
+    named = name_part(found, shapes, _wholes(whole, asked.names, options))
+    return live if named == found else {**live, **named}
 
 
 def _wholes(
     whole: Mapping[str, Shape], names: Mapping[str, str], options: ConsolidateOptions
 ) -> list[Mapping[str, Shape]]:
     """Return tensors of a whole model, and those of them that are not to be taken from the base; `names` in its files."""
-    globs = options.fill_from_base
-    left = {
-        fqn: shape
-        for fqn, shape in whole.items()
-        if not any(fnmatchcase(names.get(fqn, fqn), glob) for glob in globs)
-    }
-    return [whole, left] if globs else [whole]
-
-
-def _name_part(names: Mapping[str, str], catalog: Catalog, *wholes: Mapping[str, Shape]) -> HubNames:
-    """Name a part's tensors as the first of several sets of names has them in one place; else leave them."""
-    shapes = {source: catalog.tensors[source].shape for source in names}
-    found = (name_as_hub(names, shapes, None, whole, is_part=True) for whole in wholes)
-    return next((each for each in found if each.rules), HubNames(dict(names), (), is_whole=False))
+    globs = Globs((), tuple(options.fill_from_base))
+    left = {fqn: shape for fqn, shape in whole.items() if globs.take(names.get(fqn, fqn))}
+    return [whole, left] if options.fill_from_base else [whole]
 
 
 def _ties(
     chosen: Chosen,
     base: Base | None,
-    asked: ModelNames | None,
+    asked: ClassNames | None,
     recorded: RecordedNames,
 ) -> tuple[Ties, dict[str, Shape], list[tuple[str, ...]]]:
     """Decide on ties.
@@ -991,20 +946,6 @@ def _base_warnings(base: Base | None, kind: str) -> list[str]:
     return []
 
 
-def _name_merged(names: Mapping[str, str], catalog: Catalog, base: Base | None) -> HubNames:
-    """Name a model that an adapter was added to. Only now are its names free of PEFT's own.
-
-    Args:
-        names: name in the catalog -> the model's name in memory.
-        catalog: has the shapes.
-        base: None, or one without known tensors, changes nothing.
-    """
-    theirs = base_shapes(base)
-    shapes = {source: catalog.tensors[source].shape for source in names}
-    named = name_as_hub(names, shapes, None, theirs or None)
-    return named._replace(names=_in_order(named.names, theirs) or named.names)
-
-
 def _in_order(names: dict[str, str], base_names: Collection[str] | None) -> dict[str, str] | None:
     """Return names in the order of the base's; None if two tensors have one name."""
     by_output = {name: source for source, name in names.items()}
@@ -1022,7 +963,7 @@ def _may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Coll
     return not found.is_equal
 
 
-def _ask_class(base: Base, on_step: OnStep) -> ModelNames | None:
+def _ask_class(base: Base, on_step: OnStep) -> ClassNames | None:
     """Ask the class that a base's config names, in a process of its own; None if it cannot be asked."""
     shapes = base_shapes(base)
     if shapes is None or not (base.config or {}).get("architectures"):

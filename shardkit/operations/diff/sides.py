@@ -6,10 +6,8 @@ import contextlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from functools import partial
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
@@ -27,9 +25,9 @@ from shardkit.formats.quantised import can_dequantize, hidden, why_narrow, why_q
 from shardkit.keys.expressions import under_names
 from shardkit.keys.names import natural
 from shardkit.keys.renaming import apply_key_rules
-from shardkit.keys.select import select_model
-from shardkit.layout.decided import as_tensors, decide_names
-from shardkit.layout.traced import SAME_IN_MEMORY, ModelNames, ask_names, may_differ_in_memory, why_no_class
+from shardkit.keys.select import Globs, select_model
+from shardkit.layout.decided import ClassNames, as_tensors, decide_names
+from shardkit.layout.traced import SAME_IN_MEMORY, ask_names, may_differ_in_memory, why_no_class
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
@@ -170,7 +168,10 @@ def open_sides(
             notes += told
     named, said = (_name_all if options.all_tensors else _name_model)(opened, wording)
     names = [tensors.names for tensors in named]
-    kept = tuple(_filter(by_name, options.include, options.exclude) for by_name in names)
+    globs = Globs(tuple(options.include), tuple(options.exclude))
+    kept = [
+        {name: stored for name, stored in by_name.items() if globs.take(name, stored)} for by_name in names
+    ]
     if not any(kept) and any(names):
         known = [name for by_name in names for pair in by_name.items() for name in pair]
         raise nothing_left(options.include, known, len({name for by_name in names for name in by_name}))
@@ -276,7 +277,7 @@ def _in_one_form(side: Side, other: Side, label: str) -> tuple[Side, list[str]]:
             names=names,
             derived=saved_derived(side.checkpoint),
             takes_shipped=is_saved,
-            ask=partial(_ask_class, other, unasked.append),
+            ask=lambda _: _ask_class(other, unasked.append),
             config=other.checkpoint.hub.config if other.checkpoint.hub is not None else None,
             padding=side.checkpoint.padding,
             wanted=wanted,
@@ -306,7 +307,7 @@ def _shapes(catalog: Catalog, names: Names) -> dict[str, Shape]:
     return {name: catalog.tensors[stored].shape for name, stored in names.items()}
 
 
-def _ask_class(side: Side, on_unasked: Callable[[str], object] = lambda why: None) -> ModelNames | None:
+def _ask_class(side: Side, on_unasked: Callable[[str], object] = lambda why: None) -> ClassNames | None:
     """Return the answer of a Hub model's class about its names; None if the class cannot be asked, or need not be.
 
     Args:
@@ -461,23 +462,10 @@ def _as_on_hub(checkpoint: Checkpoint, named: SideNames | str, other: SideNames 
         for stored in checkpoint.catalog.tensors
         if stored.startswith(recorded.before)
     }
-    changed = apply_key_rules(recorded.rules, below.values())
-    renamed = {changed.get(name, name): stored for stored, name in below.items()}
+    renamed = {name: stored for stored, name in apply_key_rules(recorded.rules, below).items()}
     known = 0 if isinstance(named, str) else len(named.names.keys() & other.names.keys())
     return SideNames(renamed, below) if len(renamed.keys() & other.names.keys()) > known else named
 
 
 def _stored(checkpoint: Checkpoint) -> SideNames:
     return SideNames({name: name for name in checkpoint.catalog.tensors}, {})
-
-
-def _filter(names: Names, include: Sequence[str], exclude: Sequence[str]) -> Names:
-    return {
-        name: stored
-        for name, stored in names.items()
-        if (not include or _matches(include, name, stored)) and not _matches(exclude, name, stored)
-    }
-
-
-def _matches(globs: Sequence[str], *names: str) -> bool:
-    return any(fnmatchcase(name, glob) for name in names for glob in globs)

@@ -6,7 +6,7 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ from shardkit.keys.rule_sets import find_shipped, foreign_type, shipped
 from shardkit.keys.rules import RuleSet, Side, parse_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.decided import DecidedNames, decide_names
-from shardkit.layout.traced import ModelNames, ask_names
+from shardkit.layout.traced import ask_names
 from shardkit.operations.resolve import take
 from shardkit.osft.fold import take_folded
 
@@ -186,7 +186,7 @@ def show_keys(
     hub = opened.checkpoint.hub
     if hub is not None and (hub.config or {}).get("architectures"):
         try:
-            decided = _decide(opened, ask=partial(ask_names, hub.directory, opened.shapes))
+            decided = _decide(opened, ask=partial(ask_names, hub.directory))
         except ShardkitError as error:
             reason = error.message
         else:
@@ -212,22 +212,10 @@ def show_keys(
     return _result(opened, None, "names as they are", decided, notes=tuple(said))
 
 
-def _decide(
-    opened: _OpenedSide,
-    *,
-    rules: RuleSet | None = None,
-    takes_shipped: bool = False,
-    ask: Callable[[], ModelNames] | None = None,
-) -> DecidedNames:
-    return decide_names(
-        opened.shapes,
-        side=opened.side,
-        rules=rules,
-        takes_shipped=takes_shipped,
-        ask=ask,
-        config=opened.config,
-        padding=opened.checkpoint.padding,
-    )
+def _decide(opened: _OpenedSide, **who: Any) -> DecidedNames:
+    """Return what decides of a source's names; `who` is more of `decide_names`."""
+    padding = opened.checkpoint.padding
+    return decide_names(opened.shapes, side=opened.side, config=opened.config, padding=padding, **who)
 
 
 def _open(path: str, base: str | os.PathLike[str] | None) -> _OpenedSide:

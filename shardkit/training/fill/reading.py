@@ -36,7 +36,7 @@ from shardkit.core.threads import run_all
 from shardkit.errors import LayoutError
 from shardkit.files.storage import BLOCK
 from shardkit.keys.expressions import Expression, leaves, pieces, read_regions
-from shardkit.layout.naming import NameMatch
+from shardkit.layout.decided import ClassNames
 from shardkit.training.ranks.agree import agreed, gather_json, say, world
 from shardkit.training.ranks.local import LocalShard, memory_of, window
 from shardkit.transfer.checks import CheckedSource, SourceCheck, Unchecked
@@ -98,8 +98,8 @@ class Weights:
     """The same digest of the source alone, whatever of it this model has: stages of a pipeline have different parts."""
     unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shape of every weight of the source that the model has no place for, by its stored name."""
-    match: NameMatch = field(default_factory=NameMatch)
-    """Of the model's names with the stored ones."""
+    match: ClassNames = field(default_factory=ClassNames)
+    """What the model says of the stored names."""
     made_of: Mapping[str, Expression] = field(default_factory=dict)
     """What a name of `names` is made of that is not stored itself, such as fused experts."""
     convert: Convert | None = None

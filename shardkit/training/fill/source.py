@@ -34,8 +34,6 @@ from shardkit.keys.expressions import (
     Opaque,
     Stored,
     leaves,
-    made_name,
-    substitute,
     to_json,
     under_names,
 )
@@ -45,8 +43,8 @@ from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
 from shardkit.keys.rules import RuleSet
 from shardkit.keys.select import select_model
 from shardkit.layout.classes import transformers_model
-from shardkit.layout.decided import DecidedNames, decide_names
-from shardkit.layout.naming import NameMatch, match_names
+from shardkit.layout.decided import ClassNames, DecidedNames, as_tensors, decide_names
+from shardkit.layout.naming import match_names
 from shardkit.layout.own_code import OwnCode
 from shardkit.operations.environment import package_version
 from shardkit.training.fill.from_rank import RankSource
@@ -156,7 +154,7 @@ def find_targets(
     targets = {target.weight: target for target in stored_targets(shapes).values()}
     dense = {name: shape for name, shape in shapes.items() if factor_of(name) is None}
     dense |= {name: (target.rows, target.columns) for name, target in targets.items()}
-    match = match_names({name: name for name in dense}, wanted, shapes=dense, model=model)
+    match = match_names(dense, wanted, model=model)
     found = {fqn: targets[name] for fqn, name in match.names.items() if name in targets}
     known = {target.path for target in found.values()}
     LayoutError.raise_for(
@@ -254,42 +252,43 @@ def find_weights(
     for group in ties:
         wanted.update(dict.fromkeys(group if any(name in wanted for name in group) else ()))
     stored = _stored(source, [] if rules is not None else list(wanted))
-    tensors = source.catalog.tensors
     own = transformers_model(model)
-    config = stored.config or (None if own is None else own.config.to_dict())
-    decided = None if rules is None else _by_rules(rules, stored.names, source, wanted, config)
-    bound = None if decided is None else decided.made
-    shapes = {name: tensors[name].shape for name in stored.names}
-    if bound is not None:
-        shapes = {name: made.shape for name, made in bound.items()}
-    found = match_names(
-        stored.names if bound is None else {name: name for name in bound},
-        wanted,
-        shapes=shapes,
-        computed=[fqn for fqn, tensor in names.items() if not tensor.persistent],
-        model=model,
+    below = {short: name for name, short in stored.names.items()}
+    decided = decide_names(
+        {short: source.catalog.tensors[name].shape for short, name in below.items()},
+        side=None,
+        rules=rules,
+        ask=partial(
+            match_names,
+            wanted=wanted,
+            computed=[fqn for fqn, tensor in names.items() if not tensor.persistent],
+            model=model,
+        ),
+        config=stored.config or (None if own is None else own.config.to_dict()),
+        padding=None if source.checkpoint is None else source.checkpoint.padding,
+        wanted=wanted,
     )
-    if bound is not None:
-        found = _through(found, bound)
-    found = _once(found, source, stored)
-    made = {made_name(fqn, stored.names): each for fqn, each in found.converted.items()}
-    parts = (leaf.name for each in made.values() for leaf in leaves(each))
-    catalog = stored.select(list(dict.fromkeys((*found.names.values(), *parts))))
+    made, match = _once(decided, source, stored.derived)
+    made = {fqn: under_names(expression, below) for fqn, expression in made.items()}
+    match = _as_stored(match, below if rules is None else {})
+    parts = (leaf.name for expression in made.values() for leaf in leaves(expression))
+    catalog = stored.select(list(dict.fromkeys(parts)))
+    catalog_names, made_of = as_tensors(made, stored.names)
     return Weights(
         path=source.path,
         catalog=catalog,
-        names={**found.names, **{fqn: made_name(fqn, stored.names) for fqn in found.converted}},
-        made_of=made,
+        names=catalog_names,
+        made_of=made_of,
         convert=None if own is None else OwnCode(lambda: own),
         identity=_digest(stored.identity(catalog)),
         sampled_files=stored.sampled_files,
         has_all_checksums=stored.has_all_checksums,
         source_identity=_digest(stored.identity(Catalog(format="", directory=""))),
-        unused={name: shapes[name] for name in found.unused},
-        match=found,
-        quantised=stored.quantised or why_scales(found.unused) or _why_scaled(source, found.unused),
-        notes=(*stored.notes, *(decided.warnings if decided else ()), *_match_notes(found)),
-        naming=_naming(stored, found, ties),
+        unused=match.unused,
+        match=match,
+        quantised=stored.quantised or why_scales(match.unused) or _why_scaled(source, match.unused),
+        notes=(*stored.notes, *decided.warnings, *_match_notes(made, match)),
+        naming=_naming(stored, made, ties),
         assets=stored.assets,
         open_chunks=stored.open_chunks,
     )
@@ -302,82 +301,77 @@ def _why_scaled(source: Source, unused: Collection[str]) -> str | None:
     return why_scaled(source.checkpoint)
 
 
-def _by_rules(
-    rules: RuleSet,
-    stored: Mapping[str, str],
-    source: Source,
-    wanted: Mapping[str, None],
-    config: Mapping[str, object] | None,
-) -> DecidedNames:
-    """Apply key rules to a source's tensors, whichever side they are of; what they make is of stored names."""
-    shapes = {below: source.catalog.tensors[name].shape for name, below in stored.items()}
-    names = {below: name for name, below in stored.items()}
-    padding = None if source.checkpoint is None else source.checkpoint.padding
-    decided = decide_names(shapes, side=None, rules=rules, config=config, padding=padding, wanted=wanted)
-    return replace(decided, made={name: under_names(made, names) for name, made in decided.made.items()})
-
-
-def _once(found: NameMatch, source: Source, stored: _Stored) -> NameMatch:
-    """Return a match that converts nothing twice.
+def _once(
+    decided: DecidedNames, source: Source, derived: Mapping[str, Expression]
+) -> tuple[dict[str, Expression], ClassNames]:
+    """Return what a model's tensors are made of, none converted twice, and what the model says of the source's names.
 
     A converter may keep name and shape, and then neither shows whether it has run. The Hub's files are as before it;
     what a manifest says to be made is as after it. Nothing tells of what a trainer has saved.
+
+    Args:
+        decided: by names below the root.
+        source: that has them.
+        derived: what names below the root were made of in the Hub's files, as a manifest says.
     """
+    match, made = decided.asked or ClassNames(), dict(decided.made)
     if source.checkpoint is not None and source.checkpoint.hub is not None:
-        return found
-    names, converted = dict(found.names), dict(found.converted)
-    fused, failed = dict(found.fused), dict(found.failed)
-    for fqn, made in found.converted.items():
-        held = [leaf.name for leaf in leaves(made)]
-        if not isinstance(made, Opaque) or stored.names.get(held[0]) not in (made.target, fqn):
+        return made, match
+    fused, failed = dict(match.fused), dict(match.failed)
+    for fqn, expression in decided.made.items():
+        held = [*leaves(expression)]
+        if not isinstance(expression, Opaque) or held[0].name not in (expression.target, fqn):
             continue
-        if stored.names[held[0]] in stored.derived:
-            names[fqn] = held[0]
-            del converted[fqn]
+        if held[0].name in derived:
+            made[fqn] = held[0]
         elif source.presharded is None:
             failed[fqn] = (
                 "may be as in the Hub's files or as in the model: only transformers' own code tells the two apart"
             )
-            fused |= dict.fromkeys(held, fqn)
-            del converted[fqn]
-    return replace(found, names=names, converted=converted, fused=fused, failed=failed)
+            fused |= dict.fromkeys((leaf.name for leaf in held), fqn)
+            del made[fqn]
+    return made, replace(match, fused=fused, failed=failed)
 
 
-def _through(found: NameMatch, bound: Mapping[str, Expression]) -> NameMatch:
-    """Return a match with names that rules made, as one with stored names."""
-    made = {fqn: bound[name] for fqn, name in found.names.items()}
-    made |= {fqn: substitute(each, bound) for fqn, each in found.converted.items()}
+def _as_stored(match: ClassNames, names: Mapping[str, str]) -> ClassNames:
+    """Return what a model says of names below the root, about stored ones; what key rules make has no other name."""
     return replace(
-        found,
-        names={fqn: each.name for fqn, each in made.items() if isinstance(each, Stored)},
-        converted={fqn: each for fqn, each in made.items() if not isinstance(each, Stored)},
+        match,
+        names={fqn: names.get(name, name) for fqn, name in match.names.items()},
+        unused={names.get(name, name): shape for name, shape in match.unused.items()},
+        fused={names.get(name, name): fqn for name, fqn in match.fused.items()},
+        ignored=[names.get(name, name) for name in match.ignored],
     )
 
 
-def _match_notes(found: NameMatch) -> Iterator[str]:
-    if found.ignored:
-        yield f"left out of the source, the model computes them: {listed(found.ignored)}"
-    if found.converted:
-        yield f"made of others in the source, as from_pretrained does: {listed(found.converted)}"
-    if found.renamed:
-        yield f"{count(found.renamed, 'tensor')} of the source found under other names than the model's"
+def _match_notes(made: Mapping[str, Expression], match: ClassNames) -> Iterator[str]:
+    if match.ignored:
+        yield f"left out of the source, the model computes them: {listed(match.ignored)}"
+    if converted := [fqn for fqn, expression in made.items() if not isinstance(expression, Stored)]:
+        yield f"made of others in the source, as from_pretrained does: {listed(converted)}"
+    if renamed := {name for name in match.names.values() if match.names.get(name) != name}:
+        yield f"{count(len(renamed), 'tensor')} of the source found under other names than the model's"
 
 
-def _naming(stored: _Stored, found: NameMatch, ties: Iterable[Collection[str]]) -> HubNaming | None:
-    hub, rules, made = stored.hub_names, None, stored.derived
+def _naming(
+    stored: _Stored, made: Mapping[str, Expression], ties: Iterable[Collection[str]]
+) -> HubNaming | None:
+    hub, rules, derived = stored.hub_names, None, stored.derived
+    plain = {fqn: expression.name for fqn, expression in made.items() if isinstance(expression, Stored)}
     if hub is not None:
-        rules = key_rules({fqn: hub[name] for fqn, name in found.names.items()})
+        rules = key_rules({fqn: hub[name] for fqn, name in plain.items()})
         if not rules and stored.may_have_own_names and not stored.has_hub_names:
             rules = None
         if not stored.may_have_own_names:
-            made = {**made, **{fqn: under_names(each, hub) for fqn, each in found.converted.items()}}
-    if rules is None and not made:
+            others = {fqn: under_names(made[fqn], hub) for fqn in made if fqn not in plain}
+            derived = {**derived, **others}
+    if rules is None and not derived:
         return None
-    tied = (fqn for group in ties for fqn in group if fqn in found.names)
+    tied = (fqn for group in ties for fqn in group if fqn in plain)
     return HubNaming(
         rules,
-        {fqn: to_json(each) for fqn, each in made.items()},
-        tuple(fqn for fqn in tied if found.names[fqn] not in stored.further_names),
+        {fqn: to_json(expression) for fqn, expression in derived.items()},
+        tuple(fqn for fqn in tied if plain[fqn] not in stored.further_names),
     )
 
 
@@ -410,7 +404,7 @@ def _of_records(source: Source, wanted: list[str]) -> _Stored:
     assets = inner(source.path, SAVED_ASSETS)
     return _Stored(
         names=names,
-        hub_names=_renamed(names, presharded.key_rules),
+        hub_names=apply_key_rules(presharded.key_rules, names),
         derived=presharded.derived,
         may_have_own_names=True,  # `reshard` writes what preshard does, under a model's names
         has_hub_names=presharded.said.hub_names is None,
@@ -458,7 +452,7 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) ->
     is_plain = checkpoint.dequantized is not None or checkpoint.writer == "shardkit"
     return _Stored(
         names=names,
-        hub_names=None if recorded is None else _renamed(names, recorded.rules),
+        hub_names=None if recorded is None else apply_key_rules(recorded.rules, names),
         derived=saved_derived(checkpoint),
         further_names=frozenset(name for _, *others in recorded_names(checkpoint).ties for name in others),
         select=partial(_selected, checkpoint) if not has_records else partial(subset, checkpoint.catalog),
@@ -488,11 +482,6 @@ def _open_chunks(
     catalog = checkpoint.dcp.select(wanted) if has_all else checkpoint.dcp.select_within(wanted, opened)
     add_checksums(catalog, checkpoint.path)
     return catalog
-
-
-def _renamed(names: Mapping[str, str], rules: Sequence[KeyRule]) -> dict[str, str]:
-    changed = apply_key_rules(rules, names.values())
-    return {stored: changed.get(name, name) for stored, name in names.items()}
 
 
 def _select(source: Source, wanted: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -573,10 +562,9 @@ def _below(form: HubNaming, prefix: str, names: Collection[str]) -> HubNaming | 
         return None
     if any(not name.startswith(prefix) or base_name(name) != name for name in names):
         return None
-    own = [name.removeprefix(prefix) for name in names]
-    hub = apply_key_rules([KeyRule(old, new, 0) for old, new in form.key_rules], own)
+    own = {name: name.removeprefix(prefix) for name in names}
     return HubNaming(
-        key_rules({f"{prefix}{name}": hub.get(name, name) for name in own}),
+        key_rules(apply_key_rules([KeyRule(old, new, 0) for old, new in form.key_rules], own)),
         {f"{prefix}{fqn}": made for fqn, made in form.derived.items()},
         [f"{prefix}{fqn}" for fqn in form.tied],
     )

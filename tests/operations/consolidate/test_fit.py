@@ -12,7 +12,7 @@ import torch
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.base import open_base
 from shardkit.keys.tokens import find_token_rows
-from shardkit.layout.traced import ModelNames
+from shardkit.layout.decided import ClassNames
 from shardkit.operations.consolidate.fit import check_fit
 from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.consolidate.vocabulary import RowsChange
@@ -33,8 +33,7 @@ def test_what_the_base_alone_has_rows_of_is_not_mixed_in(tmp_path: Path) -> None
         name: base.tensors[name]._replace(shape=shape) for each in rows for name, shape in each.shapes.items()
     }
     base = replace(base, tensors={**base.tensors, **larger})
-    nothing = frozenset[str]()
-    asked = ModelNames({}, nothing, frozenset({spare}), nothing, nothing, (), {})
+    asked = ClassNames(ignored={spare})
     vocabulary, options = RowsChange(base=base, changed=tuple(rows)), ConsolidateOptions("ck")
     fit = partial(check_fit, ours, vocabulary, (), asked, checkpoint="ck")
     with pytest.raises(LayoutError) as caught:
