@@ -98,7 +98,7 @@ OSFT_SEAMS = {
     "operations/parts/divided.py": {"phase"},
     "operations/parts/on_disk.py": {"phase"},
     "operations/uploading/in_store.py": {"phase"},
-    "operations/uploading/local_records.py": {"phase"},
+    "operations/uploading/run_in_store.py": {"phase"},
     "operations/write.py": {"job", "phase"},
     # the codec that folds
     "operations/consolidate/__init__.py": {"fold"},

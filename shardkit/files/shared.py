@@ -59,7 +59,7 @@ _DONE = ".done"
 _NAME = re.compile(r"(parts|run)-[0-9a-f]{16}", re.ASCII)
 NOTHING, _COMMITTED = "nothing", "committed.json"
 _TAKEN, GONE = "new-", "gone-"
-_MAX_BYTES, _MAX_TOLD_BYTES = 1 << 28, 1 << 16
+_MAX_BYTES, _MAX_TOLD_BYTES, _MAX_NOTE_BYTES = 1 << 28, 1 << 16, 1 << 30
 
 
 def note_name(number: int) -> str:
@@ -82,7 +82,7 @@ class SharedStaging:
     """
 
     def __init__(self, destination: str, path: str, kept: Kept) -> None:
-        self.destination, self.path, self._kept = destination, path, kept
+        self.destination, self.path, self.kept = destination, path, kept
         self.record = os.path.join(path, "plan.json")
         self.data = os.path.join(path, "data")
         self.done = os.path.join(path, "done")
@@ -133,6 +133,14 @@ class SharedStaging:
         """True if a file has a note, whether it is listed yet or not."""
         return storage.lexists(os.path.join(self.done, note_name(number)))
 
+    def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Return the notes of those files that have one which can be read."""
+        return _read_notes(self.done, numbers)
+
+    def remove_notes(self, numbers: Iterable[int]) -> None:
+        """Remove the notes of files, if they have some: they are written anew."""
+        _remove_notes(self.done, numbers)
+
     def told(self) -> Iterator[tuple[str, bytes]]:
         """Yield (name, content) of what parts said of themselves."""
         try:
@@ -173,7 +181,7 @@ class SharedStaging:
         if self.exists:
             return False
         fresh = Staging.create(self.destination)
-        here = SharedStaging(self.destination, fresh.path, self._kept)
+        here = SharedStaging(self.destination, fresh.path, self.kept)
         try:
             for directory in (here.done, here.factors.path, here.parts, here._work):
                 storage.mkdir(directory)
@@ -425,7 +433,7 @@ class SharedStaging:
             for path in (self._replaced, *self._named(_TAKEN)):
                 with contextlib.suppress(OSError):
                     storage.rename(path, os.path.join(self.path, GONE + os.path.basename(path)))
-        foreign = self._kept(self.path)
+        foreign = self.kept(self.path)
         old = (self._replaced, *self._named(_TAKEN), *self._named(GONE))
         for path in (self.done, self.factors.path, self.parts, *old):
             inside = os.path.relpath(path, self.path) + os.sep
@@ -439,14 +447,14 @@ class SharedStaging:
             ResourceError: the system refuses.
         """
         self._empty()
-        if self._kept(self.path):
+        if self.kept(self.path):
             self.remove()  # all but these, and no mark with somebody's files in it
             return
         storage.remove_tree(self._work)
         mark = self.path + _DONE
         try:
             if storage.lexists(mark):  # of an earlier commit of the same plan
-                _remove(self.destination, mark, self._kept)
+                _remove(self.destination, mark, self.kept)
             storage.rename(self.path, mark)
         except FileNotFoundError:  # another process has removed all
             return
@@ -595,8 +603,8 @@ class SharedStaging:
         Raises:
             ResourceError: the system refuses.
         """
-        _remove(self.destination, self.path, self._kept)
-        remove_abandoned(self.destination, self._kept)  # of a process that died while it did this
+        _remove(self.destination, self.path, self.kept)
+        remove_abandoned(self.destination, self.kept)  # of a process that died while it did this
 
     def give_up(self) -> None:
         """Put back what was moved aside, and remove the rest.
@@ -663,11 +671,7 @@ class SharedRecords:
 
     def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
         """Return the notes of those weights that have one which can be read."""
-        found = dict[int, bytes]()
-        for number in numbers:
-            with contextlib.suppress(OSError, ShardkitError):
-                found[number] = read_small(self._note(number), note_name(number), _MAX_BYTES, follow=False)
-        return found
+        return _read_notes(self.path, numbers)
 
     def found(self, names: Sequence[str]) -> list[RecordStat | None]:
         """Return what is known of records; None of one that is not there."""
@@ -727,9 +731,7 @@ class SharedRecords:
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Remove the notes of weights, if they have some."""
-        for number in numbers:
-            with contextlib.suppress(OSError):
-                storage.unlink(self._note(number))
+        _remove_notes(self.path, numbers)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove records."""
@@ -739,6 +741,21 @@ class SharedRecords:
 
     def _note(self, number: int) -> str:
         return os.path.join(self.path, note_name(number))
+
+
+def _read_notes(directory: str, numbers: Iterable[int]) -> dict[int, bytes]:
+    found = dict[int, bytes]()
+    for number in numbers:
+        path = os.path.join(directory, note_name(number))
+        with contextlib.suppress(OSError, ShardkitError):
+            found[number] = read_small(path, note_name(number), _MAX_NOTE_BYTES, follow=False)
+    return found
+
+
+def _remove_notes(directory: str, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            storage.unlink(os.path.join(directory, note_name(number)))
 
 
 def _can_exchange(work: str) -> bool:

@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +24,7 @@ from shardkit._version import __version__
 from shardkit.core.catalog import Catalog, FileStamp
 from shardkit.core.dtypes import DType, short_dtype
 from shardkit.core.result import Result, wrote
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.core.threads import TimedProgress, progress_for
 from shardkit.errors import (
     IncompleteError,
@@ -57,10 +56,12 @@ from shardkit.operations.uploading.local_records import (
     ANOTHER_PLACE,
     ELSEWHERE,
     place_of_records,
-    with_factors,
+    place_of_run,
+    remove_records,
 )
 from shardkit.operations.uploading.place import UploadTarget, check_target
 from shardkit.operations.uploading.run import Describe, StoredFiles, Upload, check_beside
+from shardkit.operations.uploading.run_in_store import RunInStore
 from shardkit.osft.job import FactoredJob
 from shardkit.osft.phase import FactorPhase, PhaseAt
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
@@ -514,21 +515,16 @@ class Writer:
         destination has to be moved away first: the same command goes on with it.
         """
         self._say(name_unknown(self.path, divided.staging.path))
-        if not self.writing.resume:
-            divided.begin_anew()
-        remove_runs(self.path, foreign_in, but=divided.staging.path)  # their room may be needed
         try:
-            with divided.present():
-                found = self._carry_out(divided, ALL, job, job.plan)
-        except Interrupted:
-            with contextlib.suppress(OSError, ShardkitError):
-                divided.put_back()
-            raise
-        except IncompleteError:
+            found = divided.alone.carry_out(
+                lambda: self._carry_out(divided, ALL, job, job.plan),
+                resume=self.writing.resume,
+                on_error=divided.after,
+            )
+        except (Interrupted, IncompleteError):
             raise
         except BaseException:
             with contextlib.suppress(OSError, ShardkitError):
-                divided.abandon()
                 self._say(name_foreign(self.path))
             raise
         if self._parts is not None and not self.was_there:
@@ -678,47 +674,46 @@ class Writer:
             data_nbytes=job.output.data_nbytes,
             describe=describe,
             options=self.options,
-            verb=self._verb,
             progress=self._progress,
-            resume=self.writing.resume,
             overwrites=self.writing.overwrite,
             look=self._look,
-            versions=_versions_of(job),
-            on_resumed=partial(self._warn_of_versions, job),
         )
-        part, source, finished = None, CheckedSource(), 0
+        part, source, share = None, CheckedSource(), self.writing.share
         if self._exists is not None:
             if not StoredFiles(upload).are_committed:
                 raise UsageError(
                     f"{self._exists.message}, and is not what this command writes", hint=self._exists.hint
                 )
             self._take(None)
+            remove_records(self.path)
+        elif share is not None:
+            part, source = self._share_in_store(job, upload, share, factors)
+        else:
+            if factors is not None:
+                self._check_room_for_records(factors.records.nbytes)
+            if not self.writing.dry_run:
+                part, source = self._run_in_store(job, upload, factors)
+        if self.was_there:
             self._describe_stored(job, upload)
-            self._note(job.plan, source, finished=0, free=None, part=None)
-            return
-        if factors is not None and self.writing.share is None:
-            self._check_room_for_records(factors.records.nbytes)
-        if self.writing.share is not None:
-            part, source = self._share_in_store(job, upload, self.writing.share, factors)
-            finished = 0 if part is None else part.resumed_files
-        elif not self.writing.dry_run:
-            check = SourceCheck(upload.plan.catalog) if self.options.check_source else None
-            with self._with_factors(job, upload, factors, check) as whole:
-                finished = whole.run(check)
-            source = _summary(check, plan, self.options)
-            self.ends = True
-        self._note(plan, source, finished=finished, free=None, part=part)
+        finished = 0 if part is None else part.resumed_files
+        self._note(plan, source, finished=finished, free=None, part=None if share is None else part)
 
-    def _with_factors(
-        self, job: Job, upload: Upload, factors: FactoredJob | None, check: SourceCheck | None
-    ) -> contextlib.AbstractContextManager[Upload]:
-        """Give an upload whose factors are computed; errors as `with_factors`."""
-        phase = self._phase(job, factors)
-        return (
-            contextlib.nullcontext(upload)
-            if phase is None
-            else with_factors(upload, phase, _machine_of(job), check)
-        )
+    def _run_in_store(
+        self, job: Job, upload: Upload, factors: FactoredJob | None
+    ) -> tuple[PartResult | None, CheckedSource]:
+        """Write all of a job; errors as `Divided.run` and `Divided.commit`."""
+        agreement, phase = self._agreement(job, None, factors), self._phase(job, factors)
+        with place_of_run(self.path, is_needed=factors is not None) as place:
+            run = RunInStore(upload, agreement, phase, place=place, resume=self.writing.resume)
+            found = run.alone.carry_out(
+                lambda: self._carry_out(run, ALL, job, upload.plan),
+                resume=self.writing.resume,
+                on_error=run.after,
+            )
+            if self._parts is None:  # another process has made it meanwhile
+                run.clean_up(keeps_mark=False)
+                self._take(None)
+        return found
 
     def _phase(self, job: Job, factors: FactoredJob | None) -> PhaseAt | None:
         """Return what computes the factors of a job, given the place of their records; None if there are none."""
@@ -750,10 +745,7 @@ class Writer:
             self._check_room_for_records(divided.record_bytes_left(share))
         if self.writing.dry_run:
             return divided.result(share) if isinstance(share, Part) else None, CheckedSource()
-        result = self._carry_out(divided, share, job, upload.plan)
-        if self.was_there:
-            self._describe_stored(job, upload)
-        return result
+        return self._carry_out(divided, share, job, upload.plan)
 
     def _whole(self, job: Job) -> Job:
         """Return a job with all records open, where other parts read some of them."""
@@ -808,10 +800,9 @@ class Writer:
             has_committed = divided.commit()
         except KeyboardInterrupt as interrupt:
             # A run whose output has just appeared ends as if nothing had happened; parts are run again.
-            if self.writing.share is not None or not divided.is_committed:
-                raise self._interrupted(interrupt) from interrupt
-            # Else another process has, and what comes after is that one's.
-            has_committed = isinstance(divided, DividedOnDisk) and divided.staging.has_made
+            if self.writing.share is not None or not (divided.has_made or divided.is_committed):
+                raise self._interrupted(interrupt, divided) from interrupt
+            has_committed = divided.has_made  # else another process has, and what comes after is that one's
         finally:
             self._progress.finish()
         if has_committed:
@@ -825,16 +816,22 @@ class Writer:
         self._say(divided.warnings())
         return result, _summary(divided.check, plan, self.options)
 
-    def _interrupted(self, interrupt: KeyboardInterrupt) -> Interrupted:
+    def _interrupted(self, interrupt: KeyboardInterrupt, divided: Divided) -> Interrupted:
+        is_run, shown = self.writing.share is None, in_shell(self.path)
         became = (
-            "was not made; what was finished is kept beside it"
-            if self.writing.share is None
+            f"was not made; {divided.left}"
+            if is_run
             else "is not whole; the files that were finished are kept"
+        )
+        give_up = (
+            f", or give it up: `shardkit status {shown} --abort`"
+            if is_run and self._target is not None
+            else ""
         )
         return Interrupted(
             f"interrupted: {escape(self.path)} {became}",
             signum=getattr(interrupt, "signum", signal.SIGINT),
-            hint="run the same command again to resume",
+            hint=f"run the same command again to resume{give_up}",
         )
 
     def _warn_of_versions(self, job: Job, begun: Iterable[Mapping[str, str]]) -> None:

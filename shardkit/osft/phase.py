@@ -205,28 +205,6 @@ class FactorPhase:
         self.forget_damaged(None)
         return [note.versions or {} for note in self._read(self._numbers).values()]
 
-    def compute_all(
-        self,
-        work: str,
-        check: SourceCheck | None,
-        progress: Progress,
-        label: str,
-        on_resumed: Callable[[list[Mapping[str, str]]], object],
-    ) -> None:
-        """Compute the factors of all weights, as the only process; what an interrupted one has left counts if it is whole.
-
-        Args:
-            work, check, progress, label: as for `compute`.
-            on_resumed: told the versions under which that was computed.
-
-        Raises:
-            IntegrityError, SourceError, IncompleteError, ResourceError, OSError: as `compute`.
-        """
-        on_resumed(self.look_through())
-        self.compute(self._numbers, work, check, progress, label)
-        missing = self.take(check)
-        assert not missing, missing
-
     def compute(
         self, numbers: Sequence[int], work: str, check: SourceCheck | None, progress: Progress, label: str
     ) -> int:

@@ -206,7 +206,7 @@ def attempt(store: Store, number: int, seed: int = 0) -> str:
     runs.begin([command] * (2 if is_two else 1))
     codes = runs.end()
     runs.proxy.reset()
-    assert all(code in (0, 2, 4, -signal.SIGKILL) for code in codes), codes
+    assert all(code in (0, -signal.SIGKILL) for code in codes), codes  # whose twin was faster ends well
     seen = visible(store, verb, out, marker, replaces=replaces)
     assert seen == "new" or 0 not in codes, "a run said that it was done"
     if seen != "new":

@@ -10,7 +10,7 @@ from tests.worlds import stores as servers
 
 def test_faults_lead_to_the_whole_output_or_a_clear_error(tmp_path: Path) -> None:
     with servers.reached("moto", tmp_path) as proxy, small_and_impatient(tmp_path):
-        tally = Torture(tmp_path / "home", proxy).run(20)
+        tally = Torture(tmp_path / "home", proxy).run(20, seed=8)  # some end well, and some do not
     assert tally.broken == []
     assert tally.right
     assert tally.refused

@@ -80,6 +80,7 @@ class Divided(ABC):
         progress: told of the bytes.
         phase: gives what computes factors, of which files are made; None if there are none. Files are written by the parts that see
             those of all weights then: at the latest by the last one, or by whoever commits.
+        is_run: one process carries out all of it, or several that were started alike.
     """
 
     def __init__(
@@ -92,11 +93,17 @@ class Divided(ABC):
         options: ExecuteOptions,
         progress: Progress,
         phase: PhaseAt | None,
+        *,
+        is_run: bool = False,
     ) -> None:
         self._destination, self._agreement, self._plan = destination, agreement, plan
         self._images, self._data_nbytes = list(plan.images), data_nbytes
         self._options, self._progress = options, progress
         self._shared, self._resumed_weights = staging, 0
+        self._is_run, self._own = (
+            is_run,
+            dict[str, Note](),
+        )  # what it has written itself it need not read again
         self._phase = None if phase is None else phase(staging.factors)
         self.check = SourceCheck(plan.catalog) if options.check_source else None
         """Compares what is read with what the source records."""
@@ -159,8 +166,18 @@ class Divided(ABC):
 
     @property
     @abstractmethod
+    def has_made(self) -> bool:
+        """True once this process has made the output."""
+
+    @property
+    @abstractmethod
     def is_left(self) -> bool:
         """True if the output is there, and what comes after it may not be done: whoever made it is not known to be alive."""
+
+    @property
+    def left(self) -> str:
+        """Say what a run leaves after a signal."""
+        return "what was finished is kept beside it"
 
     def attended(self) -> AbstractContextManager[None]:
         """Let others see, where they can, that this process does what comes after the output."""
@@ -291,6 +308,8 @@ class Divided(ABC):
         mine, label = self.files_of(part), self._label(part)
         if self._phase is None:
             return self._move(mine, directory, label)
+        for versions in self._phase.look_through() if self._is_run else ():
+            self.on_joined(versions)
         with self._room_for_records() as work:
             self._resumed_weights = self._phase.compute(
                 self.weights_of(part), work, self.check, self._progress, f"{label}, factors"
@@ -308,7 +327,7 @@ class Divided(ABC):
 
     def _label(self, part: Part) -> str:
         """Return what the progress of a part is called."""
-        return f"part {part}"
+        return self._agreement.command.verb if self._is_run else f"part {part}"
 
     def _is_whole(self, note: Note) -> bool:
         """True if a file that was finished before may be taken as it is."""
@@ -378,7 +397,8 @@ class Divided(ABC):
         return len(finished)
 
     def _load(self, note: Note) -> bool:
-        return self.check is None or self.check.load(note.source)
+        # What this process has read itself is in `check` already.
+        return self.check is None or note is self._own.get(note.digest.name) or self.check.load(note.source)
 
     def _scattered(self) -> dict[int, list[str]]:
         """Return the scattered tensors of each file.
@@ -473,8 +493,8 @@ class Divided(ABC):
         computed = self._phase.job.crcs
         IntegrityError.raise_for(
             [escape(name) for name, crc in computed.items() if scattered.get(name, crc) != crc],
-            "parts have read other factors than were computed: a disk fails",
-            hint="run all parts again: what is damaged is made anew",
+            "other factors were read than were computed: a disk fails",
+            hint="run it again: what is damaged is made anew",
         )
         return {**scattered, **computed}
 

@@ -14,12 +14,10 @@ from typing import Any
 from shardkit.errors import ShardkitError
 from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, note_name
-from shardkit.files.strict_json import parse_object, read_small
+from shardkit.files.strict_json import parse_object
 from shardkit.transfer.digests import parse_digest, parse_versions
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.fill import CrcPiece
-
-_MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +50,11 @@ def read_note(staging: SharedStaging, number: int, name: str, size: int) -> Note
         name: of the file.
         size: in bytes.
     """
-    path = os.path.join(staging.done, note_name(number))
     try:
         if storage.lstat(os.path.join(staging.data, name)).st_size != size:
             return None
-        content = parse_object(
-            read_small(path, note_name(number), _MAX_BYTES, follow=False), note_name(number)
-        )
-    except (OSError, ShardkitError):
+        content = parse_object(staging.notes([number])[number], note_name(number))
+    except (KeyError, OSError, ShardkitError):
         return None
     return load_note(content, name, size)
 
@@ -103,12 +98,3 @@ def _is_piece(entry: object) -> bool:
 
 def _load(fqn: str, pieces: list[list[int]] | None) -> tuple[str, list[CrcPiece] | None]:
     return fqn, None if pieces is None else [CrcPiece(*piece) for piece in pieces]
-
-
-def remove_notes(staging: SharedStaging, numbers: Sequence[int]) -> None:
-    """Forget that files are finished."""
-    for number in numbers:
-        try:
-            storage.unlink(os.path.join(staging.done, note_name(number)))
-        except OSError:
-            continue

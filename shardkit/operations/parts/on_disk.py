@@ -14,16 +14,17 @@ from typing import TypeVar
 
 from shardkit.core.text import escape, in_shell
 from shardkit.core.threads import Progress
-from shardkit.errors import IncompleteError, ResourceError, ShardkitError, UsageError
+from shardkit.errors import IncompleteError, Interrupted, ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, note_name, remove_marks, shared_of
-from shardkit.files.staging import Owner, identity_of
+from shardkit.files.staging import identity_of
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.owned import HUB_INDEX
 from shardkit.operations.parts.agreement import Agreement, read_all
+from shardkit.operations.parts.alone import Alone
 from shardkit.operations.parts.divided import Divided, PartResult
-from shardkit.operations.parts.foreign import foreign_in, kept, set_foreign_apart
-from shardkit.operations.parts.notes import Note, read_note, remove_notes
+from shardkit.operations.parts.foreign import foreign_in, kept
+from shardkit.operations.parts.notes import Note, read_note
 from shardkit.operations.parts.part import ALL, Part
 from shardkit.osft.phase import PhaseAt
 from shardkit.transfer.digests import is_intact
@@ -70,10 +71,9 @@ class DividedOnDisk(Divided):
         is_run: bool = False,
     ) -> None:
         self.staging = SharedStaging.of_plan(destination, agreement.plan, foreign_in, is_run=is_run)
-        super().__init__(destination, self.staging, agreement, plan, data_nbytes, options, progress, phase)
-        self._is_run, self._is_kept = is_run, False
-        self._own = dict[str, Note]()
-        self._owner: Owner | None = None
+        moving = (agreement, plan, data_nbytes, options, progress, phase)
+        super().__init__(destination, self.staging, *moving, is_run=is_run)
+        self.alone, self._is_kept = Alone(self.staging, agreement, self._folders), False
         self._describe, self._overwrite = describe, overwrite
         self._check_replaceable, self._is_ours = partial(self._ask, check_replaceable), is_ours
         self.staging.look = partial(self._ask, look)
@@ -91,22 +91,9 @@ class DividedOnDisk(Divided):
             self._begin_again()
         return self._unless_taken(lambda: super(DividedOnDisk, self).run(part))
 
-    def _label(self, part: Part) -> str:
-        return self._agreement.command.verb if self._is_run else super()._label(part)
-
-    def _carry_out(self, part: Part, directory: str) -> int:
-        if self._is_run and self._phase is not None:
-            for versions in self._phase.look_through():
-                self.on_joined(versions)
-        return super()._carry_out(part, directory)
-
     def _is_whole(self, note: Note) -> bool:
         is_read = self._is_run and note is not self._own.get(note.digest.name)
         return (not is_read or is_intact(note.digest, self.staging.data)) and super()._is_whole(note)
-
-    def _load(self, note: Note) -> bool:
-        # What this process has read itself is in `check` already.
-        return note is self._own.get(note.digest.name) or super()._load(note)
 
     def commit(self) -> bool:
         """Make the output of what all parts wrote; False if another process has. Errors as `Divided.commit`."""
@@ -189,6 +176,10 @@ class DividedOnDisk(Divided):
         return self.staging.is_committed
 
     @property
+    def has_made(self) -> bool:
+        return self.staging.has_made
+
+    @property
     def is_left(self) -> bool:
         return self.staging.is_left
 
@@ -200,79 +191,24 @@ class DividedOnDisk(Divided):
         if self.staging.is_open or not self.staging.is_committed:  # else whoever commits is about to do so
             self.staging.remove()
 
-    def begin_anew(self) -> None:
-        """Remove what runs of this plan have written.
-
-        Raises:
-            UsageError: one is at work; or as `SharedStaging.give_up`.
-        """
-        if self.staging.is_attended:
-            raise UsageError(
-                f"a run of the same plan is at work in {escape(self.staging.path)}",
-                hint="stop it first; or leave --no-resume out, and both write what is missing",
-            )
-        self.staging.give_up()
-
-    def put_back(self) -> None:
-        """After a signal, put back what was moved aside, unless somebody is at work there; errors as `abandon`."""
-        if self.staging.is_over:
-            self.staging.put_back()
-
-    def abandon(self) -> None:
-        """After an error, remove what was written, unless somebody is at work there or may go on with it.
-
-        Raises:
-            UsageError, ResourceError: as `SharedStaging.give_up`.
-        """
-        if not self._is_kept and not self.staging.is_committed and self.staging.is_over:
-            self.staging.give_up()
+    def after(self, error: BaseException) -> None:
+        """Remove what was written, unless somebody is at work there or the run may go on with it; after a signal, put back
+        what was moved aside."""
+        if isinstance(error, IncompleteError) or not self.staging.is_over:
+            return
+        with contextlib.suppress(OSError, ShardkitError):
+            if isinstance(error, Interrupted):
+                self.staging.put_back()
+            elif not self._is_kept and not self.staging.is_committed:
+                self.staging.give_up()
 
     def _begin(self) -> bool:
-        return self._begin_run() if self._is_run else self._begin_part()
-
-    @contextlib.contextmanager
-    def present(self) -> Iterator[None]:
-        """Let others see, from the moment on at which a run begins, that it is at work, also while it writes nothing."""
-        self._owner = Owner.new_run()
-        try:
-            yield
-        finally:
-            self.staging.leave(self._owner)
-
-    def _begin_run(self) -> bool:
-        """Join what runs of this plan have written, or begin; whatever runs of other plans do."""
-        assert self._owner is not None
-        for _ in range(_MOST_TRIES):
-            self.staging.reopen()
-            if self.staging.is_committed:
-                return False
-            if not self.staging.is_open and self.staging.exists:  # its output is another one by now
-                self.staging.remove()
-            if self.staging.create(self._agreement.dump(), self._folders, self._owner):
-                return True
-            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
-                if self._joins(self._owner):
-                    return True
-        raise self._given_up()
-
-    def _joins(self, owner: Owner) -> bool:
-        """Go on with what is there; False if it is gone by now, or was begun with another state of the source."""
-        if not self.staging.enter(owner) or not self.staging.is_open:
-            return False
-        if self._is_stale():
-            self.staging.give_up()
-            return False
-        set_foreign_apart(self.staging.path)
-        for folder in sorted(self._folders):
-            storage.make_folders(self.staging.data, folder)
-        return True
-
-    def _is_stale(self) -> bool:
-        """True if what lies there is of another state of the source."""
-        try:
-            return self._agreement.is_stale(Agreement.of(self.staging))
-        except ShardkitError:
-            return False
+        if not self._is_run:
+            return self._begin_part()
+        has_begun = self.alone.begin()
+        if has_begun is None:
+            raise self._given_up()
+        return has_begun
 
     @property
     def _folders(self) -> set[str]:
@@ -347,7 +283,7 @@ class DividedOnDisk(Divided):
     def _forget(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._own.pop(self._images[number].name, None)
-        remove_notes(self.staging, numbers)
+        self.staging.remove_notes(numbers)
 
     def _publish(self, directory: str, number: int, note: Note) -> None:
         name = note.digest.name

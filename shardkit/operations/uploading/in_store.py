@@ -1,7 +1,11 @@
-"""Parts that write into a store: files go where those of one process would, and one request makes an output of them.
+"""Writing into a store: files are sent to where they stay, and one request makes an output of them.
 
-`files/shared_store` has what they share meanwhile. Nobody removes a file: another process may have noted it, or it may be
-in the output by now. What nobody has committed is left to `status --abort` and `gc`.
+    the store carries out conditions -> send the files, a note of each -> describe -> ask for every file -> what lies beside
+    -> the marker
+
+Of parts, `files/shared_store` has what they share meanwhile, and nobody removes a file: another process may have noted it,
+or it may be in the output by now. What nobody has committed is left to `status --abort` and `gc`. Of a run of one process,
+`run_in_store` has what is its own.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import json
 import os
 import tempfile
 import threading
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +24,7 @@ from shardkit.core.threads import at_once
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files.remote.contract import WrittenObject
 from shardkit.files.remote.writers import writer_of
+from shardkit.files.shared import SharedStaging
 from shardkit.files.shared_store import StoredStaging, shared_in_store
 from shardkit.files.strict_json import parse_object
 from shardkit.files.uploads import Session
@@ -27,7 +33,7 @@ from shardkit.operations.parts.divided import Divided, PartResult
 from shardkit.operations.parts.notes import Note, load_note
 from shardkit.operations.parts.part import Part
 from shardkit.operations.uploading.local_records import remove_records, room_for_records
-from shardkit.operations.uploading.notes import Notes
+from shardkit.operations.uploading.notes import UploadNotes
 from shardkit.operations.uploading.run import StoredFiles, Upload, check_conditions, is_same
 from shardkit.osft.phase import PhaseAt
 
@@ -37,7 +43,108 @@ _NOTES_AT_ONCE = 64
 _MOST_TRIES = 20  # each only if another process was in the middle of a commit
 
 
-class DividedInStore(Divided):
+class InStore(Divided):
+    """A job whose files go into a store.
+
+    Args:
+        upload: what is written.
+        notebook: has the notes.
+        agreement, phase, is_run: as for `Divided`.
+    """
+
+    def __init__(
+        self,
+        upload: Upload,
+        notebook: StoredStaging | SharedStaging,
+        agreement: Agreement,
+        phase: PhaseAt | None,
+        *,
+        is_run: bool = False,
+    ) -> None:
+        moving = (upload.plan, upload.data_nbytes, upload.options, upload.progress, phase)
+        super().__init__(upload.target.path, notebook, agreement, *moving, is_run=is_run)
+        self._store = writer_of(upload.target.path)
+        self._upload, self._files, self._notebook = upload, StoredFiles(upload), notebook
+        self._session: Session | None = None
+
+    @property
+    def has_made(self) -> bool:
+        files = self._files
+        return files.marker is not None and self._store.has(files.marker_path, files.marker)
+
+    @abstractmethod
+    def _write_note(self, number: int, content: bytes) -> None:
+        """Note that a file is finished."""
+
+    @abstractmethod
+    def _is_over(self) -> bool:
+        """True if another process has made the output of these files."""
+
+    @abstractmethod
+    def _replaced(self) -> str | None:
+        """Return the ETag of the marker that is to be replaced, as far as it may be; None if there must be none."""
+
+    def _last_look(self) -> object:
+        """Raise if the marker may not be sent any more."""
+
+    def _publish(self, directory: str, number: int, note: Note) -> None:
+        assert self._session is not None
+        stored = self._session.stored[os.path.join(directory, note.digest.name)]
+        self._files.add(note.digest, stored)
+        content = {"note": json.loads(note.dump()), "etag": stored.etag, "crc32": stored.crc32}
+        self._write_note(number, json.dumps(content).encode())
+
+    def _notes(self, numbers: Sequence[int]) -> Iterator[tuple[int, Note]]:
+        noted = self._notebook.noted()
+        wanted = [number for number in numbers if number in noted]
+        for start in range(0, len(wanted), _NOTES_AT_ONCE):
+            some = wanted[start : start + _NOTES_AT_ONCE]
+            found = {
+                number: parsed
+                for number, data in self._notebook.notes(some).items()
+                if (parsed := self._parsed(number, data)) is not None
+            }
+            there = at_once(
+                self._store.head, [self._files.path(note.digest.name) for note, _ in found.values()]
+            )
+            for (number, (note, stored)), here in zip(found.items(), there, strict=True):
+                if here is not None and is_same(here, stored):
+                    self._files.stored[note.digest.name] = stored
+                    yield number, note
+
+    def _parsed(self, number: int, data: bytes) -> tuple[Note, WrittenObject] | None:
+        """Return a note, and the object that it tells of; None if it is damaged."""
+        image = self._images[number]
+        try:
+            content: dict[str, Any] = parse_object(data, str(number))
+        except ShardkitError:
+            return None
+        entry, etag, crc = content.get("note"), content.get("etag"), content.get("crc32")
+        note = load_note(entry, image.name, image.size) if isinstance(entry, dict) else None
+        if note is None or not isinstance(etag, str) or type(crc) is not int:
+            return None
+        if not self._counts(note):
+            return None
+        return note, WrittenObject(image.size, etag, crc)
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        self._notebook.remove_notes(numbers)
+
+    def _make(self, directory: str) -> bool:
+        if self._is_over():
+            return False
+        digests, scattered = self._finished()
+        with tempfile.TemporaryDirectory(prefix="shardkit-") as beside:
+            with self._upload.describe(beside, shards=directory) as descriptions:
+                self._finish(directory, descriptions, digests, scattered)
+            self._files.check_all()
+            if self._is_over():  # what lies beside the files of whoever was faster stays
+                return False
+            self._files.commit(beside, self._replaced(), last_look=self._last_look)
+        return True
+
+
+class DividedInStore(InStore):
     """A job that several processes carry out, who share nothing but a store.
 
     Args:
@@ -51,21 +158,8 @@ class DividedInStore(Divided):
         self, upload: Upload, agreement: Agreement, phase: PhaseAt | None, *, replaces_any: bool
     ) -> None:
         self.staging = StoredStaging.of_plan(upload.target.path, agreement.plan)
-        super().__init__(
-            upload.target.path,
-            self.staging,
-            agreement,
-            upload.plan,
-            upload.data_nbytes,
-            upload.options,
-            upload.progress,
-            phase,
-        )
-        self._store = writer_of(upload.target.path)
-        self._upload, self._replaces_any = upload, replaces_any
-        self._files = StoredFiles(upload)
-        self._session: Session | None = None
-        self._number = ""
+        super().__init__(upload, self.staging, agreement, phase)
+        self._replaces_any, self._number = replaces_any, ""
 
     @property
     def is_committed(self) -> bool:
@@ -161,7 +255,7 @@ class DividedInStore(Divided):
     @contextlib.contextmanager
     def _writing(self) -> Iterator[str]:
         """Give the directory of the store. Uploads that this process leaves unfinished go on when it is started again."""
-        notes = Notes(self._destination, f"{self._agreement.plan} {self._number}", resume=True)
+        notes = UploadNotes(self._destination, f"{self._agreement.plan} {self._number}")
         session = Session(
             self._files.directory,
             known=notes.begun,
@@ -191,48 +285,8 @@ class DividedInStore(Divided):
             finally:
                 self.staging.factors.here.clear()
 
-    def _publish(self, directory: str, number: int, note: Note) -> None:
-        assert self._session is not None
-        stored = self._session.stored[os.path.join(directory, note.digest.name)]
-        self._files.add(note.digest, stored)
-        content = {"note": json.loads(note.dump()), "etag": stored.etag, "crc32": stored.crc32}
-        self.staging.write_note(number, json.dumps(content).encode())
-
-    def _notes(self, numbers: Sequence[int]) -> Iterator[tuple[int, Note]]:
-        noted = self.staging.noted()
-        wanted = [number for number in numbers if number in noted]
-        for start in range(0, len(wanted), _NOTES_AT_ONCE):
-            some = wanted[start : start + _NOTES_AT_ONCE]
-            found = {
-                number: parsed
-                for number, data in self.staging.notes(some).items()
-                if (parsed := self._parsed(number, data)) is not None
-            }
-            there = at_once(
-                self._store.head, [self._files.path(note.digest.name) for note, _ in found.values()]
-            )
-            for (number, (note, stored)), here in zip(found.items(), there, strict=True):
-                if here is not None and is_same(here, stored):
-                    self._files.stored[note.digest.name] = stored
-                    yield number, note
-
-    def _parsed(self, number: int, data: bytes) -> tuple[Note, WrittenObject] | None:
-        """Return a note, and the object that it tells of; None if it is damaged."""
-        image = self._images[number]
-        try:
-            content: dict[str, Any] = parse_object(data, str(number))
-        except ShardkitError:
-            return None
-        entry, etag, crc = content.get("note"), content.get("etag"), content.get("crc32")
-        note = load_note(entry, image.name, image.size) if isinstance(entry, dict) else None
-        if note is None or not isinstance(etag, str) or type(crc) is not int:
-            return None
-        if not self._counts(note):
-            return None
-        return note, WrittenObject(image.size, etag, crc)
-
-    def _forget(self, numbers: Sequence[int]) -> None:
-        self.staging.remove_notes(numbers)
+    def _write_note(self, number: int, content: bytes) -> None:
+        self.staging.write_note(number, content)
 
     def _say(self, name: str, content: bytes) -> None:
         self.staging.tell(name, content)
@@ -243,23 +297,15 @@ class DividedInStore(Divided):
     def _has_another_committed(self) -> bool:
         return self.is_committed
 
-    def _make(self, directory: str) -> bool:
-        if self._is_over():
-            return False
+    def _replaced(self) -> str | None:
+        if self._replaces_any:
+            return self._upload.target.etag
         agreement = self._agreed()
-        digests, scattered = self._finished()
-        with tempfile.TemporaryDirectory(prefix="shardkit-") as beside:
-            with self._upload.describe(beside, shards=directory) as descriptions:
-                self._finish(directory, descriptions, digests, scattered)
-            self._files.check_all()
-            if self._is_over():  # one process was faster: what lies beside its files stays
-                return False
-            if not self._replaces_any:
-                self._check_replaced(self._agreed())
-            replaced = self._upload.target.etag if self._replaces_any else agreement.replaces
-            # Whoever gives all up removes the agreement before any file.
-            self._files.commit(beside, replaced, last_look=self._agreed)
-        return True
+        self._check_replaced(agreement)
+        return agreement.replaces
+
+    def _last_look(self) -> object:
+        return self._agreed()  # whoever gives all up removes it before any file
 
     def _agreement_is_there(self) -> None:
         """Refuse to make an object once all is over: it would replace one of the output, and the source may be another by now.

@@ -1,7 +1,6 @@
-"""Notes of a run that writes into a store: which files are there, and which uploads are under way.
+"""Notes of files that are on their way into a store: which uploads this machine has begun, so that they can go on.
 
-They lie in the directory of shardkit's caches, on the machine that runs. Without them a run begins anew. A line that says that a file is
-finished counts only if the store still has that very object.
+They lie in the directory of shardkit's caches. Without them a file that is not finished is sent anew.
 """
 
 from __future__ import annotations
@@ -11,61 +10,36 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any, NamedTuple
 
 from shardkit.files import cache, storage
 from shardkit.files.uploads import Begun
-from shardkit.transfer.digests import VERSIONS, parse_digest, parse_versions
-from shardkit.transfer.execute import FileDigest
 
-_FORMAT = 1
 _FOLDER = "uploads"
-_MAX_AT_ONCE = 4  # runs of one plan on one machine that have notes; the others do without
+_MAX_AT_ONCE = 4  # processes of one plan on one machine that have notes; the others do without
 
 
-class Noted(NamedTuple):
-    """A file that an earlier run finished."""
-
-    digest: FileDigest
-    etag: str
-    source: object
-    """What was read for it, from `SourceCheck.dump`."""
-    versions: Mapping[str, str]
-    """Of packages, as `Notes` has them."""
-
-
-class Notes:
-    """Notes of one run, which takes over those of a dead one. They are dropped in silence where there is no cache.
+class UploadNotes:
+    """Notes of one process, which takes over those of a dead one. They are dropped in silence where there is no cache.
 
     Args:
         output: the destination.
-        plan_hash: stands for inputs, options and version.
-        resume: take over what an earlier run noted.
-        versions: by package, what decided the plan here.
+        plan: stands for the plan, and for the part of it.
+        resume: take over what an earlier process noted.
     """
 
-    def __init__(
-        self, output: str, plan_hash: str, *, resume: bool, versions: Mapping[str, str] | None = None
-    ) -> None:
-        self.files: dict[str, Noted] = {}
-        """By name."""
+    def __init__(self, output: str, plan: str, *, resume: bool = True) -> None:
         self.begun: dict[str, Begun] = {}
         """Uploads, by path."""
         self._lock, self._fd, self._path = threading.Lock(), -1, ""
-        self._versions = dict[str, str]()
         with contextlib.suppress(OSError):
-            self._open(hashlib.sha256(f"{output}\n{plan_hash}".encode()).hexdigest())
-        if self._fd >= 0:
+            self._open(hashlib.sha256(f"{output}\n{plan}".encode()).hexdigest())
+        if self._fd >= 0 and resume:
             self._read()
-            if not resume:
-                self.files.clear()
-                storage.ftruncate(self._fd, 0)
-            self._add({"format": _FORMAT, "output": output, "plan": plan_hash, VERSIONS: versions})
+        elif self._fd >= 0:
+            storage.ftruncate(self._fd, 0)
 
     def _open(self, key: str) -> None:
-        """Open the first file of this run's key that no other process holds."""
+        """Open the first file of this plan's key that no other process holds."""
         home = cache.home()
         if home is None:
             return
@@ -87,43 +61,28 @@ class Notes:
                 line = json.loads(text)
             except ValueError:  # cut by a kill
                 continue
-            if isinstance(line, dict):
-                self._take(line)
-
-    def _take(self, line: Mapping[str, Any]) -> None:
-        entry, upload = line.get("file"), line.get("upload")
-        if VERSIONS in line:
-            self._versions = parse_versions(line[VERSIONS])
-        digest = parse_digest(entry) if isinstance(entry, dict) else None
-        if digest is not None and isinstance(line.get("etag"), str):
-            self.files[digest.name] = Noted(digest, line["etag"], line.get("source"), self._versions)
-        elif isinstance(upload, list) and len(upload) == 3:
-            path, name, size = upload
-            if isinstance(path, str) and isinstance(name, str) and isinstance(size, int):
-                self.begun[path] = Begun(name, size)
-
-    def add_file(self, digest: FileDigest, etag: str, source: object) -> None:
-        """Note that a file is in the store. May be called from any thread."""
-        self._add({"file": asdict(digest), "etag": etag, "source": source})
+            upload = line.get("upload") if isinstance(line, dict) else None
+            if isinstance(upload, list) and len(upload) == 3:
+                path, name, size = upload
+                if isinstance(path, str) and isinstance(name, str) and isinstance(size, int):
+                    self.begun[path] = Begun(name, size)
 
     def add_upload(self, path: str, begun: Begun) -> None:
         """Note that an upload was begun. May be called from any thread."""
-        self._add({"upload": [path, begun.upload, begun.part_nbytes]})
-
-    def _add(self, line: Mapping[str, object]) -> None:
+        line = json.dumps({"upload": [path, begun.upload, begun.part_nbytes]})
         with self._lock, contextlib.suppress(OSError):  # a full disk costs a later run time, and nothing else
             if self._fd >= 0:
-                storage.append(self._fd, b"\n" + json.dumps(line).encode())
+                storage.append(self._fd, b"\n" + line.encode())
 
     def close(self) -> None:
-        """Leave the notes to the next run."""
+        """Leave the notes to the next process."""
         with self._lock:
             if self._fd >= 0:
                 storage.close_fd(self._fd)
             self._fd = -1
 
     def remove(self) -> None:
-        """Remove the notes: the output is there, or was given up."""
+        """Remove the notes: the files are there, or were given up."""
         if self._path:
             with contextlib.suppress(OSError):
                 storage.unlink(self._path)

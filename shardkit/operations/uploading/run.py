@@ -1,36 +1,31 @@
-"""Writing an output into a store: what a staging directory and a rename are on a disk.
-
-    probe the store -> send the files, front to back -> describe -> ask for every file -> send what lies beside -> the marker
+"""The files of an output in a store, and the requests that make an output of them.
 
 Nothing that a reader looks for appears before the marker, and that is one request. A run that died leaves data that nobody
-sees, which the next one takes over, or `shardkit status --abort` removes.
+sees, which the next one goes on with, or `shardkit status --abort` removes.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardkit.core.text import escape, in_shell
+from shardkit.core.text import escape
 from shardkit.core.threads import Progress, at_once
-from shardkit.errors import IncompleteError, IntegrityError, Interrupted, ResourceError, UsageError
+from shardkit.errors import IncompleteError, IntegrityError, UsageError
 from shardkit.files import storage, stores
 from shardkit.files.digest import crc32
 from shardkit.files.remote.contract import WrittenObject
 from shardkit.files.remote.writers import writer_of
-from shardkit.files.uploads import PART_NBYTES, Session
+from shardkit.files.uploads import PART_NBYTES
 from shardkit.formats.owned import PROBE
-from shardkit.operations.uploading.notes import Notes
 from shardkit.operations.uploading.place import UploadTarget
-from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.execute import Describer, ExecuteOptions, Execution, FileDigest, ReadingExecution
+from shardkit.transfer.execute import Describer, ExecuteOptions, FileDigest, ReadingExecution
 from shardkit.transfer.plan import TransferPlan
 
 
@@ -61,36 +56,10 @@ class Upload:
     describe: Describe
     options: ExecuteOptions
     """From `into_store`."""
-    verb: str
     progress: Progress
-    resume: bool
     overwrites: bool
-    versions: Mapping[str, str] | None = None
-    """Of packages that decided the plan, for whoever goes on."""
-    on_resumed: Callable[[Sequence[Mapping[str, str]]], object] = lambda _: None
-    """Is told those under which earlier runs wrote what this one takes over."""
     look: Callable[[str], object] = lambda _: None
     """Refuses to replace what lies in a directory by now; asked before anything is sent under a name that others use."""
-    computed: str = ""
-    """Stands for what was computed for the files; a run goes on only with files that were made of the same."""
-
-    def run(self, check: SourceCheck | None) -> int:
-        """Write everything.
-
-        Args:
-            check: compares what is read with what the source records.
-
-        Returns:
-            How many files an earlier run had finished.
-
-        Raises:
-            Interrupted: after a signal; what was finished is kept.
-            UsageError: the store has no conditional requests, or somebody else was faster.
-            IncompleteError, ResourceError: the store fails; what was finished is kept.
-            IntegrityError: as `Execution.run`; nothing of the output is kept.
-        """
-        check_conditions(self.target.path)
-        return _UploadRun(self, check).run()
 
     def describe_again(self, check: SourceCheck | None) -> None:
         """Describe the output that is there, made of these very files; nothing goes into the store.
@@ -259,124 +228,6 @@ def is_same(there: WrittenObject | None, stored: WrittenObject) -> bool:
     if there is None or there.size != stored.size:
         return False
     return there.etag == stored.etag or (there.crc32 is not None and there.crc32 == stored.crc32)
-
-
-class _UploadRun:
-    """One run of an upload."""
-
-    def __init__(self, upload: Upload, check: SourceCheck | None) -> None:
-        self._upload, self._check = upload, check
-        self._files = StoredFiles(upload)
-        self._notes = Notes(
-            upload.target.path,
-            upload.plan_hash + upload.computed,
-            resume=upload.resume,
-            versions=upload.versions,
-        )
-        self._session = Session(
-            self._files.directory,
-            known=self._notes.begun,
-            on_begin=self._notes.add_upload,
-            before_object=self._check_not_read,
-        )
-
-    def _check_not_read(self) -> None:
-        """Refuse to replace a file of an output that has appeared: what was computed may have other bits in it.
-
-        Raises:
-            UsageError: another run of this job was faster.
-        """
-        if self._upload.computed and self._files.is_named:
-            raise self._files.was_slower()
-
-    def run(self) -> int:
-        upload, files = self._upload, self._files
-        try:
-            upload.progress.start(upload.plan.hole_bytes, upload.verb)
-            finished = self._finished()
-            with self._session, tempfile.TemporaryDirectory(prefix="shardkit-") as directory:
-                self._move(directory, finished)
-                files.check_all()
-                self._check_not_read()
-                files.commit(directory, upload.target.etag)
-        except KeyboardInterrupt as interrupt:
-            if files.marker is not None and writer_of(files.marker_path).has(files.marker_path, files.marker):
-                return len(finished)
-            raise interrupted(
-                interrupt, upload.target, "what was finished is kept in the store"
-            ) from interrupt
-        except (IncompleteError, ResourceError):
-            raise
-        except BaseException:
-            self._session.abort()
-            files.remove()
-            self._notes.remove()
-            raise
-        finally:
-            upload.progress.finish()
-            self._notes.close()
-        self._notes.remove()
-        return len(finished)
-
-    def _finished(self) -> dict[str, FileDigest]:
-        """Return the files that an earlier run finished and the store still has."""
-        plan, found, versions = self._upload.plan, dict[str, FileDigest](), list[Mapping[str, str]]()
-        numbers = {image.name: number for number, image in enumerate(plan.images)}
-        noted = [each for name, each in self._notes.files.items() if name in numbers]
-        there = at_once(
-            writer_of(self._files.directory).head, [self._files.path(each.digest.name) for each in noted]
-        )
-        for each, stored in zip(noted, there, strict=True):
-            number, digest = numbers[each.digest.name], each.digest
-            if stored is None or not is_same(stored, WrittenObject(digest.size, each.etag, digest.crc32)):
-                continue
-            if plan.images[number].size == digest.size and (
-                self._check is None or self._check.load(each.source)
-            ):
-                found[digest.name] = digest
-                versions.append(each.versions)
-                self._files.stored[digest.name] = stored
-                self._upload.progress.advance(self._upload.data_nbytes[number])
-        self._upload.on_resumed(versions)
-        return found
-
-    def _move(self, directory: str, finished: Mapping[str, FileDigest]) -> None:
-        """Send the files, and describe them into a directory."""
-        upload, check = self._upload, self._check
-        with upload.describe(directory, shards=self._files.directory) as descriptions:
-
-            def on_finished(digest: FileDigest, read: Evidence) -> None:
-                stored = self._session.stored[self._files.path(digest.name)]
-                self._files.add(digest, stored)
-                self._notes.add_file(digest, stored.etag, None if check is None else check.dump(read))
-                descriptions.add_file(digest)
-
-            execution = Execution(
-                upload.plan,
-                self._files.directory,
-                upload.options,
-                finished=finished,
-                on_finished=on_finished,
-                progress=upload.progress,
-                check=check,
-            )
-            descriptions.finish(*execution.run())
-
-
-def interrupted(interrupt: KeyboardInterrupt, target: UploadTarget, kept: str) -> Interrupted:
-    """Return the error that reports a signal.
-
-    Args:
-        interrupt: by a signal.
-        target: what was being written.
-        kept: says what is left for the next run.
-    """
-    return Interrupted(
-        f"interrupted: {escape(target.path)} was not made; {kept}",
-        signum=getattr(interrupt, "signum", signal.SIGINT),
-        hint=f"run the same command again to resume, or give it up: "
-        f"`shardkit status {in_shell(target.path)} --abort`",
-    )
 
 
 def check_beside(path: str, files: Mapping[str, Callable[[], bytes]]) -> None:

@@ -141,17 +141,17 @@ def _others(ask: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_record_that_is_damaged_before_it_is_sent(
     source: Path, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardkit.operations.uploading.run import Upload
+    from shardkit.operations.parts.divided import Divided
 
-    inner = Upload.run
+    inner = Divided._move
 
-    def damaged(self: Any, check: Any) -> int:
+    def damaged(self: Any, *args: Any) -> int:
         path = records(tmp_path)[0]
         path.write_bytes(bytes(path.stat().st_size))
-        return inner(self, check)
+        return inner(self, *args)
 
-    monkeypatch.setattr(Upload, "run", damaged)
-    with pytest.raises(IntegrityError, match="factors are not in the files as they were computed"):
+    monkeypatch.setattr(Divided, "_move", damaged)
+    with pytest.raises(IntegrityError, match="other factors were read than were computed"):
         preshard(source, out)
     assert not objects(out)
     assert not records(tmp_path)

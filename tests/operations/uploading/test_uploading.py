@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -16,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 import shardkit
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, UsageError
-from shardkit.files import stores, uploads
+from shardkit.files import storage, stores, uploads
 from shardkit.files.remote.writers import writer_of
+from shardkit.files.shared import SharedStaging
 from shardkit.formats.owned import OutputKind
 from shardkit.operations.uploading.place import check_target
 from shardkit.operations.uploading.run import StoredFiles
@@ -312,6 +314,78 @@ def test_of_two_that_commit_one_wins(served: Served, out: str, overwrite: bool) 
 
 def folder_of(name: str) -> bytes:
     return name.partition("/")[0].encode()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_whose_twin_was_faster_ends_well(
+    served: Served, tmp_path: Path, out: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have sent all files when one of them commits; nothing of the other one is left, in the store or here."""
+    if overwrite:
+        shardkit.preshard(served.home / "hub", out, world_size=4, wrap="none")
+    told, inner = list[Any](), StoredFiles.check_all
+
+    def late(files: StoredFiles) -> None:
+        monkeypatch.setattr(StoredFiles, "check_all", inner)
+        told.append(WRITES["preshard"](served.home, out, overwrite=overwrite))
+        inner(files)
+
+    monkeypatch.setattr(StoredFiles, "check_all", late)
+    told.append(WRITES["preshard"](served.home, out, overwrite=overwrite))
+    assert [(result.was_there, result.resumed_files) for result in told] == [(False, 3), (True, 0)]
+    assert shardkit.verify(out, full=True).problems == ()
+    assert not os.listdir(tmp_path / "cache/factors")
+    assert not writer_of(out).uploads(out)
+
+
+def test_an_error_removes_nothing_that_a_twin_goes_on_with(
+    served: Served, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = StoredFiles.check_all
+
+    def fails(_: StoredFiles) -> None:
+        raise IntegrityError("the memory fails")
+
+    def others_fail(files: StoredFiles) -> None:
+        monkeypatch.setattr(StoredFiles, "check_all", fails)
+        with pytest.raises(IntegrityError, match="the memory fails"):
+            WRITES["preshard"](served.home, out)
+        inner(files)
+
+    monkeypatch.setattr(StoredFiles, "check_all", others_fail)
+    assert not WRITES["preshard"](served.home, out).was_there
+    assert shardkit.verify(out, full=True).problems == ()
+    with pytest.raises(IntegrityError, match="the memory fails"):
+        WRITES["preshard"](served.home, f"{out}-2")  # nobody else is at work
+    assert not objects(f"{out}-2")
+    assert not os.listdir(tmp_path / "cache/factors")
+
+
+def test_notes_that_cannot_be_written_cost_nothing_else(
+    served: Served, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SHARDKIT_CACHE", str(tmp_path / "file"))
+    WRITES["preshard"](served.home, out)
+    monkeypatch.setenv("SHARDKIT_CACHE", str(tmp_path / "cache"))
+    with monkeypatch.context() as patch:
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(storage, "mkdir", full)
+        WRITES["preshard"](served.home, f"{out}-2")
+    (tmp_path / "cache/factors").mkdir(parents=True, exist_ok=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedStaging, "write_note", full)
+        WRITES["preshard"](served.home, f"{out}-3")
+    assert {folder_free(out), folder_free(f"{out}-2"), folder_free(f"{out}-3")} == {folder_free(out)}
+
+
+def folder_free(out: str) -> tuple[tuple[str, bytes], ...]:
+    """What lies in a sharded output, whatever its folder is called; without what names that."""
+    found = {name.rpartition("/")[2]: data for name, data in objects(out).items()}
+    return tuple(sorted((name, data) for name, data in found.items() if name.endswith(".distcp")))
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "reset", "lost", "expired"])
