@@ -77,13 +77,6 @@ DRAWN_IN = {"osft/training": "training"}
 
 KIND_QUESTIONS = {"is_remote", "SCHEMES", "WRITABLE"}
 """What says whether a path leads to a disk or into a store."""
-MAY_ASK_KINDS = {
-    "operations/commit/__init__.py",
-    "operations/commit/places.py",
-    "operations/parts/pool.py",
-    "operations/write.py",
-}
-"""Modules outside `files` that still do; nothing may be added."""
 
 OSFT_SEAMS = {
     # public names, and the options of verbs
@@ -191,9 +184,8 @@ def shared_names(package: Path) -> Iterator[str]:
             yield f"class {name} is in {' and in '.join(sorted(files))}: name each for what it is, or make them one"
 
 
-def kind_questions(package: Path, exceptions: Collection[str] = MAY_ASK_KINDS) -> Iterator[str]:
-    """Yield a line for each module outside `files` that asks what kind of path it has, and each exception that is none."""
-    asking = set[str]()
+def kind_questions(package: Path) -> Iterator[str]:
+    """Yield a line for each module outside `files` that asks what kind of path it has."""
     for path in modules(package).values():
         names = {
             name
@@ -202,11 +194,8 @@ def kind_questions(package: Path, exceptions: Collection[str] = MAY_ASK_KINDS) -
             if isinstance(name, str)
         }
         if names & KIND_QUESTIONS and package_of(room_of(path, package)) != "files":
-            asking.add(path.relative_to(package).as_posix())
-    for file in sorted(asking - {*exceptions}):
-        yield f"{file} asks what kind of path it has: give what it needs a name in files/location"
-    for file in sorted({*exceptions} - asking):
-        yield f"{file} asks for no kind of path any more: take it out of MAY_ASK_KINDS"
+            file = path.relative_to(package).as_posix()
+            yield f"{file} asks what kind of path it has: give what it needs a name in files/location"
 
 
 def osft_imports(package: Path, seams: Mapping[str, Collection[str]] = OSFT_SEAMS) -> Iterator[str]:

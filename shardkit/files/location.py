@@ -23,6 +23,8 @@ class Location(NamedTuple):
     sends: bool = False
     """What is written is sent meanwhile, within an `uploads.Session`: each file front to back, and it takes no room here."""
     is_writable: bool = True
+    has_owners: bool = True
+    """It tells which user wrote a file."""
     vouches: bool = False
     """It says of a file what its size is, and maybe its CRC-32, without reading it."""
     has_versions: bool = False
@@ -42,6 +44,7 @@ _STORE = Location(
     renames=False,
     has_directories=False,
     is_for_all=False,
+    has_owners=False,
     sends=True,
     vouches=True,
     has_versions=True,

@@ -35,10 +35,10 @@ from shardkit.errors import (
     check_torch,
 )
 from shardkit.files import manifest, storage
+from shardkit.files.location import location_of
 from shardkit.files.shared import has_commits, remove_runs
 from shardkit.files.shared_store import MAX_SENT_NBYTES
 from shardkit.files.staging import identity_of, this_host
-from shardkit.files.stores import is_remote
 from shardkit.files.strict_json import stamp_at
 from shardkit.formats.owned import Made, OutputKind, is_output, refusal
 from shardkit.formats.recorded import SourceManifests, find_manifests
@@ -246,7 +246,7 @@ def shared_stamp(file: ReadFile) -> list[int | str] | None:
     stamp = _stamp(file)
     if stamp is None:
         return None
-    if is_remote(file.path):
+    if location_of(file.path).has_versions:
         return [stamp.size, stamp.inode]
     place, name = os.path.split(storage.realpath(file.path))
     if os.path.basename(place) == "blobs":
@@ -336,7 +336,7 @@ class Writer:
         overwrite, is_first = self.writing.overwrite, not self.path
         # All that is somebody's is named at once.
         kind = None if overwrite and self._made is None else self._kind
-        if is_remote(output):
+        if not location_of(output).renames:
             # Whether what is there was made by parts of this very plan is known once there is a plan.
             writing = self.writing
             may_be_ours = overwrite or writing.share is not None or not writing.dry_run

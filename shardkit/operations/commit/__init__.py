@@ -16,7 +16,7 @@ from shardkit.core.result import Result, wrote
 from shardkit.core.text import escape, in_shell, listed
 from shardkit.core.threads import ProgressOption
 from shardkit.errors import ShardkitError, SourceError, UsageError
-from shardkit.files.stores import is_remote
+from shardkit.files.location import location_of
 from shardkit.operations.commit.places import Place, place_of
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
 from shardkit.operations.leftovers import Leftover, remove, warn_before
@@ -229,7 +229,7 @@ def _carry_out(
     if verb is None or not command.options.keys() <= signature(verb).parameters.keys():
         raise SourceError(f"{escape(staging.record)} is damaged")
     staging.check_owner()
-    if is_remote(staging.destination):
+    if not location_of(staging.destination).has_owners:
         _check_harmless(command)
     options = {**command.options, "overwrite": overwrite or bool(command.options.get("overwrite"))}
     ended = list[bool]()
@@ -363,7 +363,7 @@ def status(
     stored, runs, shown = place.uncommitted(), place.runs(), escape(place.path)
     warnings: tuple[str, ...] = ()
     if abort:
-        shared = [each.path for each in found if not is_remote(each.path)]
+        shared = [each.path for each in found if location_of(each.path).has_directories]
         warnings = warn_before(runs, on_warning, also_unknown=True, shared=shared)
         for staging in found:
             staging.give_up()

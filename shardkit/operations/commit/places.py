@@ -10,7 +10,8 @@ from shardkit.core.text import escape
 from shardkit.core.threads import at_once
 from shardkit.errors import UsageError
 from shardkit.files import storage, stores
-from shardkit.files.remote.writers import WRITABLE, writer_of
+from shardkit.files.location import location_of
+from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared import has_commits, remove_marks, shared_of
 from shardkit.files.shared_store import shared_in_store
 from shardkit.files.staging import identity_of, remove_abandoned
@@ -117,6 +118,7 @@ def place_of(output: str | os.PathLike[str]) -> Place:
         UsageError: no output can be there.
     """
     given = os.fspath(output)
-    if stores.is_remote(given) and not given.startswith(WRITABLE):
+    location = location_of(given)
+    if not location.is_writable:
         raise UsageError(f"{escape(given)}: this store is read only so far, so nothing is written there")
-    return _Store(given) if stores.is_remote(given) else _Disk(given)
+    return _Disk(given) if location.renames else _Store(given)

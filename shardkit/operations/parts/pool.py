@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from shardkit.core.text import escape
 from shardkit.errors import UsageError
 from shardkit.files import storage
+from shardkit.files.location import location_of
 from shardkit.files.shared import remove_marks
-from shardkit.files.stores import is_remote
 from shardkit.operations.parts.agreement import Command, Committing, NotThere
 from shardkit.operations.parts.divided import PartResult
 from shardkit.operations.parts.foreign import foreign_in
@@ -180,7 +180,7 @@ def _whole(verb: Callable[..., _R], options: Mapping[str, Any], results: list[_R
     if not committed:
         committed = [verb(**options, part=Committing(check=lambda _: None, on_end=lambda _: None))]
     whole = next((each for each in committed if each.part is None or not each.part.by_another), committed[0])
-    if not is_remote(whole.output):
+    if location_of(whole.output).renames:
         remove_marks(whole.output, foreign_in)  # nobody comes late any more
     warnings = dict.fromkeys(warning for each in (whole, *results) for warning in each.warnings)
     # What else is of one part alone is left out.
