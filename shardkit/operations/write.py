@@ -9,19 +9,15 @@ passed, and the output appears under its name in one rename: whole, or not at al
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import os
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from shardkit._version import __version__
-from shardkit.core.catalog import Catalog, FileStamp
+from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType, short_dtype
 from shardkit.core.result import Result, wrote
 from shardkit.core.text import count, escape, in_shell, listed
@@ -34,21 +30,29 @@ from shardkit.errors import (
     UsageError,
     check_torch,
 )
-from shardkit.files import manifest, storage
+from shardkit.files import storage
 from shardkit.files.location import location_of
 from shardkit.files.shared import has_commits, remove_runs
 from shardkit.files.shared_store import MAX_SENT_NBYTES
-from shardkit.files.staging import identity_of, this_host
-from shardkit.files.strict_json import stamp_at
+from shardkit.files.staging import identity_of
 from shardkit.formats.owned import Made, OutputKind, is_output, refusal
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.destination import check_destination, check_replaceable, check_space, free_bytes
 from shardkit.operations.environment import mixed_versions
 from shardkit.operations.leftovers import name_unknown
 from shardkit.operations.options import WriteOptions
-from shardkit.operations.parts.agreement import Agreement, Command, Committing, NotThere, Share, as_typed
+from shardkit.operations.parts.agreement import Agreement, Command, Committing, NotThere, Share
 from shardkit.operations.parts.divided import Divided, PartResult
 from shardkit.operations.parts.foreign import foreign_in, name_foreign
+from shardkit.operations.parts.ingredients import (
+    Job,
+    agreement_of,
+    hash_of,
+    hash_plan,
+    machine_of,
+    shared_ingredients,
+    versions_of,
+)
 from shardkit.operations.parts.on_disk import DividedOnDisk, absolute
 from shardkit.operations.parts.part import ALL, Part
 from shardkit.operations.uploading.in_store import DividedInStore
@@ -67,15 +71,7 @@ from shardkit.osft.phase import FactorPhase, PhaseAt
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.existing import Existing, Unproven, is_remembered, remember
-from shardkit.transfer.images import ImageSet
 from shardkit.transfer.plan import TransferPlan
-
-_NOTES = 3
-"""What parts note of their files; those of another version of shardkit may not be put together with ours."""
-_OF_ONE_MACHINE = "computed_by"
-"""What of a job the bits of its factors depend upon, beside the weights."""
-_VERSIONS = "traced_with"
-"""Those that a job was decided with, by package: another run or part may have others, if it decides the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,131 +147,6 @@ def _converted(plan: TransferPlan) -> Iterator[Converted]:
     for (stored, written), number in counts.items():
         if stored is not written:
             yield Converted(stored=stored.name, written=written.name, num_tensors=number)
-
-
-class Images(ImageSet, Protocol):
-    """Images that know how much of each is data."""
-
-    @property
-    def data_nbytes(self) -> Sequence[int]:
-        """Bytes of all holes of each image."""
-        ...
-
-
-class Job(Protocol):
-    """Something decided that is to be carried out."""
-
-    @property
-    def plan(self) -> TransferPlan:
-        """What to move."""
-        ...
-
-    @property
-    def output(self) -> Images:
-        """The plan's images."""
-        ...
-
-    @property
-    def decided(self) -> Mapping[str, object]:
-        """Whatever decides what is written, beside sources and images, as plain data; a `ReadFile` may be in a list."""
-        ...
-
-    @property
-    def beside(self) -> Collection[str]:
-        """Names of the files that lie beside the images, without what describes these."""
-        ...
-
-
-class ReadFile(NamedTuple):
-    """A file that is read, and its state."""
-
-    name: str
-    path: str
-    stamp: FileStamp | None = None
-    """None if it is to be asked for."""
-
-
-Stamp = Callable[[ReadFile], object]
-"""Returns what tells a file from another one of its name, as plain data."""
-
-
-def ingredients(job: Job, stamp: Stamp) -> dict[str, object]:
-    """Return the ingredients of a job's hash, as plain data: inputs, options and the version of shardkit."""
-    table, tensors, made = job.plan.catalog.chunks, job.plan.catalog.tensors, job.plan.made_of
-    records = {table.file[row] for name in made for row in tensors[name].chunk_ids}
-    files = [file for number, file in enumerate(job.plan.catalog.files) if number not in records]
-    plain = {file.path for file in files if file.is_raw}
-    # What is decoded or computed of a file is known to those processes alone that read it.
-    sources = [
-        ReadFile(file.name, file.path, file.stamp) for file in files if file.is_raw or file.path not in plain
-    ]
-    described: dict[str, object] = {
-        **{key: value for key, value in job.decided.items() if key != _VERSIONS},
-        "version": __version__,
-        "sources": sources,
-        "images": [(image.name, image.size) for image in job.output],
-    }
-    for key, value in described.items():
-        if isinstance(value, list) and value and isinstance(value[0], ReadFile):
-            described[key] = [(file.name, stamp(file)) for file in value]
-    return described
-
-
-def hash_of(described: object) -> str:
-    """Return a digest of plain data."""
-    text = json.dumps(described, sort_keys=True, default=manifest.to_json)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def hash_plan(job: Job) -> str:
-    """Return the hash of inputs, options and version: only a run with an equal hash may be resumed."""
-    return hash_of(ingredients(job, _stamp))
-
-
-def _stamp(file: ReadFile) -> FileStamp | None:
-    """Return the stamp of a source file: another file may have its name and size."""
-    return stamp_at(file.path) if file.stamp is None else file.stamp
-
-
-def shared_stamp(file: ReadFile) -> list[int | str] | None:
-    """Return a stamp that is the same on all machines: numbers of inodes and devices are not.
-
-    In the Hub's cache a file is named after its content, and each machine may have a cache of its own. What stands for the
-    inode of an object in a store is its version.
-    """
-    stamp = _stamp(file)
-    if stamp is None:
-        return None
-    if location_of(file.path).has_versions:
-        return [stamp.size, stamp.inode]
-    place, name = os.path.split(storage.realpath(file.path))
-    if os.path.basename(place) == "blobs":
-        return [stamp.size, name]
-    return [stamp.size, stamp.modified_ns // 1000]  # some file systems keep no more
-
-
-def _shared_ingredients(job: Job, *, is_run: bool = False) -> dict[str, object]:
-    """Return the ingredients as all machines see them.
-
-    Args:
-        job: what is to be carried out.
-        is_run: by one process, whose kind of machine counts. Parts may run on several kinds.
-    """
-    made_of = ingredients(job, shared_stamp)
-    if not is_run:
-        made_of.pop(_OF_ONE_MACHINE, None)
-    return made_of
-
-
-def _versions_of(job: Job) -> dict[str, str] | None:
-    """Return the versions of packages that the job was decided with; None if none had a say."""
-    versions = job.decided.get(_VERSIONS)
-    return versions if isinstance(versions, dict) else None
-
-
-def _machine_of(job: Job) -> str:
-    """Return a hash of the kind of this machine, as far as factors depend on it."""
-    return hash_of(job.decided.get(_OF_ONE_MACHINE))[:16]
 
 
 class Writer:
@@ -639,7 +510,7 @@ class Writer:
         It is taken once: the names of a job's files may have it in them later.
         """
         recorded = {"recorded": sorted(self.writing.recorded)} if self.writing.recorded else {}
-        self._hash = self._hash or hash_of({**_shared_ingredients(job), **recorded})
+        self._hash = self._hash or hash_of({**shared_ingredients(job), **recorded})
         return self._hash
 
     def check_beside(self, files: Mapping[str, Callable[[], bytes]], earlier: Made) -> None:
@@ -723,8 +594,8 @@ class Writer:
             job=factors,
             place=place,
             compares=self.options.check_source,
-            computed_by=_machine_of(job),
-            versions=_versions_of(job),
+            computed_by=machine_of(job),
+            versions=versions_of(job),
             another_place="choose another destination" if self._target is None else ANOTHER_PLACE,
         )
 
@@ -836,7 +707,7 @@ class Writer:
 
     def _warn_of_versions(self, job: Job, begun: Iterable[Mapping[str, str]]) -> None:
         """Warn, once, if what this process goes on with was begun with other versions of packages."""
-        warning = mixed_versions(begun, _versions_of(job))
+        warning = mixed_versions(begun, versions_of(job))
         if warning is not None and warning not in self._warnings:
             self._say([warning])
 
@@ -893,27 +764,8 @@ class Writer:
                 "check_source": self.options.check_source,
             }
             command = Command(verb=self._verb, options=settings)
-        shared = _shared_ingredients(job, is_run=share is None)
-        made_of = {**shared, "settings": command.settings(), "notes": _NOTES}
-        digests = {key: hash_of(value) for key, value in made_of.items()}
-        typed, cwd = as_typed() if share is None else ("", "")
-        agreement = Agreement(
-            plan=hash_of(digests if share is not None else {**digests, "user": os.geteuid()}),
-            version=__version__,
-            ingredients={
-                key: dict(value) if key == "sources" and isinstance(value, list) else digests[key][:16]
-                for key, value in made_of.items()
-            },
-            command=command,
-            typed=share.typed if isinstance(share, Part) else typed,
-            here=() if share is not None else (this_host(), hash_plan(job)),
-            cwd=cwd,
-            beside=sorted(job.beside),
-            num_parts=share.count if isinstance(share, Part) else 1,
-            files=[(image.name, image.size) for image in job.output],
-            weights=[] if factors is None else factors.weights,
-            versions=_versions_of(job),
-        )
+        weights = [] if factors is None else factors.weights
+        agreement = agreement_of(job, command, share, weights)
         if isinstance(share, Committing):
             share.check(agreement)
         return agreement

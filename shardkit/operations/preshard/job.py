@@ -42,6 +42,7 @@ from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.describe_files import FilesOutput
 from shardkit.operations.environment import computed_by, traced_with
 from shardkit.operations.keys import NONE, load_rules
+from shardkit.operations.parts.ingredients import ReadFile
 from shardkit.operations.preshard.options import ORIGINS, STORED_NAMES, PreshardOptions
 from shardkit.operations.preshard.profiles import (
     Assets,
@@ -53,7 +54,6 @@ from shardkit.operations.preshard.profiles import (
     find_assets,
     with_config,
 )
-from shardkit.operations.write import ReadFile
 from shardkit.osft.job import FactorRecords, factored_weight, plan_records
 from shardkit.osft.layout import check_osft_mesh, describe_osft, division_of, factor_layout
 from shardkit.transfer.codecs.bound import bind
