@@ -164,7 +164,8 @@ class Codec(Protocol):
     """Makes a tensor of stored ones, a box at a time.
 
     It reads through `StoredParts` what a box needs, and takes memory for a few times that and the box, whatever the tensor's
-    size. The same box has the same bytes, whoever else is made and in whatever order.
+    size. A box begins and ends anywhere: a rank's rows, a buffer, a piece of either. It has the bytes that it has in the
+    whole tensor, whoever else is made and in whatever order.
     """
 
     @property

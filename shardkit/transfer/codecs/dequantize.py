@@ -160,7 +160,10 @@ class Product:
         return parts.values(self.scaled.names.numbers, region).float()
 
     def _scales(self, parts: StoredParts, region: Region) -> torch.Tensor:
-        """Return the scale of each number of a box. A dim that shares one scale has size 1."""
+        """Return the scale of each number of a box: that of its place in the whole tensor, as boxes begin within blocks.
+
+        A dim that shares one scale has size 1.
+        """
         import torch
 
         name, (shape, block) = self.scaled.names.scales, self.scaled.blocks

@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
+from shardkit.core.regions import Region
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.quantised import find_scaled, why_narrow, why_quantised
+from shardkit.transfer.codecs.boxes import as_tensor, read_box
 from shardkit.transfer.codecs.derive import derive
 from shardkit.transfer.sources import SourceFiles
 from tests.keys.test_expressions import window
@@ -44,7 +46,7 @@ def read(catalog: Catalog, name: str, seed: int = 0) -> torch.Tensor:
             region = catalog.chunks.region(row)
             data, done = bytearray(region.num_elements * itemsize), 0
             while done < len(data):
-                size = min(rng.choice((1, 31, 500, 100_000)) * itemsize, len(data) - done)
+                size = min(rng.choice((1, 31, 500, 10_000)) * itemsize, len(data) - done)
                 part = memoryview(data)[done : done + size]
                 place = catalog.chunks.start[row] + done
                 reader.read_into(catalog.chunks.file[row], part, place, name)
@@ -104,6 +106,32 @@ def test_a_ragged_last_block_has_its_own_scale(shape: tuple[int, int], tmp_path:
     catalog = plain(tmp_path, {"a.weight": weight, "a.weight_scale_inv": scales}, FP8)
     expected = by_formula(weight, scales, (128, 128)).bfloat16()
     assert torch.equal(bits(read(catalog, "a.weight")), bits(expected))
+
+
+@pytest.mark.parametrize(
+    "box",
+    [((171, 0), (171, 384)), ((0, 100), (320, 200)), ((100, 100), (200, 50)), ((127, 127), (2, 2))],
+)
+def test_a_box_that_begins_within_a_block_has_the_scales_of_its_place(
+    box: tuple[tuple[int, int], tuple[int, int]], tmp_path: Path
+) -> None:
+    """A rank's rows begin anywhere: 512 rows on 3 ranks, in blocks of 128."""
+    weight, scales = fp8(512, 384), torch.rand(4, 3) * 1e-2
+    catalog = plain(tmp_path, {"a.weight": weight, "a.weight_scale_inv": scales}, FP8)
+    with SourceFiles(catalog.files) as files, files.reader() as reader:
+        values = read_box(catalog, "a.weight", Region(*box), reader)
+    expected = by_formula(weight, scales, (128, 128)).bfloat16()[window(Region(*box))]
+    assert torch.equal(bits(as_tensor(values, BY_NAME["bfloat16"])), bits(expected))
+
+
+def test_a_weight_of_several_pieces_has_the_scales_of_its_blocks(tmp_path: Path) -> None:
+    """A box is computed in pieces of 2**18 numbers: 292 of these rows, so the second piece begins within a block."""
+    weight, scales = fp8(512, 896), torch.rand(4, 7) * 1e-2
+    catalog = plain(tmp_path, {"a.weight": weight, "a.weight_scale_inv": scales}, FP8)
+    with SourceFiles(catalog.files) as files, files.reader() as reader:
+        values = read_box(catalog, "a.weight", Region((0, 0), (512, 896)), reader)
+    expected = by_formula(weight, scales, (128, 128)).bfloat16()
+    assert torch.equal(bits(as_tensor(values, BY_NAME["bfloat16"])), bits(expected))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
