@@ -302,7 +302,8 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def commands(reports: Iterable[Report]) -> str:
     """Return how some reports came about, and what they had to leave out."""
-    lines = dict.fromkeys(report["command"] for report in reports)
+    given = dict.fromkeys(report["command"] for report in reports)
+    lines = [line if len(line) <= 118 else line.replace(" --", " \\\n    --") for line in given]
     missing = dict.fromkeys(each for report in reports for each in report["left_out"])
     said = "\n" + wrapped(f"Left out: {'; '.join(missing)}.") + "\n" if missing else ""
     return "\n" + "\n".join(["```bash", *lines, "```"]) + "\n" + said
