@@ -33,21 +33,21 @@ _SECTIONS = {
         "reshard": "Write a sharded checkpoint for another mesh, its optimizer too.",
     },
     "Look": {
-        "inspect": "Show what a model or a checkpoint holds.",
-        "verify": "Check that a checkpoint is whole and holds what was written.",
+        "inspect": "Show what is in a model or a checkpoint.",
+        "verify": "Check that a checkpoint is whole and as it was written.",
         "diff": "Compare two checkpoints of any formats, tensor by tensor.",
     },
     "Many machines": {
-        "commit": "Make the output that parts of a job have written.",
-        "status": "Show how far the parts of a job are, or give it up.",
+        "commit": "Make the output from what the parts of a job have written.",
+        "status": "Show how far the parts of a job are, or abort it.",
         "gc": "Delete what is left of replaced saves and of runs that died.",
     },
     "More": {
         "manifest": "Record the checksum of every file, to verify it later.",
-        "keys": "Show what tensors are on the Hub or in a model; check rules.",
-        "cache": "Show what is kept of transformers' answers, or remove it.",
+        "keys": "Show what tensors become on the Hub or in a model; check rules.",
+        "cache": "Show what is cached of transformers' answers, or remove it.",
         "env": "Show versions and settings, to paste into a bug report.",
-        "completion": "Print a script for the shell that completes what you type.",
+        "completion": "Print the script that completes commands in your shell.",
         "help": "Show what a command does and its options.",
     },
 }
@@ -224,7 +224,7 @@ Examples:
   shardkit consolidate last.ckpt/
   shardkit inspect Qwen3-8B-dp_shard32
 
-COMMAND -h shows the options that a first user needs, COMMAND --help all.""",
+COMMAND -h shows the options that you need first, COMMAND --help all of them.""",
 )
 @click.version_option(__version__, "-V", "--version", message="shardkit %(version)s")
 def main() -> None:

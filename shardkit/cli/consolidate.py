@@ -46,7 +46,7 @@ Examples:
     first=True,
     type=opt.PATH,
     metavar="MODEL",
-    help="The model that it was trained from, a Hub directory or repo id: for config, tokenizer, names, shapes.",
+    help="The model that the training started from, a Hub directory or repo id: for config, tokenizer, names, shapes.",
 )
 @opt.option("Input", "--base-revision", metavar="REV", help="Branch, tag or commit of a repo id.")
 @opt.option(
@@ -55,7 +55,7 @@ Examples:
     first=True,
     type=opt.PATH,
     metavar="DIR",
-    help="Put this tokenizer beside the weights, not the base's: training changed the vocabulary.",
+    help="Use this tokenizer instead of the base's, if training changed the vocabulary.",
 )
 @opt.dtype("--dtype", "base", help="Convert floating tensors; base: each as it is stored in the base.")
 @opt.dtype_rules

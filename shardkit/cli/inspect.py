@@ -60,9 +60,9 @@ Examples:
 def command(
     *, out: Output, path: str, picture: bool, html_file: str | None, overwrite: bool, **options: Any
 ) -> None:
-    """Show what PATH holds: a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint.
+    """Show what PATH contains: a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint.
 
-    Of a run's directory the newest complete checkpoint is taken. Headers and metadata are read, but no tensor data.
+    In a run's directory, the newest complete checkpoint is taken. Headers and metadata are read, but no tensor data.
     Anything odd about the checkpoint is reported on stderr.
     """
     page = PageFile(html_file, (path,), overwrite=overwrite)

@@ -23,7 +23,7 @@ Examples:
   shardkit keys check rules.toml last.ckpt --base Qwen/Qwen3-8B""",
 )
 def command() -> None:
-    """Show what tensors are on the Hub or in a model, and check rules that say so.
+    """Show what tensors become on the Hub or in a model, and check rules for that.
 
     `--keys RULES` on preshard and consolidate applies them; docs/keys.md describes the file.
     """
@@ -42,7 +42,7 @@ base = opt.option(
 @command.command(
     cls=opt.Verb,
     name="check",
-    short_help="Hold key rules against the names and shapes of SOURCE.",
+    short_help="Compare key rules with the names and shapes of SOURCE.",
     epilog="""\b
 Examples:
   shardkit keys check rules.toml last.ckpt
@@ -55,7 +55,7 @@ Examples:
 @opt.answering
 @click.pass_context
 def check(ctx: click.Context, /, *, out: Output, rules: str, source: str, **options: Any) -> None:
-    """Hold RULES against the names and shapes of SOURCE, there and back. No tensor is read.
+    """Compare RULES with the names and shapes of SOURCE, there and back. No tensor is read.
 
     RULES is a TOML file or the name of a rule set that shardkit has. SOURCE is a Hub model, or a checkpoint with a
     trainer's own names. The exit code is 1 if the rules do not fit; every problem is listed.

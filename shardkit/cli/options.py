@@ -108,7 +108,7 @@ class Verb(click.Command):
         super().__init__(*args, **rest)
         if all(getattr(param, "first", True) for param in self.params):
             return  # -h and --help are one option of click's
-        text = "Show the options that a first user needs, and exit."
+        text = "Show the options that you need first, and exit."
         self.params.append(
             SectionedOption(
                 ["-h"],
@@ -249,7 +249,7 @@ def answering(function: Function) -> Function:
         "-q",
         first=True,
         is_flag=True,
-        help="Print warnings and errors alone; with --json the result too.",
+        help="Print only warnings and errors; with --json the result too.",
     )
     @option(
         "General",
@@ -257,7 +257,7 @@ def answering(function: Function) -> Function:
         "-v",
         first=True,
         is_flag=True,
-        help="Say what is being done, and print lists whole.",
+        help="Say what is being done, and print whole lists.",
     )
     @wraps(function)
     def command(
@@ -300,7 +300,7 @@ html = option(
     first=True,
     type=PATH,
     metavar="FILE",
-    help="Write what there is to see as a page too: one file, for any browser.",
+    help="Write the result as a page too: one file, for any browser.",
 )
 page = group(
     html,

@@ -35,10 +35,10 @@ Examples:
     metavar="SECONDS",
     help="Wait for parts that are not finished, or that a network file system does not show yet.",
 )
-@opt.overwrite("output, even if the parts were not told to")
+@opt.overwrite("output, even if the parts did not have this option")
 @opt.reporting
 def commit_command(*, out: Output, output: str, wait: float, overwrite: bool) -> None:
-    """Make OUTPUT of what all parts of a job have written, with one rename.
+    """Make OUTPUT from what all parts of a job have written, with one rename.
 
     It may run any number of times, and several may run at once. The last part to finish does the same by itself.
     """
@@ -79,11 +79,11 @@ Examples:
     "--abort",
     first=True,
     is_flag=True,
-    help="Remove what was written and nobody has committed.",
+    help="Remove what was written and not committed.",
 )
 @opt.reporting
 def status_command(*, out: Output, output: str, abort: bool) -> None:
-    """Show how far the runs and parts are that write OUTPUT, who is missing, and what goes on.
+    """Show how far the runs and parts that write OUTPUT are, who is missing, and how to go on.
 
     In s3://, it shows what is not committed. --abort leaves a run that is at work on this host, and names one of another
     host before it removes it.

@@ -101,7 +101,7 @@ Examples:
     show_default=True,
     metavar="TRAINER",
     shell_complete=opt.completing(_profiles),
-    help="The trainer that is to start from it: plain, torchtitan, accelerate, lightning, lightning-mp, transformers, verl.",
+    help="The trainer that starts from it: plain, torchtitan, accelerate, lightning, lightning-mp, transformers, verl.",
 )
 @opt.option(
     "Layout",
@@ -114,7 +114,7 @@ Examples:
 @opt.dtype(
     "--dtype",
     default=None,
-    help="Convert floating tensors. Default keep; with --osft fp32, which factors are anyway.",
+    help="Convert floating tensors. Default keep; with --osft fp32, as factors always are.",
 )
 @opt.dtype_rules
 @opt.dequantize

@@ -27,7 +27,7 @@ Examples:
 @opt.option("Output", "--clear", first=True, is_flag=True, help="Remove what is kept.")
 @opt.answering
 def cache_command(*, out: Output, clear: bool) -> None:
-    """Show what is kept of transformers' answers about models, or remove it.
+    """Show what is cached of transformers' answers about models, or remove it.
 
     The environment variable SHARDKIT_CACHE names another directory, or is "off".
     """
@@ -60,7 +60,7 @@ Examples:
     metavar="AGE",
     default="1d",
     show_default=True,
-    help="Remove what is at least so old: 30m, 12h, 1d.",
+    help="Remove what is at least this old: 30m, 12h, 1d.",
 )
 @opt.option("Output", "--uncommitted", is_flag=True, help="Remove it where nothing was committed, too.")
 @opt.dry_run

@@ -44,7 +44,7 @@ Examples:
     "--no-optimizer",
     first=True,
     is_flag=True,
-    help="Leave the optimizer's state out, whatever it holds.",
+    help="Leave the optimizer's state out.",
 )
 @opt.overwrite("checkpoint, whole and in one step")
 @opt.strict

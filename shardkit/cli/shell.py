@@ -93,7 +93,7 @@ newer.""",
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), metavar="SHELL")
 @click.pass_context
 def completion_command(ctx: click.Context, shell: str) -> None:
-    """Print a script that has a shell complete commands, options and paths."""
+    """Print a script that completes commands, options and paths in your shell."""
     completer = get_completion_class(shell)
     assert completer is not None  # click brings these three
     script = completer(ctx.find_root().command, {}, _PROGRAM, _VARIABLE)
@@ -135,7 +135,7 @@ Examples:
 @opt.option("General", "--man", first=True, is_flag=True, help="Print it as a manual page, for man.")
 @click.pass_context
 def help_command(ctx: click.Context, names: tuple[str, ...], man: bool) -> None:
-    """Show what a command does and all of its options: as COMMAND --help."""
+    """Show what a command does and all of its options, like COMMAND --help."""
     root = ctx.find_root()
     if man:
         root = click.Context(root.command, info_name=_PROGRAM, **root.command.context_settings)

@@ -100,7 +100,7 @@ Examples:
 @opt.follow_links
 @opt.reporting
 def command(*, out: Output, path: str, html_file: str | None, overwrite: bool, **options: Any) -> None:
-    """Check that PATH is whole, and holds the bytes that were written.
+    """Check that PATH is whole, and has the bytes that were written.
 
     PATH is a Hub model, a pre-sharded directory, any trainer's sharded checkpoint, or a run's directory, whose
     newest checkpoint is taken. By default metadata, headers,
