@@ -222,7 +222,9 @@ def _content_of(file: TorchFile) -> _BinContent:
     tensors, objects, unreadable, problems = list[BinTensor](), list[str](), dict[str, str](), list[str]()
     for key, value in file.tree.items():
         whole = _whole(value)
-        if isinstance(whole, TensorRef):
+        if not isinstance(key, str):  # 1 is no "1", which may be there too
+            objects.append(str(key))
+        elif isinstance(whole, TensorRef):
             tensors.append(_of_record(str(key), whole, path, name))
         elif isinstance(whole, UnreadableTensor) and whole.value:
             unreadable[str(key)] = whole.name

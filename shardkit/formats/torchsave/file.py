@@ -167,7 +167,8 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
                 raise Unsupported(f"{where}: a TorchScript program, not a state dict", hint=_NO_PROGRAM)
             order = reader.content("byteorder", entries["byteorder"]) if "byteorder" in entries else b"little"
             if order != b"little":
-                reader.refuse(f"its byte order is {escape(order.decode('ascii', 'replace'))!r}, not little")
+                order_name = escape(order.decode("ascii", "replace"))
+                raise Unsupported(f"{where}: its byte order is {order_name!r}, not little", hint=SAVE_AGAIN)
             if "version" in entries:
                 reader.check_version(reader.content("version", entries["version"]))
             data = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)

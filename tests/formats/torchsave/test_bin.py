@@ -75,6 +75,16 @@ def test_every_kind_of_tensor(tmp_path, is_zip):
     assert content.size == os.path.getsize(path)
 
 
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_number_is_no_name(tmp_path, is_zip):
+    """As text it could be that of another tensor, whose values it would take."""
+    path = str(tmp_path / "pytorch_model.bin")
+    torch.save({"1": torch.ones(2), 1: torch.zeros(2)}, path, _use_new_zipfile_serialization=is_zip)
+    content = read_bin(path, "pytorch_model.bin")
+    assert [tensor.fqn for tensor in content.tensors] == ["1"]
+    assert content.objects == ("1",)
+
+
 def test_in_a_model_directory(tmp_path):
     torch.save({"a": torch.ones(2, 2), "n": 1}, tmp_path / "pytorch_model.bin")
     model = open_model(str(tmp_path))

@@ -25,6 +25,7 @@ from torch import nn
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError, SourceError
+from shardkit.formats.torchsave.classes import Unsupported
 from shardkit.formats.torchsave.file import (
     DistributedRef,
     TensorRef,
@@ -292,6 +293,16 @@ def test_damage_is_named(save, tmp_path, damage):
         opened(tmp_path)
     assert caught.value.message.startswith("file.pt")
     assert caught.value.hint
+
+
+def test_a_file_of_another_byte_order_is_whole(save, tmp_path):
+    """torch reads it and swaps its bytes; another copy would be the same again."""
+    file = save({"a": torch.ones(2)})
+    rezipped(Path(file.path), lambda name, content: b"big" if "byteorder" in name else content)
+    with pytest.raises(Unsupported, match="byte order is 'big'") as caught:
+        opened(tmp_path)
+    assert "torch.save(torch.load(FILE" in caught.value.hint
+    assert "damaged" not in str(caught.value)
 
 
 def test_a_changed_pickle_is_not_believed(save, tmp_path):
