@@ -2,6 +2,9 @@
 
 __version__ = "0.1.0"
 
+DOCS = "https://github.com/shardkit/shardkit/blob/main/docs"
+"""Where pages are read: who installed shardkit has no docs/."""
+
 TESTED_TORCH = ("2.6", "2.15")
 """The oldest and the newest torch that the tests ran with; docs/versions.md has all."""
 

@@ -25,7 +25,7 @@ from types import NoneType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
-from shardkit._version import __version__
+from shardkit._version import DOCS, __version__
 from shardkit.core.catalog import FileStamp
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, escape
@@ -722,7 +722,7 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
         raise SourceError(
             f"{shown} lacks what its format has: {what}",
             problems=problems,
-            hint="the file was written by something else; docs/format.md describes it",
+            hint=f"the file was written by something else; {DOCS}/format.md describes it",
         ) from None
     return manifest
 

@@ -28,6 +28,7 @@ from functools import cache
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+from shardkit._version import DOCS
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError, UsageError
@@ -190,7 +191,7 @@ def parse_rules(data: bytes, name: str) -> RuleSet:
     UsageError.raise_for(
         problems,
         f"{escape(name)} is not a file of key rules: {count(len(problems), 'problem')}",
-        hint="docs/keys.md describes it, docs/keys.schema.json for editors",
+        hint=f"{DOCS}/keys.md describes it, {DOCS}/keys.schema.json for editors",
     )
     return RuleSet(
         name=str(content.get("name", name)),

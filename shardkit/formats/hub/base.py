@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from shardkit._version import DOCS
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
 from shardkit.core.factored import weight_of
@@ -323,7 +324,7 @@ def read_derived(recorded: manifest.Manifest | None) -> dict[str, Expression]:
     except ValueError as error:
         raise SourceError(
             f"{manifest.NAME}: derived: {error}",
-            hint="the file was written by something else; docs/format.md describes it",
+            hint=f"the file was written by something else; {DOCS}/format.md describes it",
         ) from None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from shardkit._version import DOCS
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh
@@ -254,7 +255,8 @@ def _misfit(
             "into the other",
             problems=_name_problems(name, unknown, missing),
             hint=f"the config names {name}: if the files are of another class, correct its architectures. Otherwise say "
-            "with --keys RULES.toml what each name becomes (docs/keys.md; shardkit keys check RULES.toml SOURCE tries it), "
+            f"with --keys RULES.toml what each name becomes ({DOCS}/keys.md; shardkit keys check RULES.toml SOURCE tries "
+            "it), "
             "or keep the names of the files with --names hub",
         )
     counts = {

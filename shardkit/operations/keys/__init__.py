@@ -13,6 +13,7 @@ from typing import Any
 
 from shardkit import formats
 from shardkit._folding import fold
+from shardkit._version import DOCS
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.regions import Shape
 from shardkit.core.result import Result
@@ -66,7 +67,7 @@ def load_rules(given: str | os.PathLike[str]) -> RuleSet:
         raise UsageError(
             f"--keys {escape(name)}: no such file, and no rule set of that name{suggestion(name, known)}",
             problems=[f"{rules.name}: {rules.title}" for rules in shipped()],
-            hint="give the path of a TOML file (docs/keys.md), or one of these names",
+            hint=f"give the path of a TOML file ({DOCS}/keys.md), or one of these names",
         )
     return parse_rules(read_small(name, os.path.basename(name), _MAX_BYTES), os.path.basename(name))
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from shardkit._version import DOCS
 from shardkit.core.catalog import FileStamp
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import SourceError, UsageError
@@ -213,7 +214,7 @@ def choose_keys(profile: Profile, config: Mapping[str, Any] | None) -> str:
     raise UsageError(
         f"--profile {profile.name}: no key rules for {escape(what)} are chosen by themselves",
         problems=[f"{rules.name}: {rules.title}" for rules in fitting or known],
-        hint="name one of these with --keys, or give a TOML file (docs/keys.md)",
+        hint=f"name one of these with --keys, or give a TOML file ({DOCS}/keys.md)",
     )
 
 
