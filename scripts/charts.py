@@ -25,80 +25,83 @@ class Bars(NamedTuple):
     """A group of bars: rows of one report."""
 
     title: str
-    units: tuple[str, str]
-    """What is said above the bars of time and of memory."""
     report: str
     """Of benchmarks/results.json."""
+    table: str | None
+    """The rows of one model and mesh; None for all."""
+    values: tuple[tuple[str, str, float], tuple[str, str, float]]
+    """What is said above the bars, the key of their values, and what is one unit of them."""
     rows: dict[str, str]
     """A row's name -> what it is called here."""
-    memory: str
-    """Key of the memory, in bytes."""
 
 
 CHARTS = (
     Bars(
         "32 trained shards to a Hub model",
-        ("time, a plain copy = 1; less is better", "peak memory, MiB"),
         "consolidate-peers",
+        None,
+        (("time, a plain copy = 1; less is better", "ratio", 1), ("peak memory, MiB", "peak_bytes", 2**20)),
         {
             "--digest crc32": "shardkit consolidate",
             "lightning": "Lightning's consolidation",
             "torch + huggingface_hub": "dcp_to_torch_save, then save",
             "accelerate": "accelerate's merge_fsdp_weights",
         },
-        "peak_bytes",
     ),
     Bars(
-        "Weights into 4 wrapped ranks",
-        ("time, a plain read = 1; less is better", "memory beyond the shard, MiB"),
-        "load",
+        "16 ranks start a small dense model, each on its own node",
+        "coldload-many",
+        "dense, fsdp, 16 ranks",
+        (
+            ("most that a rank reads, its shard = 1; less is better", "most_read", 1),
+            ("requests of at most 1 MiB for a GiB of shards", "requests_per_gib", 1),
+        ),
         {
-            "direct, pre-sharded": "shardkit finalize, pre-sharded",
-            "direct, Hub directory": "shardkit finalize, Hub directory",
-            "broadcast": "shardkit finalize, broadcast",
-            "direct, pre-sharded, to fp32": "shardkit finalize, bf16 to fp32",
-            "dcp.load, matching shards": "stock dcp.load of matching shards",
-            "dcp.load, one file": "stock dcp.load of one file",
-            "broadcast_from_rank0": "torch's broadcast_from_rank0",
-            "accelerate": "accelerate's fsdp2_load_full_state_dict",
+            "shardkit, pre-sharded": "shardkit, pre-sharded",
+            "pre-sharded, stock dcp.load": "shardkit, pre-sharded, stock dcp.load",
+            "shardkit, Hub files": "shardkit, Hub files",
+            "transformers, Hub files": "transformers, Hub files",
+            "torch's HF reader": "torch's HF reader, Hub files",
+            "accelerate, rank 0 broadcasts": "accelerate, rank 0 broadcasts",
         },
-        "extra_bytes",
     ),
 )
 
 
-def figures(bars: Bars, reports: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, ratio, MiB) of each bar; a peer that was not there has none."""
-    rows = {row["what"]: row for row in reports[bars.report]["rows"]}
+def figures(bars: Bars, reports: Mapping[str, Any]) -> Iterator[tuple[str, list[float]]]:
+    """Yield the name and the two values of each bar; a peer that was not there has none."""
+    rows = {row["what"]: row for row in reports[bars.report]["rows"] if bars.table in (None, row["table"])}
     for what, name in bars.rows.items():
         if what in rows:
-            yield name, rows[what]["ratio"], rows[what][bars.memory] / 2**20
+            yield name, [rows[what][key] / unit for _, key, unit in bars.values]
 
 
 def speed(reports: Mapping[str, Any]) -> str:
-    """Return the chart of time and memory beside the peers."""
-    left, wide, high = 270, 190, 22
+    """Return the chart of what shardkit's ways and those of others cost."""
+    left, wide, high, gap = 270, 190, 22, 130
     parts, y = list[str](), 24
     for bars in CHARTS:
         rows = list(figures(bars, reports))
+        most = [max(values[column] for _, values in rows) for column in range(2)]
         parts.append(f'<text class="title" x="10" y="{y}">{escape(bars.title)}</text>')
-        for x, unit in zip((left, left + wide + 80), bars.units, strict=True):
-            parts.append(f'<text class="small" x="{x}" y="{y}">{unit}</text>')
-        for name, ratio, memory in rows:
+        y += high
+        for column, (said, _, _) in enumerate(bars.values):
+            parts.append(f'<text class="small" x="{left + column * (wide + gap)}" y="{y - 4}">{said}</text>')
+        for name, values in rows:
             y += high
             kind = "ours" if name.startswith("shardkit") else "other"
             parts.append(f'<text x="10" y="{y + 4}">{escape(name)}</text>')
-            for x, value, most, shown in (
-                (left, ratio, max(row[1] for row in rows), f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"),
-                (left + wide + 80, memory, max(row[2] for row in rows), f"{memory:,.0f}"),
-            ):
-                width = max(value / most * wide, 1.5)
+            for column, value in enumerate(values):
+                x, width = left + column * (wide + gap), max(value / most[column] * wide, 1.5)
                 parts.append(
                     f'<rect class="{kind}" x="{x}" y="{y - 8}" width="{width:.1f}" height="14" rx="2"/>'
                 )
+                shown = f"{value:.1f}" if value < 10 else f"{value:,.0f}"
                 parts.append(f'<text class="small" x="{x + width + 6:.1f}" y="{y + 3}">{shown}</text>')
         y += 44
-    return _svg(left + 2 * wide + 140, y - 20, "Time and memory beside other ways", parts)
+    return _svg(
+        left + 2 * wide + gap + 90, y - 20, "What consolidating and starting cost beside other ways", parts
+    )
 
 
 def _svg(width: int, height: int, label: str, parts: list[str]) -> str:
