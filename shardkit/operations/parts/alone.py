@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 from shardkit.core.text import escape
-from shardkit.errors import ShardkitError, UsageError
+from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, remove_runs
 from shardkit.files.staging import Owner
@@ -68,6 +68,9 @@ class Alone:
 
         Returns:
             False if one has made the output; None if others begin and give up all the time.
+
+        Raises:
+            ResourceError: the system refuses.
         """
         assert self._owner is not None
         for _ in range(_MOST_TRIES):
@@ -78,9 +81,15 @@ class Alone:
                 self._staging.remove()
             if self._staging.create(self._agreement.dump(), self._folders, self._owner):
                 return True
-            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+            try:
                 if self._joins(self._owner):
                     return True
+            except FileNotFoundError:  # another process has just removed it
+                continue
+            except OSError as error:  # such as a disk that is still full
+                raise ResourceError(
+                    f"cannot write to {escape(self._staging.path)}: {error.strerror}"
+                ) from error
         return None
 
     def _joins(self, owner: Owner) -> bool:

@@ -382,6 +382,28 @@ def test_notes_that_cannot_be_written_cost_nothing_else(
     assert {folder_free(out), folder_free(f"{out}-2"), folder_free(f"{out}-3")} == {folder_free(out)}
 
 
+def test_notes_that_cannot_be_joined_are_read(
+    served: Served, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk of the cache is full by the time at which a run that failed is started again."""
+
+    def stop(_: StoredFiles) -> None:
+        raise IncompleteError("stopped")
+
+    def full(path: str, *mode: int) -> None:
+        if ".shardkit-run-" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        mkdir(path, *mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredFiles, "check_all", stop)
+        with pytest.raises(IncompleteError, match="stopped"):
+            WRITES["preshard"](served.home, out)
+    mkdir = os.mkdir
+    monkeypatch.setattr(storage, "mkdir", full)
+    assert WRITES["preshard"](served.home, out).resumed_files == 3
+
+
 def folder_free(out: str) -> tuple[tuple[str, bytes], ...]:
     """What lies in a sharded output, whatever its folder is called; without what names that."""
     found = {name.rpartition("/")[2]: data for name, data in objects(out).items()}
