@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 README, PAGE, RECORDING = ROOT / "README.md", ROOT / "docs" / "start.md", ROOT / "docs" / "recording.svg"
 COLUMNS, ROWS = 98, 22
 FRAME_S, PAUSE_S, HOLD_S, KEY_S = 0.1, 1.2, 7.0, 0.04
-RECORDED = ("shardkit preshard", "shardkit consolidate")
+RECORDED = ("shardkit preshard", "shardkit consolidate", "shardkit reshard")
 """Commands of the page that are in the recording."""
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.M | re.S)
 _ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|(\r|\n|\x08)|([^\x1b\r\n\x08]+)")
