@@ -58,6 +58,11 @@ def relative_to(region: Region, origin: Shape) -> Region:
     return Region(tuple(o - base for o, base in zip(region.offsets, origin, strict=True)), region.sizes)
 
 
+def window(region: Region) -> tuple[slice, ...]:
+    """Return the index of a region in an array or a tensor."""
+    return tuple(slice(o, o + size) for o, size in zip(*region, strict=True))
+
+
 def split_dim(size: int, num_parts: int, index: int) -> tuple[int, int]:
     """Return (offset, size) of part `index` of a dim that is cut like `torch.chunk`.
 

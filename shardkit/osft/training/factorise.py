@@ -17,21 +17,15 @@ import torch.distributed as dist
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.factored import FACTORS, Svd, Target
-from shardkit.core.regions import Region, full_region
+from shardkit.core.regions import Region, full_region, window
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
 from shardkit.osft.svd import Factors, check_factors, factorise, num_operations
 from shardkit.osft.training.orthogonal import prove_orthogonal
 from shardkit.training.fill.broadcast import Sent, WeightReader, send_parts
-from shardkit.training.fill.reading import (
-    Filled,
-    Supply,
-    Wanted,
-    together,
-    torch_dtype,
-)
+from shardkit.training.fill.reading import Filled, Supply, Wanted, together, torch_dtype
 from shardkit.training.ranks.agree import agreed, broadcast_json, device_for, gather_json, say, wire, world
-from shardkit.training.ranks.local import LocalShard, flat_bytes, window
+from shardkit.training.ranks.local import LocalShard, flat_bytes
 from shardkit.transfer.checks import CheckedSource
 
 _PHASE = "computing factors"

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.factored import LOW, Svd, Target
-from shardkit.core.regions import full_region
+from shardkit.core.regions import full_region, window
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError
 from shardkit.osft.svd import PROMISED, random_vectors
 from shardkit.training.ranks.agree import agreed, device_for, wire
-from shardkit.training.ranks.local import LocalShard, cut_axes, window
+from shardkit.training.ranks.local import LocalShard, cut_axes
 
 _PHASE = "proving that factors are orthogonal"
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import LocalRegions
 from shardkit.core.placements import stock_region
-from shardkit.core.regions import Region
+from shardkit.core.regions import Region, window
 from shardkit.layout.placed import placements_of
-from shardkit.training.ranks.local import local_tensor, parts_of, window
+from shardkit.training.ranks.local import local_tensor, parts_of
 
 
 def checkpointable(state_dict: Mapping[str, Any]) -> dict[str, Any]:

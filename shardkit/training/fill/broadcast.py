@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import BY_NAME
-from shardkit.core.regions import Region, blocks, intersect, relative_to
+from shardkit.core.regions import Region, blocks, intersect, relative_to, window
 from shardkit.core.text import MIB
 from shardkit.errors import LayoutError
 from shardkit.training.fill.reading import (
@@ -43,7 +43,7 @@ from shardkit.training.ranks.agree import (
     wire,
     world,
 )
-from shardkit.training.ranks.local import LocalShard, flat_bytes, window
+from shardkit.training.ranks.local import LocalShard, flat_bytes
 from shardkit.transfer.checks import CheckedSource, SourceCheck
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.plan import chunk_ranges

@@ -30,6 +30,7 @@ from shardkit.core.regions import (
     is_contiguous,
     relative_to,
     runs,
+    window,
 )
 from shardkit.core.text import count, escape, format_size
 from shardkit.core.threads import run_all
@@ -38,7 +39,7 @@ from shardkit.files.storage import BLOCK
 from shardkit.keys.expressions import Expression, leaves, pieces, read_regions
 from shardkit.layout.decided import ClassNames
 from shardkit.training.ranks.agree import agreed, gather_json, say, world
-from shardkit.training.ranks.local import LocalShard, memory_of, window
+from shardkit.training.ranks.local import LocalShard, memory_of
 from shardkit.transfer.checks import CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.converted import Convert
@@ -709,10 +710,7 @@ def together(found: Iterable[CheckedSource]) -> CheckedSource:
 def say_checked(found: CheckedSource, *, check_source: bool) -> None:
     """Log once for all ranks how much was compared, or warn that nothing was."""
     if not check_source:
-        say(
-            "weights: not compared with the checksums in the source (check_source=False)",
-            logging.WARNING,
-        )
+        say("weights: not compared with the checksums in the source (check_source=False)", logging.WARNING)
         return
     if found.checked_bytes:
         say(f"weights: {format_size(found.checked_bytes)} compared with the CRC-32s in the source")

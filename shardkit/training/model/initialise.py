@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardkit._torch import times_written
-from shardkit.core.regions import Region, relative_to
+from shardkit.core.regions import Region, relative_to, window
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
 from shardkit.keys.names import clean_name
@@ -26,7 +26,7 @@ from shardkit.layout.classes import is_transformers, transformers_model
 from shardkit.training.fill.reading import Filled
 from shardkit.training.model.buffers import FILLS, around, filled, same_bits
 from shardkit.training.model.fit import ModelInitializationContext
-from shardkit.training.ranks.local import LocalShard, full_name, window
+from shardkit.training.ranks.local import LocalShard, full_name
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 _ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import Fsdp1Unit, FSDPShard, fsdp1_unit, fsdp_shards, non_persistent_buffers
 from shardkit.core.placements import HeldRegion, cuts, held
-from shardkit.core.regions import Region, full_region, intersect, relative_to
+from shardkit.core.regions import Region, full_region, intersect, relative_to, window
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.names import clean_name
@@ -191,11 +191,6 @@ class LocalShard:
         inner = relative_to(region, part.region.offsets)
         offsets = tuple(map(add, part.corner, inner.offsets))
         return region, self.tensor[window(Region(offsets, region.sizes))]
-
-
-def window(box: Region) -> tuple[slice, ...]:
-    """Return the slices that cut a box out of a tensor."""
-    return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
 
 
 def local_tensor(whole: torch.Tensor) -> torch.Tensor:

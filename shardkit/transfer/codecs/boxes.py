@@ -18,6 +18,7 @@ from shardkit.core.regions import (
     intersect,
     relative_to,
     runs,
+    window,
 )
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError
@@ -240,8 +241,3 @@ def _as_elements(memory: memoryview, sizes: Shape, itemsize: int) -> numpy.ndarr
     import numpy
 
     return numpy.frombuffer(memory, dtype=kind_of(itemsize)).reshape(sizes)
-
-
-def window(box: Region) -> tuple[slice, ...]:
-    """Return the index of a box in an array."""
-    return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shardkit.core.catalog import Catalog, Codec, StoredParts
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region, Shape, full_region
+from shardkit.core.regions import Region, Shape, full_region, window
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError
 from shardkit.keys.expressions import Expression, Opaque, leaves
-from shardkit.transfer.codecs.boxes import as_box, as_tensor, window
+from shardkit.transfer.codecs.boxes import as_box, as_tensor
 
 if TYPE_CHECKING:
     import numpy

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shardkit.core.catalog import StoredParts
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region, Shape, intersect, relative_to
-from shardkit.transfer.codecs.boxes import as_box, window
+from shardkit.core.regions import Region, Shape, intersect, relative_to, window
+from shardkit.transfer.codecs.boxes import as_box
 
 if TYPE_CHECKING:
     import numpy

@@ -18,12 +18,12 @@ import shardkit
 from shardkit import formats
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
-from shardkit.core.regions import Region, full_region
+from shardkit.core.regions import Region, full_region, window
 from shardkit.errors import IntegrityError
 from shardkit.files import storage
 from shardkit.files.storage import BLOCK
 from shardkit.training.fill.presharded import open_presharded
-from shardkit.training.fill.reading import Filled, plan_reads, run_reads, window
+from shardkit.training.fill.reading import Filled, plan_reads, run_reads
 from shardkit.training.ranks.local import memory_of
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.sources import READ_NBYTES, SourceFiles

@@ -17,10 +17,10 @@ import torch
 
 from shardkit.core.catalog import Codec, StoredParts
 from shardkit.core.dtypes import BY_NAME, DType
-from shardkit.core.regions import Region, Shape, blocks, intersect, relative_to
+from shardkit.core.regions import Region, Shape, blocks, intersect, relative_to, window
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.derived import derive_checkpoint
-from shardkit.transfer.codecs.boxes import as_box, shifted, window
+from shardkit.transfer.codecs.boxes import as_box, shifted
 
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn
