@@ -171,10 +171,8 @@ def _check_fits(read: _Read, catalogs: Iterable[Catalog]) -> None:
                 problems[f"{escape(file.name)}: it is not listed"] = None
             elif file.is_raw and sizes[path] != file.size:
                 problems[f"{escape(file.name)}: {file.size} bytes, the manifest lists {sizes[path]}"] = None
-    if problems:
-        raise SourceError(
-            f"{escape(read.path)} is not a manifest of this source", problems=list(problems), hint=_NEW_ONE
-        )
+    message = f"{escape(read.path)} is not a manifest of this source"
+    SourceError.raise_for(list(problems), message, hint=_NEW_ONE)
 
 
 def _take(read: _Read, catalogs: Iterable[Catalog], manifests: SourceManifests) -> None:
@@ -219,13 +217,12 @@ def _check_headers(
             stored = f"{entry.dtype.name} {list(entry.shape)}"
             recorded = f"{said.dtype} {list(said.shape)}"
             problems.append(f"{escape(fqn)}: {stored}, the manifest records {escape(recorded)}")
-    if problems:
-        names = ", ".join(escape(file.name) for file in catalog.files[:3])
-        raise IntegrityError(
-            f"{names}{', ...' if len(files) > 3 else ''}: the tensors differ from those that the source's manifest records",
-            problems=problems,
-            hint=_WAYS_OUT,
-        )
+    names = ", ".join(escape(file.name) for file in catalog.files[:3])
+    IntegrityError.raise_for(
+        problems,
+        f"{names}{', ...' if len(files) > 3 else ''}: the tensors differ from those that the source's manifest records",
+        hint=_WAYS_OUT,
+    )
 
 
 def _lacks(file: SourceFile) -> bool:

@@ -243,7 +243,12 @@ def open_checkpoint(
 def _open_local(source: str, format: str | None) -> Checkpoint:
     directory = home_of(directory_of(source))
     if storage.isdir(directory):
-        _check_listing(directory)
+        try:
+            storage.listdir(directory)
+        except OSError as error:
+            raise ResourceError(
+                f"{escape(directory)} cannot be listed: {error.strerror}", hint="it must be readable by you"
+            ) from None
     if format is not None:
         return _open(_FORMATS[format], directory)
     row, recognised = _look(directory)
@@ -310,15 +315,6 @@ def directory_of(path: str) -> str:
     if storage.isdir(path) or not has_any((os.path.basename(path),), *_PARTS):
         return path
     return os.path.dirname(path) or os.curdir
-
-
-def _check_listing(directory: str) -> None:
-    try:
-        storage.listdir(directory)
-    except OSError as error:
-        raise ResourceError(
-            f"{escape(directory)} cannot be listed: {error.strerror}", hint="it must be readable by you"
-        ) from None
 
 
 def _look(path: str) -> tuple[Format | None, plain_dcp.RecognisedDirectory | None]:

@@ -33,7 +33,7 @@ def invert(targets: Mapping[str, Expression]) -> dict[str, Expression]:
     Returns:
         Stored name -> an expression of targets, for those that all come back.
     """
-    boxes: dict[str, dict[Shape, list[tuple[Region, Expression]]]] = {}
+    boxes: dict[str, dict[Shape, dict[Region, Expression]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for target, made in targets.items():
         shapes |= {leaf.name: leaf.shape for leaf in leaves(made)}
@@ -42,24 +42,17 @@ def invert(targets: Mapping[str, Expression]) -> dict[str, Expression]:
         except ValueError:  # by operations that are not known
             continue
         for name, region, value, view in found:
-            boxes.setdefault(name, {}).setdefault(view, []).append((region, value))
+            boxes.setdefault(name, {}).setdefault(view, {}).setdefault(
+                region, value
+            )  # that of the first target
     back = dict[str, Expression]()
     for name, shape in shapes.items():
-        views = {view: _distinct(parts) for view, parts in boxes.get(name, {}).items()}
-        wholes = (assemble(view, parts) for view, parts in views.items())
+        wholes = (assemble(view, list(parts.items())) for view, parts in boxes.get(name, {}).items())
         whole = next((each for each in wholes if each is not None), None)
         if whole is not None:
             back[name] = reshape(whole, shape)
     wrong = differences({name: substitute(made, targets) for name, made in back.items()}, shapes)
     return {name: made for name, made in back.items() if name not in wrong}
-
-
-def _distinct(parts: list[tuple[Region, Expression]]) -> list[tuple[Region, Expression]]:
-    """Return boxes without repetitions: of one that several targets hold, the first target's."""
-    found: dict[Region, Expression] = {}
-    for region, value in parts:
-        found.setdefault(region, value)
-    return list(found.items())
 
 
 def differences(again: Mapping[str, Expression], shapes: Mapping[str, Shape]) -> dict[str, str]:

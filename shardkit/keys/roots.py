@@ -109,11 +109,10 @@ def read_source(
         SourceError: names have absurdly many parts.
     """
     deep = [name for name in tensors if name.count(".") > _MAX_DOTS]
-    if deep:
-        raise SourceError(
-            f"{count(len(deep), 'name')} of more than {_MAX_DOTS} dotted parts: no module is nested so deeply",
-            problems=map(escape, deep),
-        )
+    SourceError.raise_for(
+        list(map(escape, deep)),
+        f"{count(len(deep), 'name')} of more than {_MAX_DOTS} dotted parts: no module is nested so deeply",
+    )
     optimizer = optimizer_names(tensors.values(), objects)
     foreign = [clean(join(map(str, path))) for kind, path in roots.items() if kind not in ("model", "ema")]
     for prefix in foreign:

@@ -163,13 +163,9 @@ def _kept(rows: int, counted: int, padding: Padding) -> int:
     return tokens if rows in fitting else rows
 
 
+@cache
 def shipped() -> tuple[RuleSet, ...]:
     """Return the rule sets that shardkit brings along."""
-    return _shipped()
-
-
-@cache
-def _shipped() -> tuple[RuleSet, ...]:
     folder, found = os.path.join(os.path.dirname(__file__), "shipped"), list[RuleSet]()
     for name in sorted(os.listdir(folder)):
         with open(os.path.join(folder, name), "rb") as file:

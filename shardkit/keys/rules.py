@@ -366,7 +366,7 @@ def regex_of(pattern: str) -> re.Pattern[str]:
 
 
 def _filled(pattern: str, values: Mapping[str, str]) -> str:
-    return _VARIABLE.sub(lambda found: values[found[1]], pattern)
+    return _VARIABLE.sub(lambda variable: values.get(variable[1], variable[0]), pattern)
 
 
 class ConfigNumbers:
@@ -733,17 +733,11 @@ def _matches(
                     owners[name] = rule
             lacking = [pattern for pattern, each in zip(patterns, found_names, strict=True) if not each]
             if lacking:
-                shown = [
-                    _filled_known(pattern, dict(zip(sorted(outer), key, strict=True))) for pattern in lacking
-                ]
+                shown = [_filled(pattern, dict(zip(sorted(outer), key, strict=True))) for pattern in lacking]
                 problems.append(f"{rule}: {listed(shown)} is missing")
                 continue
             flat = tuple(each for part in found_names for each in part)
             yield _Match(rule, dict(zip(sorted(outer), key, strict=True)), flat)
-
-
-def _filled_known(pattern: str, values: Mapping[str, str]) -> str:
-    return _VARIABLE.sub(lambda found: values.get(found[1], found[0]), pattern)
 
 
 def _made(

@@ -335,13 +335,12 @@ def _refuse_nothing(source: SortedNames, located: Located, weights: str) -> None
 
 def _refuse_flat_parameters(located: Located) -> None:
     flat = [stored for stored, path in located.names.items() if path and is_flat_parameter(path[-1])]
-    if flat:
-        raise SourceError(
-            f"{len(flat)} tensors are flat parameters of FSDP1 (LOCAL_STATE_DICT): only the wrapped model knows the "
-            "names and shapes inside them, so they cannot be taken apart",
-            problems=[escape(name) for name in flat],
-            hint="load it with the training code and save again with SHARDED_STATE_DICT or FULL_STATE_DICT",
-        )
+    SourceError.raise_for(
+        list(map(escape, flat)),
+        f"{len(flat)} tensors are flat parameters of FSDP1 (LOCAL_STATE_DICT): only the wrapped model knows the "
+        "names and shapes inside them, so they cannot be taken apart",
+        hint="load it with the training code and save again with SHARDED_STATE_DICT or FULL_STATE_DICT",
+    )
 
 
 def _without_modules(located: Located, base: Collection[str] | None) -> int:

@@ -152,7 +152,9 @@ def optimizer_names(entries: Iterable[TensorEntry], objects: Iterable[str]) -> s
             kin.setdefault(parent, []).append(leaf)
     found = set[str]()
     for parent, leaves in kin.items():
-        if any(leaf in _STATE for leaf in leaves) and (len(leaves) > 1 or _is_below_optimizer(parent)):
+        if any(leaf in _STATE for leaf in leaves) and (
+            len(leaves) > 1 or any(map(_OPTIMIZER.fullmatch, parent.split(".")))
+        ):
             found.update(f"{parent}.{leaf}" if parent else leaf for leaf in leaves)
     names = [entry.fqn for entry in entries]
     grouped = {above for name in (*objects, *names) for above in _above("param_groups", name)}
@@ -166,10 +168,6 @@ def _above(segment: str, name: str) -> list[str]:
     segments = name.split(".") if segment in name else []
     places = [at for at, each in enumerate(segments) if each == segment]
     return [".".join(segments[:at]) for at in places[:_MAX_NESTED]]
-
-
-def _is_below_optimizer(name: str) -> bool:
-    return any(_OPTIMIZER.fullmatch(segment) for segment in name.split("."))
 
 
 def optimizer_path(name: str) -> Segments:

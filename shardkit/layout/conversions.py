@@ -20,6 +20,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -165,13 +166,7 @@ def _unbind(given: _Arguments) -> list[Expression]:
 def _view(given: _Arguments) -> Expression:
     of, shape = given.tensor(), [int(n) for n in given.get(1)]
     if -1 in shape:
-        known = 1
-        for size in shape:
-            known *= size if size != -1 else 1
-        total = 1
-        for size in of.shape:
-            total *= size
-        shape[shape.index(-1)] = total // known
+        shape[shape.index(-1)] = prod(of.shape) // prod(size for size in shape if size != -1)
     return reshape(of, tuple(shape))
 
 

@@ -155,9 +155,7 @@ def _match(
                 names.setdefault(fqn, []).append(key)
     _refuse_several(names)
     return ClassNames(
-        names={fqn: names[fqn][0] for fqn in targets.own if fqn in names},
-        unused=unused,
-        fused=fused,
+        names={fqn: names[fqn][0] for fqn in targets.own if fqn in names}, unused=unused, fused=fused
     )
 
 
@@ -207,6 +205,12 @@ def _refuse_several(names: Mapping[str, list[str]]) -> None:
     )
 
 
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's state dict in its order; parameters are the objects themselves."""
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
 def ask_model(model: nn.Module, shapes: Mapping[str, Shape]) -> ClassNames:
     """Return what a model says of the names in files, and which of its weights `from_pretrained` would not find.
 
@@ -217,7 +221,7 @@ def ask_model(model: nn.Module, shapes: Mapping[str, Shape]) -> ClassNames:
     Raises:
         SourceError: several of the tensors would be one of the model's.
     """
-    state = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)}
+    state = tensors_of(model)
     computed = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in state]
     plain = {name: tuple(shape) for name, shape in shapes.items() if clean_name(name) == name}
     match = match_names(plain, state, computed=computed, model=model)
@@ -286,7 +290,7 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
         "why": "",
         "is_lost": False,
         "match": ClassNames().to_json(),
-        "ties": [sorted(group, key=further.__contains__) for group in tied(model.state_dict(keep_vars=True))],
+        "ties": [sorted(group, key=further.__contains__) for group in tied(tensors_of(model))],
     }
     if 2 * len(own) < len(shapes):
         return answer | {"why": "these are not its names in memory"}

@@ -21,7 +21,7 @@ import resource
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -36,14 +36,9 @@ from shardkit.core.mesh import Axis, Mesh
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError, SourceError, UsageError, speaking_options
 from shardkit.keys.names import clean_name
-from shardkit.layout.classes import (
-    ClassDtypes,
-    build_model,
-    built_dtypes,
-    class_dtypes,
-)
+from shardkit.layout.classes import ClassDtypes, build_model, built_dtypes, class_dtypes
 from shardkit.layout.layout import innermost_unit
-from shardkit.layout.naming import answer_hub_form, answer_names, ask_model, tied
+from shardkit.layout.naming import answer_hub_form, answer_names, ask_model, tensors_of, tied
 from shardkit.layout.parallel import Meshes, apply_plans, is_parallel, with_units
 from shardkit.layout.placed import Placed, placed_on
 from shardkit.layout.stages import find_stages
@@ -145,7 +140,7 @@ def _trace(request: dict[str, Any], divide: Divide | None) -> dict[str, Any]:
     # its own.
     wide = built_dtypes(model, built) if built.itemsize == 2 else class_dtypes(model, torch.bfloat16)
     keep_fp32 = [] if wide.wanted is not wanted else _in_fp32(model, wide)
-    before = _State.of(model)
+    before = tensors_of(model)
     matched = None if request["names"] is None else ask_model(model, request["names"]).to_json()
     divided = DividedModel() if divide is None or "plan" not in request else divide(model, request["plan"])
     classes = {id(module): type(module).__name__ for module in model.modules()}
@@ -154,7 +149,7 @@ def _trace(request: dict[str, Any], divide: Divide | None) -> dict[str, Any]:
         wanted_stages = parse_stages(request["stages"])
         if wanted_stages.kind == "function":
             _import_from_here()
-        stages = find_stages(model, list(before.tensors), num_stages, wanted_stages)
+        stages = find_stages(model, list(before), num_stages, wanted_stages)
     init_fake_world(mesh.size)
     device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names)
     view, experts = mesh.experts, None
@@ -241,34 +236,18 @@ def _import_from_here() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _State:
-    """A state dict, as far as layouts need it."""
-
-    tensors: dict[str, torch.Tensor]
-    """Tensors in the model's order; parameters are the objects themselves."""
-    others: tuple[str, ...]
-    """Names of entries that are not tensors (`_extra_state`)."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> _State:
-        state = model.state_dict(keep_vars=True)
-        return cls(
-            tensors={name: value for name, value in state.items() if isinstance(value, torch.Tensor)},
-            others=tuple(name for name, value in state.items() if not isinstance(value, torch.Tensor)),
-        )
-
-
-def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int, str]) -> dict[str, Any]:
+def _read_model(
+    model: nn.Module, mesh: Mesh, before: dict[str, torch.Tensor], classes: dict[int, str]
+) -> dict[str, Any]:
     """Return the answer: units, tensors, ties and the rest from which the parent makes a Trace."""
-    after = _State.of(model)
+    after = tensors_of(model)
     units = _units(model, classes)
     index = {path: number for number, (path, _) in enumerate(units)}
     _check_ties(before, after, index, units)
-    ties = tied(after.tensors)
+    ties = tied(after)
     aliases = {name for group in ties for name in group[1:]}
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    kept = {name: tensor for name, tensor in after.tensors.items() if name not in aliases}
+    kept = {name: tensor for name, tensor in after.items() if name not in aliases}
     placed = _placed(kept, mesh)
     views = list(dict.fromkeys(place.mesh for place in placed.values() if place.mesh is not None))
     return {
@@ -289,8 +268,10 @@ def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int,
             for name, tensor in kept.items()
         ],
         "ties": ties,
-        "absent_buffers": [name for name in map(clean_name, buffers) if name not in after.tensors],
-        "notes": [f"left out, not a tensor: {escape(name)}" for name in after.others],
+        "absent_buffers": [name for name in map(clean_name, buffers) if name not in after],
+        "notes": [
+            f"left out, not a tensor: {escape(n)}" for n in model.state_dict(keep_vars=True) if n not in after
+        ],
     }
 
 
@@ -303,12 +284,17 @@ def _units(model: nn.Module, classes: dict[int, str]) -> list[tuple[str, str]]:
     return units
 
 
-def _check_ties(before: _State, after: _State, index: dict[str, int], units: list[tuple[str, str]]) -> None:
+def _check_ties(
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    index: dict[str, int],
+    units: list[tuple[str, str]],
+) -> None:
     """Refuse ties that a function put into different units, where `fully_shard` split the parameter."""
     split = [
         {name: units[innermost_unit(name, index)][0] for name in group}
-        for group in tied(before.tensors)
-        if len({id(after.tensors.get(name)) for name in group}) > 1
+        for group in tied(before)
+        if len({id(after.get(name)) for name in group}) > 1
     ]
     if split:
         raise tie_error(split, [(path, class_name) for path, class_name in units if path], OPTION)

@@ -209,10 +209,9 @@ def _warn_of_classes(state: State) -> None:
     by_class: dict[str, list[str]] = {}
     for name, tensor in _tensors(state, ""):
         cls = type((tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach())
-        if cls.__module__.partition(".")[0] != "torch" and not is_known_class(
-            cls.__module__, cls.__qualname__
-        ):
-            by_class.setdefault(f"{cls.__module__}.{cls.__qualname__}", []).append(name)
+        cls_name = f"{cls.__module__}.{cls.__qualname__}"
+        if not cls_name.startswith("torch.") and not is_known_class(cls_name):
+            by_class.setdefault(cls_name, []).append(name)
     for cls_name, names in by_class.items():
         warnings.warn(
             f"{count(len(names), 'tensor is saved as an object', 'tensors are saved as objects')} of "

@@ -9,7 +9,7 @@ gigabyte.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape
@@ -85,6 +85,24 @@ class Image(Protocol):
 
     def hole(self, index: int, /) -> Hole:
         """Return the hole of a piece, given its number."""
+
+
+T = TypeVar("T")
+
+
+class ImageList(Generic[T]):
+    """Images by number, as an `ImageSet` has them."""
+
+    images: list[T]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.images)
+
+    def __getitem__(self, index: int) -> T:
+        return self.images[index]
 
 
 class TensorHoles(NamedTuple):

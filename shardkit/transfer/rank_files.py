@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_offset
 from shardkit.files.digest import crc32
-from shardkit.transfer.images import Hole, Piece, TensorHoles
+from shardkit.transfer.images import Hole, ImageList, Piece, TensorHoles
 
 
 class PlacedRegion(NamedTuple):
@@ -86,7 +86,7 @@ class RankImage:
         return self.holes[index]
 
 
-class RankImages:
+class RankImages(ImageList[RankImage]):
     """The files of all ranks."""
 
     def __init__(self, contents: Sequence[Content]) -> None:
@@ -99,15 +99,6 @@ class RankImages:
             for placed, hole in zip(image.placed, image.holes, strict=True):
                 self._holes.setdefault(placed.fqn, []).append((number, hole))
                 self._placed.setdefault(placed.fqn, placed)
-
-    def __iter__(self) -> Iterator[RankImage]:
-        return iter(self.images)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> RankImage:
-        return self.images[index]
 
     def stored(self) -> Iterator[PlacedRegion]:
         """Yield each stored tensor once, as its first region."""

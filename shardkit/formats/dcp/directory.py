@@ -43,18 +43,14 @@ from shardkit.files.shared_reads import SIZES
 from shardkit.files.strict_json import FOLLOW, FOLLOW_OR_COPY, stamp_at, status_of
 from shardkit.formats.contract import Checkpoint, DamagedFiles, EntryLocation, asset_directories, listing
 from shardkit.formats.dcp import METADATA
-from shardkit.formats.dcp.metadata import (
-    DcpMetadata,
-    parse_metadata,
-    rank_files,
-    read_rank_metadata,
-)
+from shardkit.formats.dcp.metadata import DcpMetadata, parse_metadata, rank_files, read_rank_metadata
 from shardkit.formats.dcp.records import check_records, open_late, select_raw
 from shardkit.keys.names import is_flat_parameter
 
 _SUFFIX = ".distcp"
 _SHOWN_NAMES = 3
 _ANOTHER_COPY = "the checkpoint is damaged or incomplete: use another copy"
+_NO_SAVE = "not a DCP checkpoint, or its save did not finish"
 _OTHER_RANKS = "files of a rank may be missing: copy all __R.metadata and .distcp files of the save"
 
 
@@ -215,7 +211,7 @@ def _catalog(directory: str, metadata: DcpMetadata, files: list[SourceFile]) -> 
         objects=tuple(metadata.objects),
         paths=metadata.paths,
         metadata_crc32=metadata.crc32,
-        notes=(*_orphan_notes(metadata), *_stale_notes(directory, metadata)),
+        notes=tuple(_notes(directory, metadata)),
     )
 
 
@@ -242,10 +238,7 @@ def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
     check_tiling(metadata, _ANOTHER_COPY if metadata.where == METADATA else _OTHER_RANKS)
     catalog = _catalog(directory, metadata, files)
     return DcpDirectory(
-        catalog=catalog,
-        transforms=metadata.transforms,
-        objects=metadata.objects,
-        is_looked_up=is_looked_up,
+        catalog=catalog, transforms=metadata.transforms, objects=metadata.objects, is_looked_up=is_looked_up
     )
 
 
@@ -270,13 +263,12 @@ def refuse_flat(path: str, catalog: Catalog) -> None:
         SourceError: names them.
     """
     flat = [e for fqn, e in catalog.tensors.items() if is_flat_parameter(fqn) and len(e.shape) == 1]
-    if flat:
-        raise SourceError(
-            f"{escape(path)} holds {len(flat)} flat parameters of FSDP1 (LOCAL_STATE_DICT): the names and shapes "
-            "of what is in them are not recorded",
-            problems=[f"{escape(entry.fqn)}: {entry.num_elements} elements" for entry in flat],
-            hint="load it into the model that was wrapped the same way, and save it with SHARDED_STATE_DICT",
-        )
+    SourceError.raise_for(
+        [f"{escape(entry.fqn)}: {entry.num_elements} elements" for entry in flat],
+        f"{escape(path)} holds {len(flat)} flat parameters of FSDP1 (LOCAL_STATE_DICT): the names and shapes "
+        "of what is in them are not recorded",
+        hint="load it into the model that was wrapped the same way, and save it with SHARDED_STATE_DICT",
+    )
 
 
 def _read_metadata(directory: str) -> DcpMetadata:
@@ -288,7 +280,9 @@ def _read_metadata(directory: str) -> DcpMetadata:
         return metadata if path == os.path.join(directory, METADATA) else _at_home(metadata, directory)
     names = _listing(directory)
     if not rank_files(names):
-        raise SourceError(f"{escape(directory)} has no {METADATA}: {_why_missing(names)}")
+        is_begun = f"{METADATA}.tmp" in names
+        why = f"the save did not finish ({METADATA}.tmp is there)" if is_begun else _NO_SAVE
+        raise SourceError(f"{escape(directory)} has no {METADATA}: {why}")
     return read_rank_metadata(directory, names, MAX_METADATA)
 
 
@@ -300,12 +294,6 @@ def _at_home(metadata: DcpMetadata, home: str) -> DcpMetadata:
         strays, f"{METADATA} names files in {escape(folder)} and files elsewhere", hint=_ANOTHER_COPY
     )
     return replace(metadata, files=tuple(name.removeprefix(folder) for name in metadata.files))
-
-
-def _why_missing(names: Collection[str]) -> str:
-    if f"{METADATA}.tmp" in names:
-        return f"the save did not finish ({METADATA}.tmp is there)"
-    return "not a DCP checkpoint, or its save did not finish"
 
 
 def _listing(directory: str) -> set[str]:
@@ -402,15 +390,12 @@ def _named(names: Sequence[str]) -> str:
     return f"{shown} and others lie" if len(names) > _SHOWN_NAMES else f"{shown} would lie"
 
 
-def _orphan_notes(metadata: DcpMetadata) -> Iterator[str]:
+def _notes(directory: str, metadata: DcpMetadata) -> Iterator[str]:
     if metadata.orphans:
         yield (
             f"{metadata.where} places bytes of {len(metadata.orphans)} names that it does not describe: "
             + listed(metadata.orphans)
         )
-
-
-def _stale_notes(directory: str, metadata: DcpMetadata) -> Iterator[str]:
     ranks = rank_files(_listing(directory))
     if metadata.where == METADATA and ranks:
         yield f"{len(ranks)} rank-local metadata files of another save were left alone: {listed(list(ranks.values()))}"

@@ -416,10 +416,7 @@ def point_at_parts(metadata: DcpMetadata, files: list[SourceFile]) -> None:
 
 
 def _point_in_file(
-    metadata: DcpMetadata,
-    source: SourceFile,
-    rows: Sequence[tuple[int, TensorEntry]],
-    problems: list[str],
+    metadata: DcpMetadata, source: SourceFile, rows: Sequence[tuple[int, TensorEntry]], problems: list[str]
 ) -> SourceFile:
     table = metadata.chunks
     starts = {table.start[row] for row, _ in rows}

@@ -24,7 +24,7 @@ from shardkit.core.regions import Shape, flat_offsets, is_contiguous
 from shardkit.formats.torchsave.writer import RecordSkeleton, bare_skeleton, record_skeleton
 from shardkit.keys.names import natural
 from shardkit.layout.layout import Layout
-from shardkit.transfer.images import Hole, Piece, TensorHoles
+from shardkit.transfer.images import Hole, ImageList, Piece, TensorHoles
 
 BLOCK = 4096  # the block size of the file systems that share extents, and of a page
 _ALIGNED_NBYTES = 16 * BLOCK  # below this a gap costs more than it saves
@@ -85,7 +85,7 @@ class DcpImage:
             yield kind, table.offsets(row, len(kinds[kind].sizes)), table.start[row]
 
 
-class DcpImages:
+class DcpImages(ImageList[DcpImage]):
     """Every record of a checkpoint to be written: where it lies and what it holds.
 
     `catalog` describes the finished checkpoint, with one extent for each record. The rows of a tensor in the
@@ -151,14 +151,15 @@ class DcpImages:
             ranks = [self._file_of[rank] for rank in ranks]
         firsts = flat_offsets([region.offsets for region in regions], shape)
         first_row, num_data_bytes, data_nbytes = len(self.kind_of), 0, self.data_nbytes
-        known: dict[Shape, int] = {}
+        known, make = dict[Shape, int](), bare_skeleton if fqn in self.objects else record_skeleton
         starts, nbytes, kinds = list[int](), list[int](), list[int]()
         sizes: Shape | None = None
         for row, (rank, region, first) in enumerate(zip(ranks, regions, firsts, strict=True), first_row):
             if region.sizes != sizes:  # nearly all are of one size, one after the other
                 sizes = region.sizes
                 if sizes not in known:
-                    known[sizes] = self._add_kind(fqn, source, dtype, sizes)
+                    known[sizes] = len(self.kinds)
+                    self.kinds.append(RecordKind(fqn, source, dtype, sizes, make(dtype, sizes)))
                 number = known[sizes]
                 skeleton = self.kinds[number].skeleton
                 lead, held, whole = len(skeleton.prefix), skeleton.data_nbytes, skeleton.nbytes
@@ -178,20 +179,6 @@ class DcpImages:
         self.first_of.extend(firsts)
         self._holes[fqn] = TensorHoles(fqn, source, tuple(known), dtype, num_data_bytes)
         self.catalog.add_tensor_columns(fqn, dtype, shape, ranks, starts, nbytes, regions)
-
-    def _add_kind(self, fqn: str, source: str, dtype: DType, sizes: Shape) -> int:
-        make = bare_skeleton if fqn in self.objects else record_skeleton
-        self.kinds.append(RecordKind(fqn, source, dtype, sizes, make(dtype, sizes)))
-        return len(self.kinds) - 1
-
-    def __iter__(self) -> Iterator[DcpImage]:
-        return iter(self.images)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> DcpImage:
-        return self.images[index]
 
     def tensors(self) -> Iterator[TensorHoles]:
         """Yield what is known of each tensor's holes together."""
@@ -216,7 +203,7 @@ class DcpImages:
         return Hole(source, table.region(row), dtype, start, skeleton.data_nbytes)
 
 
-class JoinedImages:
+class JoinedImages(ImageList[DcpImage]):
     """The images of all folders, as one `shardkit.transfer.images.ImageSet`.
 
     Args:
@@ -225,7 +212,7 @@ class JoinedImages:
 
     def __init__(self, sets: Mapping[str, DcpImages]) -> None:
         self._sets = sets
-        self._images = [
+        self.images = [
             replace(image, name=join_name(folder, image.name))
             for folder, images in sets.items()
             for image in images
@@ -239,15 +226,6 @@ class JoinedImages:
             for folder, images in sets.items()
             for holes in images.tensors()
         }
-
-    def __iter__(self) -> Iterator[DcpImage]:
-        return iter(self._images)
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def __getitem__(self, index: int) -> DcpImage:
-        return self._images[index]
 
     def tensors(self) -> Iterator[TensorHoles]:
         """Yield what is known of each tensor's holes together."""

@@ -115,12 +115,9 @@ def join_fields(fields: Mapping[str, object], where: str) -> DcpMetadata:
     join = _Join(storage, where)
     join.add(entries)
     join.result.paths = _planner_paths(fields.get("planner_data"), where, join.problems)
-    if join.problems:
-        raise SourceError(
-            f"{where} contradicts itself in {len(join.problems)} places",
-            problems=join.problems,
-            hint=_BY_HAND,
-        )
+    SourceError.raise_for(
+        join.problems, f"{where} contradicts itself in {len(join.problems)} places", hint=_BY_HAND
+    )
     return join.result
 
 
@@ -376,14 +373,13 @@ def read_rank_metadata(directory: str, names: Collection[str], max_bytes: int) -
     files = rank_files(names)
     unfinished = sorted(name for name in names if (match := _RANK.fullmatch(name)) and match[2])
     gaps = list(islice((rank for rank in range(max(files)) if rank not in files), _MAX_LISTED))
-    if unfinished or gaps:
-        problems = [f"__{rank}.metadata: no such file" for rank in gaps]
-        problems += [f"{escape(name)}: this rank's save did not finish" for name in unfinished]
-        raise SourceError(
-            f"{escape(directory)} has rank-local metadata, but not of every rank",
-            problems=problems,
-            hint=_MISSING_RANK,
-        )
+    problems = [f"__{rank}.metadata: no such file" for rank in gaps]
+    problems += [f"{escape(name)}: this rank's save did not finish" for name in unfinished]
+    SourceError.raise_for(
+        problems,
+        f"{escape(directory)} has rank-local metadata, but not of every rank",
+        hint=_MISSING_RANK,
+    )
     parts: list[DcpMetadata] = []
     for name in files.values():
         data = read_small(os.path.join(directory, name), name, max_bytes, follow=False)
@@ -410,12 +406,11 @@ class _Merge:
         merged.files = tuple(self._files)
         merged.paths = self._paths()
         merged.orphans = tuple(dict.fromkeys(fqn for part in parts for fqn in part.orphans))
-        if self._problems:
-            raise SourceError(
-                f"the ranks' metadata contradict each other in {len(self._problems)} places",
-                problems=self._problems,
-                hint="the files are from different saves: use one copy of one save",
-            )
+        SourceError.raise_for(
+            self._problems,
+            f"the ranks' metadata contradict each other in {len(self._problems)} places",
+            hint="the files are from different saves: use one copy of one save",
+        )
         return merged
 
     def _add_tensor(self, merged: DcpMetadata, fqn: str, file_ids: Sequence[Sequence[int]]) -> None:

@@ -48,13 +48,7 @@ from shardkit.formats.contract import EntryLocation
 from shardkit.formats.torchsave.archive import crc_of_range
 from shardkit.formats.torchsave.classes import UnreadableClass, padding, refuse_classes
 from shardkit.formats.torchsave.record import TensorRecord, decoded_file, gather, strided_file
-from shardkit.formats.torchsave.scan import (
-    BulkScanner,
-    RecordScanner,
-    Template,
-    expect_records,
-    read_entries,
-)
+from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template, expect_records, read_entries
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,11 +71,7 @@ Transforms = Mapping[int, tuple[str, ...]]
 
 
 def select_raw(
-    catalog: Catalog,
-    transforms: Transforms,
-    names: Collection[str],
-    *,
-    opened: dict[str, int] | None = None,
+    catalog: Catalog, transforms: Transforms, names: Collection[str], *, opened: dict[str, int] | None = None
 ) -> Catalog:
     """Return a catalog of some of the tensors whose extents are the chunks' bytes; encoding "raw".
 
@@ -378,13 +368,9 @@ class _Scan:
     def raise_problems(self) -> None:
         """Raise what was found, everything of one kind at once."""
         hint = "the checkpoint is damaged, or its files are from different saves: use another copy"
-        if self._damaged:
-            raise SourceError(
-                f"{len(self._damaged)} records cannot be read", problems=self._damaged, hint=hint
-            )
-        if self._different:
-            message = f"{len(self._different)} records are not what .metadata says"
-            raise IntegrityError(message, problems=self._different, hint=hint)
+        SourceError.raise_for(self._damaged, f"{len(self._damaged)} records cannot be read", hint=hint)
+        message = f"{len(self._different)} records are not what .metadata says"
+        IntegrityError.raise_for(self._different, message, hint=hint)
         refuse_classes(self._of_classes, self.chosen.directory)
 
 
@@ -535,12 +521,11 @@ def check_transforms(chunks: Mapping[int, Packed]) -> None:
     for chunk in chunks.values():
         if not _is_zstd(chunk.transforms):
             unknown[chunk.entry.fqn] = ", ".join(map(escape, chunk.transforms))
-    if unknown:
-        raise SourceError(
-            f"{len(unknown)} tensors were saved through extensions that cannot be undone",
-            problems=[f"{escape(fqn)}: {names}" for fqn, names in unknown.items()],
-            hint="load it with torch.distributed.checkpoint where the extension is known, and save it without",
-        )
+    SourceError.raise_for(
+        [f"{escape(fqn)}: {names}" for fqn, names in unknown.items()],
+        f"{len(unknown)} tensors were saved through extensions that cannot be undone",
+        hint="load it with torch.distributed.checkpoint where the extension is known, and save it without",
+    )
     if chunks and _find_zstd() is None:
         fqns = list(dict.fromkeys(escape(chunk.entry.fqn) for chunk in chunks.values()))
         raise SourceError(
@@ -563,7 +548,13 @@ def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
         where = escape(source.name)
         try:
             data = _decompress(source, chunk.start, chunk.nbytes, nbytes + _MAX_OVERHEAD)
-            record, _entries = read_entries(_reader_of(data), 0, len(data), where=where, check_crc=True)
+            record, _entries = read_entries(
+                lambda start, nbytes: bytes(data[start : start + nbytes]),
+                0,
+                len(data),
+                where=where,
+                check_crc=True,
+            )
             reason = difference(chunk.entry, chunk.region.sizes, record)
             if reason:
                 raise IntegrityError(f"{where}: {reason}")
@@ -605,10 +596,6 @@ def decode_object(source: SourceFile, fqn: str, place: EntryLocation, limit: int
             hint="for stream.zstd, pip install zstandard",
         )
     return _decompress(source, place.start, place.nbytes, limit)
-
-
-def _reader_of(data: memoryview) -> Callable[[int, int], bytes]:
-    return lambda start, nbytes: bytes(data[start : start + nbytes])
 
 
 def _is_zstd(transforms: Sequence[str]) -> bool:

@@ -116,7 +116,7 @@ class _MetadataPickler:
         sizes, head, tail = None, b"", b""
         for number, region in enumerate(catalog.chunks.regions(entry.chunk_ids)):
             if number < 2:  # the first chunk puts its words into the memo; all later heads are equal
-                head = self._chunk_head()
+                head = b"".join((*self._new(_METADATA, "ChunkStorageMetadata"), self._text("offsets")))
             parts += (head, self._offsets(region.offsets))
             if number == 0 or region.sizes != sizes:  # most chunks are of one size
                 parts += (self._text("sizes"), self._size(region.sizes), _SET)
@@ -141,9 +141,6 @@ class _MetadataPickler:
         if len(steps) <= 3:
             return b"".join([*steps, (b")", b"\x85", b"\x86", b"\x87")[len(steps)]])
         return b"".join([_MARK, *steps, b"t"])
-
-    def _chunk_head(self) -> bytes:
-        return b"".join((*self._new(_METADATA, "ChunkStorageMetadata"), self._text("offsets")))
 
     def _storage(self, catalog: Catalog, name: str, entry: TensorEntry) -> Iterator[bytes]:
         table, rows = catalog.chunks, entry.chunk_ids

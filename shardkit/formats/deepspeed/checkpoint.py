@@ -388,14 +388,6 @@ def _as_stored(name: str, state: ModelStates, numbers: Mapping[int, int]) -> Wei
     return Weight.whole(numbers[id(state.file)], stored)
 
 
-class _FileValue(NamedTuple):
-    """What one file holds."""
-
-    file: TorchFile
-    value: TensorRef | float | None
-    """None if it is neither a tensor nor a number."""
-
-
 class _Settings(NamedTuple):
     """What `optimizer_state.pt` says."""
 
@@ -419,12 +411,11 @@ def _open_parameters(
     """
     shapes = _shapes(tag, state)
     missing = [name for name in shapes if not _has_weights(tag, name)]
-    if missing:
-        raise SourceError(
-            f"{escape(tag.directory)}: {len(missing)} of {len(shapes)} parameters have no {_WEIGHTS}",
-            problems=[escape(f"{tag.prefix}zero/{name}/{_WEIGHTS}") for name in missing],
-            hint=f"copy the whole directory, or {_AGAIN}",
-        )
+    SourceError.raise_for(
+        [escape(f"{tag.prefix}zero/{name}/{_WEIGHTS}") for name in missing],
+        f"{escape(tag.directory)}: {len(missing)} of {len(shapes)} parameters have no {_WEIGHTS}",
+        hint=f"copy the whole directory, or {_AGAIN}",
+    )
     opened = open_states(tag, [f"zero/{name}/{_WEIGHTS}" for name in shapes], _read)
     weights: dict[str, Weight] = {}
     problems = []
@@ -451,18 +442,16 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates) -> OptimizerState | 
     kinds = sorted(set().union(*beside.values()))
     if not kinds:
         return Unmapped([f"{tag.prefix}zero"], "no parameter has a state of the optimizer beside its weights")
-    lacking = [
-        f"{tag.prefix}zero/{name}/{leaf}{_SUFFIX}"
-        for leaf in kinds
-        for name in shapes
-        if leaf not in beside[name]
-    ]
-    if lacking:
-        raise SourceError(
-            f"{escape(tag.directory)}: the optimizer's state of some parameters is missing",
-            problems=map(escape, lacking),
-            hint=f"copy the whole directory, or {_AGAIN}",
-        )
+    SourceError.raise_for(
+        [
+            escape(f"{tag.prefix}zero/{name}/{leaf}{_SUFFIX}")
+            for leaf in kinds
+            for name in shapes
+            if leaf not in beside[name]
+        ],
+        f"{escape(tag.directory)}: the optimizer's state of some parameters is missing",
+        hint=f"copy the whole directory, or {_AGAIN}",
+    )
     settings = open_states(tag, [_SETTINGS], _read_settings)[0]
     files, taken = [settings.file], Leaves()
     wanted = [(name, leaf) for name in shapes for leaf in kinds]
@@ -527,11 +516,10 @@ def _leaves(tag: Tag, name: str) -> set[str]:
     return {file.removesuffix(_SUFFIX) for file in names if file.endswith(_SUFFIX) and file != _WEIGHTS}
 
 
-def _read(file: TorchFile) -> _FileValue:
+def _read(file: TorchFile) -> tuple[TorchFile, TensorRef | float | None]:
+    """Return the file and what it holds; None if that is neither a tensor nor a number."""
     value = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
-    return _FileValue(
-        without_tree(file, [value]), value if isinstance(value, TensorRef) or is_number(value) else None
-    )
+    return without_tree(file, [value]), value if isinstance(value, TensorRef) or is_number(value) else None
 
 
 def _weight(number: int, stored: TensorRef, shape: Shape | None) -> Weight | None:

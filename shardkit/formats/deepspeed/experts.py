@@ -25,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, prod
-from typing import NamedTuple
 
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
@@ -42,7 +41,6 @@ from shardkit.formats.deepspeed.files import (
     read_expert_states,
 )
 from shardkit.formats.deepspeed.zero import masters_of
-from shardkit.formats.rankfiles.flat import Weight
 from shardkit.formats.torchsave.file import TensorRef, TorchFile
 
 _EXPERT = re.compile(r"((?:.*?\.)?(?:deepspeed_experts|experts\.w[123])\.)([0-9]{1,6})((?:\..+)?)", re.DOTALL)
@@ -112,11 +110,9 @@ def place_experts(
     main = replace(main, groups=_whole_groups(tag, main, optimizers, experts))
     orders = [replace(main, is_data_first=first) for first in (main.is_data_first, not main.is_data_first)]
     compared = [_compare(tag, order, optimizers, experts) for order in orders]
-    best = min(
-        range(len(orders)), key=lambda number: (bool(compared[number].problems), compared[number].distance)
-    )
+    best = min(range(len(orders)), key=lambda number: (bool(compared[number][0]), compared[number][1]))
     IntegrityError.raise_for(
-        compared[best].problems,
+        compared[best][0],
         f"{escape(tag.directory)}: the optimizer's masters are not the values of the experts' files",
         hint=_ANOTHER_SAVE,
     )
@@ -164,21 +160,19 @@ def _one_by_one(stacked: Mapping[str, int], group: Mapping[str, Shape]) -> dict[
     return unstacked
 
 
-class _MasterFit(NamedTuple):
-    problems: list[str]
-    """The experts whose masters are not what their files hold: by shapes, and by some values."""
-    distance: float
-    """Sum over the values that were compared."""
-
-
 def _compare(
     tag: Tag, main: ModelStates, optimizers: Sequence[OptimizerStates], experts: Sequence[ExpertStates]
-) -> _MasterFit:
-    """Compare the largest of the experts' parameters that begin on the same ranks, for all such ranks."""
+) -> tuple[list[str], float]:
+    """Compare the largest of the experts' parameters that begin on the same ranks, for all such ranks.
+
+    Returns:
+        The experts whose masters are not what their files hold, by shapes and by some values; and the sum of differences
+        over the values that were compared.
+    """
     try:
         masters = masters_of(main, optimizers, 0, tag.directory)
     except IntegrityError as error:
-        return _MasterFit(list(error.problems), inf)
+        return list(error.problems), inf
     files = [rank.file for rank in optimizers]
     stored = {name: (expert.file, ref) for expert in experts for name, ref in expert.tensors.items()}
     largest: dict[tuple[int, ...], str] = {}
@@ -193,21 +187,14 @@ def _compare(
         file, ref = stored[name]
         if not ref.is_contiguous or ref.dtype.name not in _FORMATS:
             continue
-        pairs = _heads(files, masters[name], file, ref)
+        piece = masters[name].pieces[0]
+        length = min(piece.length, _MAX_COMPARED)
+        trained = _read(files[piece.file], piece.tensor, piece.start, length)
+        pairs = list(zip(trained, _read(file, ref, 0, length), strict=True))
         distance += sum(abs(a - b) for a, b in pairs if abs(a - b) < inf)
         if any(abs(a - b) > _ROUNDING * abs(a) + _SMALLEST for a, b in pairs):
             problems.append(f"{escape(name)}: {escape(file.name)} holds other values")
-    return _MasterFit(problems, distance)
-
-
-def _heads(
-    files: Sequence[TorchFile], master: Weight, file: TorchFile, cast: TensorRef
-) -> list[tuple[float, float]]:
-    """Return the first elements of a parameter, and of its cast."""
-    piece = master.pieces[0]
-    count = min(piece.length, _MAX_COMPARED)
-    masters = _read(files[piece.file], piece.tensor, piece.start, count)
-    return list(zip(masters, _read(file, cast, 0, count), strict=True))
+    return problems, distance
 
 
 def _read(file: TorchFile, ref: TensorRef, first: int, count: int) -> tuple[float, ...]:

@@ -194,13 +194,12 @@ def survey(tag: Tag) -> StateFiles:
             optimizers.setdefault(int(optimizer[1]), []).append(name)
     if not is_universal:
         _refuse_splits(tag, names, split, _BY_ITSELF if experts else _UNIVERSAL)
-    twice = [tag.prefix + name for match in optimizers.values() if len(match) > 1 for name in match]
-    if twice:
-        raise SourceError(
-            f"{escape(tag.directory)} holds the optimizer files of two saves",
-            problems=map(escape, twice),
-            hint="move those of one save out of the directory",
-        )
+    twice = [escape(tag.prefix + name) for same in optimizers.values() if len(same) > 1 for name in same]
+    SourceError.raise_for(
+        twice,
+        f"{escape(tag.directory)} holds the optimizer files of two saves",
+        hint="move those of one save out of the directory",
+    )
     return StateFiles(
         whole=whole,
         models=models,

@@ -21,15 +21,7 @@ from shardkit.core.text import escape
 from shardkit.errors import IntegrityError
 from shardkit.formats.contract.optimizer import PARAMS, Group, OptimizerState, Unmapped
 from shardkit.formats.deepspeed.files import ModelStates, OptimizerStates
-from shardkit.formats.rankfiles.flat import (
-    NEVER,
-    FlatPiece,
-    FlatRange,
-    Pieces,
-    Weight,
-    across,
-    split_states,
-)
+from shardkit.formats.rankfiles.flat import NEVER, FlatPiece, FlatRange, Pieces, Weight, across, split_states
 
 _HINT = (
     "the files are of different saves, or the optimizer was kept elsewhere (NVMe offload): use another copy, "

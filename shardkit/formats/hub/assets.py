@@ -26,31 +26,31 @@ _OWN_CARD = re.compile(rb"---\nbase_model: (\S+)  # https://huggingface\.co/\1\n
 
 # transformers 5.23: CONFIG_NAME, GENERATION_CONFIG_NAME, the tokenizers' `vocab_files_names`, the processors'
 # `*_NAME`, CHAT_TEMPLATE_DIR; ModelOpt's hf_quant_config.json; sentence_transformers 5: modules.json and what it names.
-_BY_TOOLS = tuple(
-    """
-    config.json hf_quant_config.json generation_config.json tokenizer* special_tokens_map.json added_tokens.json vocab.*
-    vocab-* merges.txt bpe.codes spm.model spiece.model source.spm target.spm sentencepiece* *.tiktoken
-    tekken.json byte_maps.json dict.txt emoji.json entity_vocab.json normalizer.json
-    prophetnet.tokenizer spm_char.model target_vocab.json word_pronunciation.json word_shape.json
-    preprocessor_config.json processor_config.json image_processor_config.json
-    video_preprocessor_config.json video_processor_config.json audio_tokenizer_config.json
-    chat_template.jinja chat_template.json additional_chat_templates/*.jinja modules.json
-    sentence_bert_config.json config_sentence_transformers.json [0-9]_*/config.json
-    """.split()
-)
-_BY_PEOPLE = ("*.py", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
-_PATTERNS = (*_BY_TOOLS, *_BY_PEOPLE)
-_FOLDERS = ("additional_chat_templates", "[0-9]_*")
-# Those that belong to a tokenizer, as far as another one replaces them.
-_TOKENIZER = tuple(
+_OF_TOKENIZERS = tuple(
     """
     tokenizer* special_tokens_map.json added_tokens.json vocab.* vocab-* merges.txt bpe.codes spm.model
     spiece.model source.spm target.spm sentencepiece* *.tiktoken tekken.json byte_maps.json dict.txt
     emoji.json entity_vocab.json normalizer.json prophetnet.tokenizer spm_char.model target_vocab.json
     word_pronunciation.json word_shape.json chat_template.jinja chat_template.json
-    additional_chat_templates/*.jinja tokenization_*.py
+    additional_chat_templates/*.jinja
     """.split()
 )
+_BY_TOOLS = (
+    *("config.json", "hf_quant_config.json", "generation_config.json", *_OF_TOKENIZERS),
+    *("preprocessor_config.json", "processor_config.json", "image_processor_config.json"),
+    *("video_preprocessor_config.json", "video_processor_config.json", "audio_tokenizer_config.json"),
+    *(
+        "modules.json",
+        "sentence_bert_config.json",
+        "config_sentence_transformers.json",
+        "[0-9]_*/config.json",
+    ),
+)
+_BY_PEOPLE = ("*.py", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
+_PATTERNS = (*_BY_TOOLS, *_BY_PEOPLE)
+_FOLDERS = ("additional_chat_templates", "[0-9]_*")
+# Those that belong to a tokenizer, as far as another one replaces them.
+_TOKENIZER = (*_OF_TOKENIZERS, "tokenization_*.py")
 
 MODULES = "modules.json"
 # sentence_transformers 5.6, base/model.py (modules.json) and base/modules/router.py (router_config.json).
@@ -124,9 +124,7 @@ def is_own_card(data: bytes) -> bool:
 
 def is_tokenizer_file(name: str) -> bool:
     """True for the name of an asset that belongs to a tokenizer."""
-    return is_asset(name) and any(
-        name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in _TOKENIZER
-    )
+    return is_asset(name) and _is_any(name, _TOKENIZER)
 
 
 def is_asset_folder(name: str) -> bool:
@@ -174,12 +172,11 @@ def modules(directory: str) -> dict[str, str]:
     unsafe = [path for path in name_of if "\0" in path or not is_unicode(path)]
     folders = {os.path.normpath(path): name for path, name in name_of.items() if path not in unsafe}
     unsafe += [path for path in folders if os.path.isabs(path) or os.pardir in path.split(os.sep)]
-    if unsafe:
-        raise SourceError(
-            f"{MODULES} or {_ROUTER} of {escape(directory)} names directories that cannot be in the model's",
-            problems=map(escape, unsafe),
-            hint="the modules of a model lie in its own directory",
-        )
+    SourceError.raise_for(
+        list(map(escape, unsafe)),
+        f"{MODULES} or {_ROUTER} of {escape(directory)} names directories that cannot be in the model's",
+        hint="the modules of a model lie in its own directory",
+    )
     return folders
 
 

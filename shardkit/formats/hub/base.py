@@ -206,21 +206,20 @@ def recorded_rules(checkpoint: Checkpoint) -> RecordedRules | None:
     saved = saved_key_rules(checkpoint)
     if saved is not None:
         return RecordedRules(saved, SAVED_ROOT)
-    recorded = _manifest_of(checkpoint)
-    if isinstance(recorded, manifest.Presharded) and (rules := source_key_rules(recorded)):
+    recorded = recorded_shards(checkpoint)
+    if recorded is not None and (rules := source_key_rules(recorded)):
         return RecordedRules(rules, (recorded.root or "").rstrip("."))
     return RecordedRules((), None) if holds_hub_names(checkpoint) else None
 
 
-def recorded_file_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the names that a pre-sharded checkpoint's tensors had in the files it was made of.
+def recorded_shards(checkpoint: Checkpoint) -> manifest.Presharded | None:
+    """Return the manifest of a checkpoint that preshard wrote, in a trainer's form too; None for any other.
 
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
     """
     recorded = _manifest_of(checkpoint)
-    tensors = recorded.tensors if isinstance(recorded, manifest.Presharded) else {}
-    return {fqn: tensor.source.name for fqn, tensor in tensors.items()}
+    return recorded if isinstance(recorded, manifest.Presharded) else None
 
 
 class RecordedNames(NamedTuple):
@@ -251,26 +250,6 @@ def recorded_names(checkpoint: Checkpoint) -> RecordedNames:
     parts = (leaf.name for made in read_derived(recorded).values() for leaf in leaves(made))
     names = {*(tensor.source.name for tensor in recorded.tensors.values()), *parts, *dict(omitted)}
     return RecordedNames(recorded.ties, frozenset(names), omitted)
-
-
-def recorded_root(checkpoint: Checkpoint) -> str:
-    """Return the prefix of the model's own names in a checkpoint that preshard wrote in a trainer's form.
-
-    Raises:
-        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
-    """
-    recorded = _manifest_of(checkpoint)
-    return (recorded.root or "") if isinstance(recorded, manifest.Presharded) else ""
-
-
-def recorded_osft(checkpoint: Checkpoint) -> manifest.Osft | None:
-    """Return how weights of a pre-sharded checkpoint became factors, if they did.
-
-    Raises:
-        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
-    """
-    recorded = _manifest_of(checkpoint)
-    return recorded.osft if isinstance(recorded, manifest.Presharded) else None
 
 
 def recorded_tokens(checkpoint: Checkpoint) -> int | None:

@@ -232,10 +232,7 @@ def _refuse_stray(weights: WeightFiles, index: HubIndex) -> None:
 
 
 def _locate_all(
-    directory: str,
-    names: tuple[str, ...],
-    index_name: str | None,
-    elsewhere: Elsewhere,
+    directory: str, names: tuple[str, ...], index_name: str | None, elsewhere: Elsewhere
 ) -> dict[str, str]:
     """Return the path of each file; the error lists all missing ones.
 

@@ -79,16 +79,8 @@ _LOOKS_LIKE: tuple[tuple[str, str, str], ...] = (
         "consolidated*",
         "give the repo or directory with weights for transformers",
     ),
-    (
-        "a diffusers pipeline, whose models lie in directories of their own",
-        PIPELINE,
-        _OF_A_PIPELINE,
-    ),
-    (
-        "one model of a diffusers pipeline",
-        "diffusion_pytorch_model*",
-        "give its weight file: {file}",
-    ),
+    ("a diffusers pipeline, whose models lie in directories of their own", PIPELINE, _OF_A_PIPELINE),
+    ("one model of a diffusers pipeline", "diffusion_pytorch_model*", "give its weight file: {file}"),
     *(
         (
             "shards whose index is missing",
@@ -201,11 +193,11 @@ def select_weights(
         weights = _with_variant(names, variant)
         if weights is None:
             raise _no_such_variant(names, label, variant)
-        return replace(weights, numbered=tuple(filter(_OF_A_SET.fullmatch, names)))
-    weights = _default(names, "safetensors") or _other_index(names, label) or _default(names, "torch-bin")
-    weights = weights or _only_variant(names, label)
-    if weights is None:
-        raise _nothing_found(names, label, adapted, is_repo=is_repo)
+    else:
+        weights = _default(names, "safetensors") or _other_index(names, label) or _default(names, "torch-bin")
+        weights = weights or _only_variant(names, label)
+        if weights is None:
+            raise _nothing_found(names, label, adapted, is_repo=is_repo)
     return replace(weights, numbered=tuple(filter(_OF_A_SET.fullmatch, names)))
 
 

@@ -32,13 +32,7 @@ from shardkit.files.remote.hub import (
 )
 from shardkit.formats.contract import OpenedHubModel
 from shardkit.formats.hub.assets import list_weights
-from shardkit.formats.hub.directory import (
-    Elsewhere,
-    choose_weights,
-    open_weights,
-    weight_files,
-    with_beside,
-)
+from shardkit.formats.hub.directory import Elsewhere, choose_weights, open_weights, weight_files, with_beside
 from shardkit.formats.hub.files import WeightFiles, select_weights
 from shardkit.formats.hub.safetensors import LENGTH_BYTES, SafetensorsHeader, check_header, text_length
 

@@ -39,7 +39,7 @@ from shardkit.files.strict_json import (
     read_exactly,
     stamp_of,
 )
-from shardkit.transfer.images import Hole, Piece, TensorHoles
+from shardkit.transfer.images import Hole, ImageList, Piece, TensorHoles
 
 # safetensors 0.8, tensor.rs: MAX_HEADER_SIZE
 MAX_HEADER_BYTES = 100_000_000
@@ -367,7 +367,7 @@ class SafetensorsImage:
         return self.holes[index]
 
 
-class SafetensorsImages:
+class SafetensorsImages(ImageList[SafetensorsImage]):
     """The weight files of one model."""
 
     def __init__(
@@ -409,15 +409,6 @@ class SafetensorsImages:
             for tensor in image.tensors:
                 self._stored[tensor.fqn] = tensor
                 self._holes[tensor.fqn] = [(number, next(holes)) for _ in _regions(tensor)]
-
-    def __iter__(self) -> Iterator[SafetensorsImage]:
-        return iter(self.images)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> SafetensorsImage:
-        return self.images[index]
 
     def tensors(self) -> Iterator[TensorHoles]:
         """Yield what is known of each tensor's holes together."""

@@ -49,15 +49,12 @@ def open_tokenizer(directory: str) -> Tokenizer:
         SourceError: no directory, none in it, or a damaged file.
         ResourceError: it cannot be read.
     """
-    if not storage.isdir(directory):
-        raise SourceError(
-            f"--tokenizer {escape(directory)}: not a directory",
-            hint="give the directory that the tokenizer's save_pretrained wrote, or a Hub model's",
-        )
-    files = tokenizer_files(directory)
+    is_directory = storage.isdir(directory)
+    files = tokenizer_files(directory) if is_directory else {}
     if not files:
+        none_there = "no files of a tokenizer there (tokenizer.json, vocab.txt, ...)"
         raise SourceError(
-            f"--tokenizer {escape(directory)}: no files of a tokenizer there (tokenizer.json, vocab.txt, ...)",
+            f"--tokenizer {escape(directory)}: {none_there if is_directory else 'not a directory'}",
             hint="give the directory that the tokenizer's save_pretrained wrote, or a Hub model's",
         )
     return Tokenizer(label=directory, files=files, tokens=_count(files))

@@ -334,12 +334,11 @@ class TensorCollector:
             f"{count(len(self._unreadable), 'tensor')}: the stored bytes are not the values",
             hint="save the model with ordinary dense tensors",
         )
-        if self._different:
-            raise SourceError(
-                f"{len(self._different)} tensors are different in the files of other ranks",
-                problems=[f"{escape(name)}: {escape(why)}" for name, why in self._different.items()],
-                hint="files from different saves, or local parts that do not say where they belong",
-            )
+        SourceError.raise_for(
+            [f"{escape(name)}: {escape(why)}" for name, why in self._different.items()],
+            f"{len(self._different)} tensors are different in the files of other ranks",
+            hint="files from different saves, or local parts that do not say where they belong",
+        )
 
 
 def _difference(

@@ -190,7 +190,7 @@ def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> 
     entries = list(leaves(file.tree))
     named = file.unknown if isinstance(screened, SourceError) else screened
     classes = [str(leaf.value) for _, leaf in entries if isinstance(leaf, UnreadableTensor) and leaf.value]
-    classes += [kind for kind in named if is_known_class(*_module_and_name(kind))]
+    classes += [kind for kind in named if is_known_class(kind)]
     is_special = bool(classes) or any(isinstance(leaf, DistributedRef) for _, leaf in entries)
     needed = ("torch.", "gguf.", *(f"{kind.partition('.')[0]}{end}" for kind in classes for end in "._"))
     foreign = [kind for kind in named if kind in file.unknown or kind.startswith(_DISTRIBUTED)]
@@ -235,11 +235,6 @@ def _content_of(file: TorchFile) -> _BinContent:
             objects.append(str(key))
     _check_content(name, len(file.tree), bool(tensors or unreadable), objects, problems)
     return _BinContent(tuple(tensors), tuple(objects), unreadable)
-
-
-def _module_and_name(full: str) -> tuple[str, str]:
-    module, _, name = full.rpartition(".")
-    return module, name
 
 
 def _whole(value: object) -> object:

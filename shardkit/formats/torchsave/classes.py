@@ -48,8 +48,7 @@ _GROUPED = _Wrapper("_data", ("config",))
 _WRAPPERS = {
     ("torchao", "WeightWithDynamicFloat8CastTensor"): _Wrapper("_tensor", (*_FLOAT8, "_precomputed_scale")),
     ("torchao", "WeightWithDelayedFloat8CastTensor"): _Wrapper(
-        "_tensor",
-        (*_FLOAT8, "_amax_buffer", "_amax_history_buffer", "_scale_buffer", "is_amax_initialized"),
+        "_tensor", (*_FLOAT8, "_amax_buffer", "_amax_history_buffer", "_scale_buffer", "is_amax_initialized")
     ),
     ("torchao", "WeightWithStaticFloat8CastTensor"): _Wrapper("_tensor", (*_FLOAT8, "_static_scale")),
     ("torchao", "ScaledGroupedMMTensor"): _Wrapper("_data", ("scaling_type", "kernel_preference")),
@@ -120,9 +119,14 @@ class UnreadableClass(SourceError):
     """Files of `torch.save` that hold them, if they do not lie in a DCP directory."""
 
 
-def is_known_class(module: str, name: str) -> bool:
-    """True if the values of a class's objects can be read again."""
-    return (module.partition(".")[0], name) in _WRAPPERS
+def is_known_class(name: str) -> bool:
+    """True if the values of a class's objects can be read again; the name has the module."""
+    return _wrapper_of(name) is not None
+
+
+def _wrapper_of(name: str) -> _Wrapper | None:
+    package, _, rest = name.partition(".")
+    return _WRAPPERS.get((package, rest.rpartition(".")[2]))
 
 
 def unwrap(name: str, args: object, attributes: Mapping[str, object]) -> TensorRecord | str:
@@ -133,8 +137,7 @@ def unwrap(name: str, args: object, attributes: Mapping[str, object]) -> TensorR
         args: the class, and the dtype, shape and layout that the object has for torch.
         attributes: of the object.
     """
-    package, _, rest = name.partition(".")
-    wrapper = _WRAPPERS.get((package, rest.rpartition(".")[2]))
+    wrapper = _wrapper_of(name)
     if wrapper is None:
         return describe(
             name, [str(key) for key, value in attributes.items() if isinstance(value, TensorRecord)]

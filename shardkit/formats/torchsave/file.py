@@ -213,8 +213,7 @@ def _check_magic(magic: bytes, size: int, where: str) -> None:
         )
     if magic.startswith(_PICKLE):
         raise SourceError(
-            f"{where}: a pickle that is not in a zip, and not one of torch.save",
-            hint=SAVE_AGAIN,
+            f"{where}: a pickle that is not in a zip, and not one of torch.save", hint=SAVE_AGAIN
         )
     raise SourceError(f"{where}: not a file of torch.save (it is no zip)", hint=SAVE_AGAIN)
 

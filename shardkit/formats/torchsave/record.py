@@ -97,15 +97,22 @@ class TensorRecord:
             expected *= size
         return True
 
+    def moved(self, offset: int, crc: int) -> TensorRecord:
+        """Return a plain tensor's record with its storage `offset` bytes further on (`dataclasses.replace` is slow).
 
-class PickledTensor(NamedTuple):
-    """What a `data.pkl` says."""
-
-    dtype: DType
-    shape: Shape
-    stride: Shape
-    storage_offset: int
-    storage_nbytes: int
+        Args:
+            offset: in bytes.
+            crc: CRC-32 of the storage as recorded, 0 if it was not.
+        """
+        return TensorRecord(
+            dtype=self.dtype,
+            shape=self.shape,
+            stride=self.stride,
+            storage_offset=self.storage_offset,
+            data_start=self.data_start + offset,
+            data_nbytes=self.data_nbytes,
+            crc32=crc if crc or not self.data_nbytes else None,
+        )
 
 
 class _StorageDtype(NamedTuple):
@@ -126,8 +133,8 @@ class _Hooks:
     """An empty OrderedDict."""
 
 
-def parse_tensor(data: bytes, where: str) -> PickledTensor:
-    """Return the one tensor that a `data.pkl` describes.
+def parse_tensor(data: bytes, where: str) -> TensorRecord:
+    """Return the one tensor that a `data.pkl` describes, as if its storage began at byte 0.
 
     Args:
         data: the whole entry.
@@ -137,7 +144,7 @@ def parse_tensor(data: bytes, where: str) -> PickledTensor:
         SourceError: damaged, hostile, or not one plain tensor.
     """
     value = Strict(data, _VOCABULARY, in_columns=False).run(where)
-    if not isinstance(value, PickledTensor):
+    if not isinstance(value, TensorRecord):
         raise SourceError(f"{where}: it holds something other than one tensor")
     return value
 
@@ -156,14 +163,14 @@ def _make_storage(value: object) -> _ViewedStorage:
     return _ViewedStorage(cls.dtype, count)
 
 
-def _rebuild_v2(args: tuple[Any, ...]) -> PickledTensor:
+def _rebuild_v2(args: tuple[Any, ...]) -> TensorRecord:
     """(storage, offset, shape, stride, requires_grad, hooks[, metadata])."""
     if len(args) not in (6, 7) or type(args[0]) is not _ViewedStorage or args[0].dtype is None:
         raise Refusal("_rebuild_tensor_v2 with other arguments than torch gives it")
     return _view(args[0].dtype, args[0].num_units * args[0].dtype.itemsize, args[1:6], args[6:])
 
 
-def _rebuild_v3(args: tuple[Any, ...]) -> PickledTensor:
+def _rebuild_v3(args: tuple[Any, ...]) -> TensorRecord:
     """(storage, offset, shape, stride, requires_grad, hooks, dtype[, metadata]); the storage counts bytes."""
     if len(args) not in (7, 8) or type(args[0]) is not _ViewedStorage or args[0].dtype is not None:
         raise Refusal("_rebuild_tensor_v3 with other arguments than torch gives it")
@@ -172,7 +179,7 @@ def _rebuild_v3(args: tuple[Any, ...]) -> PickledTensor:
     return _view(args[6], args[0].num_units, args[1:6], args[7:])
 
 
-def _view(dtype: DType, nbytes: int, view: tuple[Any, ...], metadata: tuple[Any, ...]) -> PickledTensor:
+def _view(dtype: DType, nbytes: int, view: tuple[Any, ...], metadata: tuple[Any, ...]) -> TensorRecord:
     offset, shape, stride, requires_grad, hooks = view
     if metadata and metadata[0] is not None:
         flags = ", ".join(map(escape, metadata[0])) if type(metadata[0]) is dict else "unknown flags"
@@ -183,7 +190,15 @@ def _view(dtype: DType, nbytes: int, view: tuple[Any, ...], metadata: tuple[Any,
         raise Refusal("a tensor with an impossible shape or stride")
     if prod(shape) >= _MAX_ELEMENTS:  # a stride of 0 needs no bytes
         raise Refusal("a tensor of more elements than can be counted")
-    return PickledTensor(dtype, shape, stride, offset, nbytes)
+    return TensorRecord(
+        dtype=dtype,
+        shape=shape,
+        stride=stride,
+        storage_offset=offset,
+        data_start=0,
+        data_nbytes=nbytes,
+        crc32=None,
+    )
 
 
 def is_extent(value: object) -> TypeGuard[Shape]:

@@ -40,7 +40,7 @@ from shardkit.formats.dcp.vocabulary import (
     metadata_names,
     store_places,
 )
-from shardkit.formats.torchsave.record import PickledTensor, TensorRecord, parse_tensor, strided_file
+from shardkit.formats.torchsave.record import TensorRecord, parse_tensor, strided_file
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Global, Record, Vocabulary, parse_in_columns
 
@@ -185,8 +185,8 @@ def _point(catalog: Catalog, pickles: PickleTable) -> None:
                     f"{escape(fqn)}: chunk at {list(region.offsets)} has no entry in all_tensor_metadata"
                 )
                 continue
-            record = _record(stored[number], table.start[row], table.nbytes[row])
-            reason = difference(entry, region.sizes, record) or _storage_problem(stored[number], record)
+            record = stored[number].moved(table.start[row], 0)
+            reason = difference(entry, region.sizes, record) or _storage_problem(record, table.nbytes[row])
             if reason:
                 problems.append(f"{escape(fqn)}: chunk at {list(region.offsets)}: {reason}")
             elif record.is_contiguous:
@@ -213,26 +213,12 @@ def _corner(offsets: Sequence[int]) -> bytes:
     return array("q", offsets).tobytes()
 
 
-def _record(tensor: PickledTensor, start: int, nbytes: int) -> TensorRecord:
-    return TensorRecord(
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        stride=tensor.stride,
-        storage_offset=tensor.storage_offset,
-        data_start=start,
-        data_nbytes=nbytes,
-        crc32=None,
-    )
-
-
-def _storage_problem(tensor: PickledTensor, record: TensorRecord) -> str | None:
+def _storage_problem(record: TensorRecord, stored: int) -> str | None:
     """Return why a view does not lie in its storage, or why the storage has another size than what is stored."""
-    if tensor.storage_nbytes != record.data_nbytes:
-        return f"a storage of {tensor.storage_nbytes} bytes, of which {record.data_nbytes} are stored"
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))
-    last = tensor.storage_offset + (0 if 0 in tensor.shape else reach + 1)
-    if last * tensor.dtype.itemsize > record.data_nbytes:
-        return f"it reaches to byte {last * tensor.dtype.itemsize} of a storage of {record.data_nbytes}"
+    if record.data_nbytes != stored:
+        return f"a storage of {record.data_nbytes} bytes, of which {stored} are stored"
+    if record.reach > stored:
+        return f"it reaches to byte {record.reach} of a storage of {stored}"
     return None
 
 

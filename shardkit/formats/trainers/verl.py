@@ -65,11 +65,12 @@ def open_verl(path: str) -> Checkpoint:
     config = _read_config(home.path, _CONFIG)
     files = _choose_files(home.path, config.get("world_size"))
     gathered = gather_files(home.path, [RankFile(name) for name in files])
-    states = _optimizer_files(home.path, files)
+    states = ["optim" + name.removeprefix("model") for name in files]
+    has_states = not listing(home.path).isdisjoint(states)
     version = config.get("FSDP_version")
     return replace(
         gathered.as_checkpoint(path, "verl", f"verl (FSDP{version if version in (1, 2) else ''})"),
-        optimizer=partial(_open_optimizer, home.path, states, gathered) if states else None,
+        optimizer=partial(_open_optimizer, home.path, states, gathered) if has_states else None,
         assets=asset_directories(inner(home.path, "huggingface"), home.path, inner(path, "huggingface")),
         skipped=tuple(_skipped(path, home, files)),
         notes=tuple(_notes(path, home)),
@@ -119,12 +120,6 @@ def _choose_files(directory: str, world_size: object) -> list[str]:
     pattern = f"model_world_size_{size}_rank_{{}}.pt"
     require_ranks(pattern, by_size[size], size)
     return [pattern.format(rank) for rank in range(size)]
-
-
-def _optimizer_files(directory: str, files: list[str]) -> list[str]:
-    """Return the names that the optimizer's files of the same save have; none if no such file is there."""
-    names = ["optim" + name.removeprefix("model") for name in files]
-    return names if listing(directory) & set(names) else []
 
 
 def _open_optimizer(directory: str, names: list[str], model: Gathered) -> OptimizerState | Unmapped:

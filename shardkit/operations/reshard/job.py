@@ -46,10 +46,8 @@ from shardkit.formats.hub.base import (
     RecordedNames,
     find_config,
     holds_hub_names,
-    recorded_file_names,
     recorded_names,
-    recorded_osft,
-    recorded_root,
+    recorded_shards,
     recorded_tokens,
     saved_derived,
     saved_key_rules,
@@ -190,8 +188,9 @@ def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
     checkpoint = models[0]
     rules, derived = saved_key_rules(checkpoint) or (), saved_derived(checkpoint)
     parts = tuple(_open_part(folder, dcp, no_optimizer=no_optimizer) for folder, dcp in opened.items())
-    root, names = recorded_root(checkpoint), recorded_file_names(checkpoint)
-    osft, recorded = recorded_osft(checkpoint), recorded_names(checkpoint)
+    shards, recorded = recorded_shards(checkpoint), recorded_names(checkpoint)
+    root = (shards.root or "") if shards else ""
+    names = {fqn: tensor.source.name for fqn, tensor in shards.tensors.items()} if shards else {}
     home = os.path.relpath(checkpoint.catalog.directory, path) if root else os.curdir  # a trainer's folder
     parts = tuple(
         replace(
@@ -202,7 +201,7 @@ def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
             file_names=names,
             root=root,
             recorded=recorded,
-            osft=osft,
+            osft=shards.osft if shards else None,
             vocab_size=recorded_tokens(checkpoint),
         )
         if (part.folder or os.curdir) == home
