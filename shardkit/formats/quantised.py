@@ -253,7 +253,8 @@ def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, w
     LayoutError.raise_for(
         problems,
         f"quantised: {escape(where)}: it is not known what the values of {count(len(problems), 'tensor')} are",
-        hint="config.json tells the size of blocks (weight_block_size): it must be that of these weights",
+        hint="weights, scales and config.json must be of one revision; for fp8, weight_block_size in config.json must "
+        "be the size of these blocks",
     )
     gone = {name for _, claim in claims.values() for name in (*claim.stored, *claim.beside)}
     return Quantised(scaled=scaled, gone=frozenset(gone & tensors.keys() - claims.keys()))

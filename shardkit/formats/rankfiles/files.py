@@ -20,7 +20,8 @@ from shardkit.errors import SourceError
 from shardkit.files.links import locate_all
 from shardkit.formats.contract import Checkpoint, DamagedFiles
 from shardkit.formats.contract.optimizer import Path, path_name
-from shardkit.formats.torchsave.classes import Unsupported, refuse_objects
+from shardkit.formats.torchsave.archive import Unsupported
+from shardkit.formats.torchsave.classes import refuse_objects
 from shardkit.formats.torchsave.file import (
     DistributedRef,
     HeldShard,

@@ -43,6 +43,16 @@ def pread_of(fd: int) -> Pread:
     return lambda start, nbytes: storage.pread(fd, nbytes, start)
 
 
+SAVE_AGAIN = (
+    "if you trust it, save it again: torch.save(torch.load(FILE, map_location='cpu', weights_only=False), NEW), with torch "
+    "1.13 or later"
+)
+
+
+class Unsupported(SourceError):
+    """A file is whole as far as can be seen, but holds something that shardkit does not take; never called damaged."""
+
+
 class ZipEntry(NamedTuple):
     """One entry of the zip; positions count from the zip's first byte."""
 
@@ -203,7 +213,13 @@ def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, 
         reader, directory[middle : middle + len_extra], nbytes, packed, header_at
     )
     if method or packed != nbytes or flags & ~_FLAGS:
-        reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} is compressed or encrypted")
+        message = f"entry {escape(name.decode('utf-8', 'replace'))!r} is compressed or encrypted"
+        local = LOCAL.unpack(reader.read(header_at, LOCAL.size))
+        if (
+            method and local[0] == 0x04034B50 and local[2:4] == (flags, method)
+        ):  # no damage: both headers have it
+            raise Unsupported(f"{reader.where}: {message}", hint=SAVE_AGAIN)
+        reader.refuse(message)
     if fields[13] or fields[15] & _IS_DIRECTORY:
         reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} is on another disk, or a directory")
     return name, header_at, ZipEntry(0, nbytes, crc, pos + CRC_AT), stop

@@ -29,11 +29,18 @@ from shardkit.core.text import count, escape
 from shardkit.errors import SourceError, check_torch
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, open_regular, read_exactly, stamp_of
-from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, crc_of_range, pread_of, read_directory
-from shardkit.formats.torchsave.classes import Unsupported, foreign_objects, is_known_class
+from shardkit.formats.torchsave.archive import (
+    SAVE_AGAIN,
+    Unsupported,
+    ZipEntry,
+    ZipReader,
+    crc_of_range,
+    pread_of,
+    read_directory,
+)
+from shardkit.formats.torchsave.classes import foreign_objects, is_known_class
 from shardkit.formats.torchsave.file import (
     HEAD_NBYTES,
-    SAVE_AGAIN,
     DistributedRef,
     TensorNames,
     TensorRef,

@@ -27,7 +27,7 @@ from shardkit.core.catalog import SourceFile
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
-from shardkit.formats.torchsave.archive import ZipEntry
+from shardkit.formats.torchsave.archive import Unsupported, ZipEntry
 from shardkit.formats.torchsave.record import TensorRecord, is_extent
 
 
@@ -98,10 +98,6 @@ _OF_NUMPY = re.compile(
 )
 _DEQUANTISED = "t.dequantize(), or what the class has for it"
 _REPLACE = "replace such tensors by plain ones ({}), and save it again"
-
-
-class Unsupported(SourceError):
-    """A file is whole as far as can be seen, but holds something that shardkit does not take; never called damaged."""
 
 
 class UnreadableClass(SourceError):

@@ -30,9 +30,15 @@ from shardkit.core.regions import Region, Shape, split_dim
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
-from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, pread_of, read_directory
-from shardkit.formats.torchsave.classes import (
+from shardkit.formats.torchsave.archive import (
+    SAVE_AGAIN,
     Unsupported,
+    ZipEntry,
+    ZipReader,
+    pread_of,
+    read_directory,
+)
+from shardkit.formats.torchsave.classes import (
     describe,
     made_by,
     padding,
@@ -50,10 +56,6 @@ HEAD_NBYTES = 32
 """Enough for `is_before_zip`."""
 _MAX_ENTRIES = 1 << 18
 _MAX_PICKLE = 1 << 25
-SAVE_AGAIN = (
-    "if you trust it, save it again: torch.save(torch.load(FILE, map_location='cpu', weights_only=False), NEW), with torch "
-    "1.13 or later"
-)
 _NO_PROGRAM = (
     "save the state dict of what torch.jit.load gives: torch.save(torch.jit.load(FILE).state_dict(), NEW)"
 )

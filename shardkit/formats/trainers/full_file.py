@@ -14,7 +14,8 @@ from shardkit.errors import ShardkitError
 from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.contract import Checkpoint, Opener, asset_directories, parent
 from shardkit.formats.rankfiles.files import TensorCollector
-from shardkit.formats.torchsave.classes import Unsupported, foreign_objects
+from shardkit.formats.torchsave.archive import Unsupported
+from shardkit.formats.torchsave.classes import foreign_objects
 from shardkit.formats.torchsave.file import (
     DistributedRef,
     TensorRef,

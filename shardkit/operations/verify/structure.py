@@ -24,8 +24,8 @@ from shardkit.formats.contract import Checkpoint, DamagedFiles, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
-from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, pread_of, read_directory
-from shardkit.formats.torchsave.classes import UnreadableClass, Unsupported
+from shardkit.formats.torchsave.archive import Unsupported, ZipEntry, ZipReader, pread_of, read_directory
+from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.operations.leftovers import refuse
 from shardkit.operations.resolve import was_checkpoint

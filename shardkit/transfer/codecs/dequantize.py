@@ -41,6 +41,7 @@ _SCALE_DTYPES = frozenset("float32 bfloat16 float16 float8_e8m0fnu uint8".split(
 ADDED = ("_scale_inv", "_scale")
 """What is added to a weight's name for its scales."""
 _LAST = ("scale", "qscale_weight")  # or stands for the last part of its name
+_DEFAULT_BLOCK = (128, 128)  # FineGrainedFP8Config of transformers: a config need not say it
 _OF_ACTIVATIONS = ("input_scale", "activation_scale")
 
 
@@ -254,10 +255,9 @@ def _block(shape: Shape, grid: Shape, block: tuple[int, int] | None, scales: str
     if all(size == 1 for size in grid):
         return tuple(max(size, 1) for size in shape)
     if len(grid) == len(shape) >= 2 and 0 not in grid:
-        if block is not None:
-            whole = (*(1 for _ in shape[2:]), *block)
-            if grid == tuple(-(-size // n) for size, n in zip(shape, whole, strict=True)):
-                return whole
+        whole = (*(1 for _ in shape[2:]), *(block or _DEFAULT_BLOCK))
+        if grid == tuple(-(-size // n) for size, n in zip(shape, whole, strict=True)):
+            return whole
         if all(size % n == 0 for size, n in zip(shape, grid, strict=True)):
             return tuple(max(size // n, 1) for size, n in zip(shape, grid, strict=True))
     said = "the config tells no size of blocks" if block is None else f"blocks are {list(block)}"

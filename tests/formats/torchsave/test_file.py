@@ -25,7 +25,7 @@ from torch import nn
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.torchsave.classes import Unsupported
+from shardkit.formats.torchsave.archive import Unsupported
 from shardkit.formats.torchsave.file import (
     DistributedRef,
     TensorRef,
@@ -303,6 +303,21 @@ def test_a_file_of_another_byte_order_is_whole(save, tmp_path):
         opened(tmp_path)
     assert "torch.save(torch.load(FILE" in caught.value.hint
     assert "damaged" not in str(caught.value)
+
+
+def test_a_zip_that_a_tool_has_compressed_is_whole(save, tmp_path):
+    """torch reads it; another copy would be the same again. One header that says so is damage."""
+    path = Path(save({"a": torch.ones(2)}).path)
+    rezipped(path, lambda name, content: content, zipfile.ZIP_DEFLATED)
+    with pytest.raises(Unsupported, match="is compressed") as caught:
+        opened(tmp_path)
+    assert "torch.save(torch.load(FILE" in caught.value.hint
+    data = bytearray(path.read_bytes())
+    data[8:10] = b"\0\0"  # the method in the first entry's own header
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match="is compressed") as caught:
+        opened(tmp_path)
+    assert not isinstance(caught.value, Unsupported)
 
 
 def test_a_changed_pickle_is_not_believed(save, tmp_path):

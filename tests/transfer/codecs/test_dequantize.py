@@ -194,8 +194,18 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
     )
 
 
-def test_a_ragged_grid_needs_the_config(tmp_path: Path) -> None:
-    tensors = {"a.weight": fp8(320, 320), "a.weight_scale_inv": torch.ones(3, 3)}
+def test_blocks_are_of_128_where_the_config_does_not_say(tmp_path: Path) -> None:
+    """192 rows with two scales are blocks of 128 and 64, as transformers has them, and not twice 96."""
+    scales = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
+    tensors = {"a.weight": fp8(192, 320), "a.weight_scale_inv": torch.ones(2, 3), "b.weight": fp8(192, 192)}
+    catalog = plain(tmp_path, tensors | {"b.weight_scale_inv": scales}, None)
+    each = scales.repeat_interleave(128, 0)[:192].repeat_interleave(128, 1)[:, :192]
+    expected = (tensors["b.weight"].float() * each).bfloat16()
+    assert torch.equal(bits(read(catalog, "b.weight")), bits(expected))
+
+
+def test_a_grid_that_fits_no_size_of_blocks_needs_the_config(tmp_path: Path) -> None:
+    tensors = {"a.weight": fp8(322, 320), "a.weight_scale_inv": torch.ones(4, 4)}
     with pytest.raises(LayoutError) as caught:
         plain(tmp_path, tensors, None)
     assert "the config tells no size of blocks" in caught.value.problems[0]
