@@ -14,7 +14,9 @@ names tensors on both sides, with `{i}` for numbers, and the steps from the Hub'
     steps = [{ stack = "e" }, { concat = 1 }]
 
 Every step has an inverse, so one set serves both ways (`bind_names`). Applied to the names at hand it gives
-expressions, and proves them: what goes there comes back, or it is said what does not. docs/keys.md describes the file.
+expressions, and proves them: what goes there comes back, or it is said what does not. That is a proof that they can be
+undone, and no more: a mistake in what both ways share passes it, so tests compare each step one way, with numpy.
+docs/keys.md describes the file.
 """
 
 from __future__ import annotations
@@ -491,8 +493,10 @@ def _forward(steps: Sequence[Step], parts: _Parts, stacked: list[str], env: Conf
             parts = [{key: concat([part[key] for part in parts], int(step.value)) for key in parts[0]}]
         else:
             parts = [
-                {key: _one(step, each, env) for key, each in part.items()} if _is_about(step, at) else part
-                for at, part in enumerate(parts)
+                {key: _one(step, each, env) for key, each in part.items()}
+                if _is_for_place(step, place)
+                else part
+                for place, part in enumerate(parts)
             ]
     (made,) = (each for part in parts for each in part.values())
     return made
@@ -582,17 +586,17 @@ def _backward(rule: Rule, of: Expression, env: ConfigNumbers) -> _Parts:
         else:
             parts = [
                 {key: _one_back(step, each, env) for key, each in part.items()}
-                if _is_about(step, at)
+                if _is_for_place(step, place)
                 else part
-                for at, part in enumerate(parts)
+                for place, part in enumerate(parts)
             ]
     return parts
 
 
-def _is_about(step: Step, pattern: int) -> bool:
-    """True if a step is carried out on the tensors of a pattern, given its place in the list."""
+def _is_for_place(step: Step, place: int) -> bool:
+    """True unless a step's `only` leaves out this place of the list of names."""
     only = step.options.get("only")
-    return only is None or pattern in only
+    return only is None or place in only
 
 
 def _unstacked(of: Expression, dim: int) -> Iterator[Expression]:

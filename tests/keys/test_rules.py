@@ -170,6 +170,20 @@ def test_a_set_goes_both_ways() -> None:
     assert bound(ONE, {"b.3.v": (2,)}, "model") == {"a.3.w": Stored("b.3.v", (2,))}
 
 
+@pytest.mark.parametrize("only", [[0], [1], [2], [0, 1], [1, 2], [0, 2], [2, 0], [0, 1, 2], None])
+def test_a_step_is_for_all_places_that_only_lists(only: list[int] | None) -> None:
+    places = "" if only is None else f", only = {only}"
+    steps = f"steps = [{{ rope = 2{places} }}, {{ concat = 0 }}]"
+    text = HEAD + f'[[rule]]\nhub = ["q", "k", "v"]\nmodel = "wqkv"\n{steps}\n'
+    values = numbered({name: (8, 3) for name in "qkv"})
+    made = evaluate(bound(text, {name: (8, 3) for name in values})["wqkv"], values)
+    listed = range(3) if only is None else only
+    expected = [pairs(rows, 2) if place in listed else rows for place, rows in enumerate(values.values())]
+    assert np.array_equal(made, np.concatenate(expected))
+    back = bound(text, {"wqkv": made.shape}, "model")
+    assert all(np.array_equal(evaluate(back[name], {"wqkv": made}), values[name]) for name in values)
+
+
 def test_tensors_without_a_rule_and_rules_without_a_tensor_are_all_listed() -> None:
     text = ONE + '[[rule]]\nhub = "c"\nmodel = "d"\n'
     said = problems(text, {"x.weight": (2,), "y": (3, 4)})
