@@ -58,6 +58,11 @@ def relative_to(region: Region, origin: Shape) -> Region:
     return Region(tuple(o - base for o, base in zip(region.offsets, origin, strict=True)), region.sizes)
 
 
+def shifted(region: Region, origin: Shape) -> Region:
+    """Return a region within a part as one of the whole, given where the part begins."""
+    return Region(tuple(o + base for o, base in zip(region.offsets, origin, strict=True)), region.sizes)
+
+
 def window(region: Region) -> tuple[slice, ...]:
     """Return the index of a region in an array or a tensor."""
     return tuple(slice(o, o + size) for o, size in zip(*region, strict=True))

@@ -106,10 +106,17 @@ def _manage(
             raise error
 
 
-def at_once(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Return the result of a call for each of many items; several calls, which wait for a network, run at a time."""
-    with ThreadPoolExecutor(_NUM_WAITING, thread_name_prefix="shardkit-requests") as pool:
-        asked = [pool.submit(call, one) for one in items]
+def at_once(call: Callable[[T], R], items: Iterable[T], num_threads: int = _NUM_WAITING) -> list[R]:
+    """Return the result of a call for each item, in their order; several calls, which wait for a network, run at a time.
+
+    What the run allows, such as following links, it allows in the threads too. With one thread this is a loop.
+    """
+    items = list(items)
+    num_threads = min(num_threads, len(items))
+    if num_threads <= 1:
+        return [call(item) for item in items]
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="shardkit-requests") as pool:
+        asked = [pool.submit(copy_context().run, call, item) for item in items]
         try:
             until_done(asked)
         except BaseException:
@@ -168,20 +175,6 @@ class Outcome(Generic[T]):
         if self._error is not None:
             raise self._error
         return cast(T, self._value)
-
-
-def map_at_once(call: Callable[[T], R], items: Iterable[T], num_threads: int) -> list[R]:
-    """Return the result of `call` for each item, in their order. With one thread this is a loop.
-
-    This is for waiting, such as for answers of a store. What the run allows, such as following links, holds in the threads.
-    """
-    items = list(items)
-    num_threads = min(num_threads, len(items))
-    if num_threads <= 1:
-        return [call(item) for item in items]
-    contexts = [copy_context() for _ in items]  # a context is for one thread at a time
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="shardkit-ask") as pool:
-        return list(pool.map(lambda context, item: context.run(call, item), contexts, items))
 
 
 class Progress(Protocol):

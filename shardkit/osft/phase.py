@@ -4,8 +4,8 @@
     who sees all notes:    an ordinary job, for which records are a source like any other
 
 A record is named after its weight and its bytes, and the note says which one counts, the first that was written: machines
-of another kind give other last bits, and files must not be made of both. Where records lie is what `Records` says, a
-directory (`files/shared`) or a store (`files/shared_store`). What was killed goes on with the records that are whole.
+of another kind give other last bits, and files must not be made of both. Records lie in a
+directory (`files/shared`) or in a store (`files/shared_store`). What was killed goes on with the records that are whole.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from shardkit.core.factored import FACTORS
 from shardkit.core.text import count
@@ -24,7 +24,8 @@ from shardkit.core.threads import Progress
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
-from shardkit.files.shared import RecordStat
+from shardkit.files.shared import RecordStat, SharedRecords
+from shardkit.files.shared_store import StoredRecords
 from shardkit.files.strict_json import parse_object
 from shardkit.osft.compute import FactorRun
 from shardkit.osft.job import FactoredJob, measured_of
@@ -36,36 +37,8 @@ from shardkit.transfer.stream import read_back
 _CHECK_BUFFER = 1 << 20
 
 
-class Records(Protocol):
-    """Records of factors, and a note for each weight that has one."""
-
-    @property
-    def path(self) -> str:
-        """Where they lie."""
-
-    def missing(self, count: int) -> list[int]:
-        """Return the numbers of the weights without a note, of so many, as far as this machine sees them."""
-
-    def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Return the notes of those weights that have one."""
-
-    def found(self, names: Sequence[str]) -> list[RecordStat | None]:
-        """Return what is known of records; None of one that is not there."""
-
-    def paths(self, names: Sequence[str]) -> list[str]:
-        """Return where records are read, as far as they are there."""
-
-    def publish(self, path: str, name: str, crc: int) -> None:
-        """Put a record that lies on this machine, and has this CRC-32, where all processes find it."""
-
-    def write_note(self, work: str, number: int, content: bytes) -> bool:
-        """Write the note of a weight, unless there is one; return whether it was written."""
-
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Remove the notes of weights, if they have some."""
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove records."""
+Records = SharedRecords | StoredRecords
+"""Records of factors, and a note for each weight that has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

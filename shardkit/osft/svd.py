@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from shardkit.core.factored import FACTORS, Svd, Target
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError
+from shardkit.transfer.convert import one_thread_each
 
 if TYPE_CHECKING:
     import torch
@@ -62,19 +63,6 @@ class Factors:
     ones and minus ones: nearly always above their largest entry."""
 
 
-@contextlib.contextmanager
-def one_blas_thread() -> Iterator[None]:
-    """Let torch compute in one thread: other numbers of threads give other last bits."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def factorise(weight: torch.Tensor, target: Target, svd: Svd = "exact") -> Factors:
     """Return the factors of a weight.
 
@@ -93,7 +81,7 @@ def factorise(weight: torch.Tensor, target: Target, svd: Svd = "exact") -> Facto
             f"{escape(target.weight)}: has values that are not finite, and no singular values",
             hint="the source is damaged, or training diverged: use an earlier checkpoint",
         )
-    with one_blas_thread(), _named(target):
+    with one_thread_each(True), _named(target):
         if svd == "fp32":
             return _measured(weight, _rounded(_by_svd(weight.float()), target), "svd fp32")
         by_gram = _by_gram(weight)

@@ -10,7 +10,7 @@ import io
 import os
 import secrets
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan
@@ -37,15 +37,32 @@ _MAX_METADATA = 1 << 30
 _PIECE_NBYTES = 1 << 20  # memory for it is given back once its part is sent
 
 
-class Lead(Protocol):
-    """What rank 0 has of a save."""
+class _DiskLead:
+    """What rank 0 has of a save on a disk.
 
-    path: str
-    """The destination, absolute."""
-    place: str
-    """The directory in which all ranks write."""
-    home: str
-    """The directory in which the files lie once they are committed."""
+    It is a run of its own at the place: all ranks write into its `data`, and nobody else joins it or goes on with it.
+    """
+
+    def __init__(self, path: str, overwrite: bool) -> None:
+        _make_parents(path)
+        self.path = self.home = check_destination(path, None, overwrite=overwrite)
+        """The destination, absolute, where the files lie once they are committed."""
+        remove_runs(self.path, foreign_in, but="")
+        plan = secrets.token_hex(8)
+        self._staging = SharedStaging.of_plan(self.path, plan, foreign_in, is_run=True)
+        self._staging.look = self._look
+        self.place, self._is_kept = self._staging.data, False
+        """The directory in which all ranks write, and whether it stays whatever happens."""
+        try:
+            self._owner = Owner.new_run()
+        except OSError as error:
+            raise ResourceError(f"cannot write beside {escape(self.path)}: {error.strerror}") from error
+        command = Command(verb=SAVE, options={})
+        agreement = Agreement(
+            plan=plan, version=__version__, ingredients={}, command=command, typed="", num_parts=1, files=()
+        )
+        is_made = self._staging.create(agreement.dump(), (), self._owner)
+        assert is_made  # nobody else makes one of this name
 
     def commit(self, metadata: bytes, *, overwrite: bool, beside: bytes = b"") -> None:
         """Make what was written visible, whole.
@@ -59,44 +76,6 @@ class Lead(Protocol):
             UsageError: something else is at the destination by now; says where what was written lies, whole.
             ResourceError: the system or the store refuses.
         """
-
-    def discard(self) -> None:
-        """Remove what was written, unless it was committed."""
-
-
-def begin(path: str, *, overwrite: bool) -> Lead:
-    """Begin a save.
-
-    Raises:
-        UsageError: the destination exists or cannot be written.
-        ResourceError: it cannot be made.
-    """
-    return _DiskLead(path, overwrite) if location_of(path).renames else _StoreLead(path, overwrite)
-
-
-class _DiskLead:
-    """A run of its own at the place: all ranks write into its `data`, and nobody else joins it or goes on with it."""
-
-    def __init__(self, path: str, overwrite: bool) -> None:
-        _make_parents(path)
-        self.path = self.home = check_destination(path, None, overwrite=overwrite)
-        remove_runs(self.path, foreign_in, but="")
-        plan = secrets.token_hex(8)
-        self._staging = SharedStaging.of_plan(self.path, plan, foreign_in, is_run=True)
-        self._staging.look = self._look
-        self.place, self._is_kept = self._staging.data, False
-        try:
-            self._owner = Owner.new_run()
-        except OSError as error:
-            raise ResourceError(f"cannot write beside {escape(self.path)}: {error.strerror}") from error
-        command = Command(verb=SAVE, options={})
-        agreement = Agreement(
-            plan=plan, version=__version__, ingredients={}, command=command, typed="", num_parts=1, files=()
-        )
-        is_made = self._staging.create(agreement.dump(), (), self._owner)
-        assert is_made  # nobody else makes one of this name
-
-    def commit(self, metadata: bytes, *, overwrite: bool, beside: bytes = b"") -> None:
         try:
             check_destination(self.path, None, overwrite=overwrite)  # it may be somebody else's by now
             with self._staging.workplace() as work:
@@ -133,6 +112,7 @@ class _DiskLead:
         )
 
     def discard(self) -> None:
+        """Remove what was written, unless it was committed."""
         self._staging.leave(self._owner)
         with contextlib.suppress(OSError, ShardkitError):
             if not (self._is_kept or self._staging.is_committed):
@@ -140,6 +120,8 @@ class _DiskLead:
 
 
 class _StoreLead:
+    """What rank 0 has of a save in a store; as `_DiskLead`, but the files lie where they were written."""
+
     def __init__(self, path: str, overwrite: bool) -> None:
         self._target: UploadTarget = check_target(path, None, OutputKind.SHARDED, overwrite=overwrite)
         check_conditions(self._target.path)
@@ -180,6 +162,19 @@ class _StoreLead:
             if stored is None or self._folder.encode() not in stored[0]:
                 stores.forget()
                 storage.remove_tree(self.place)
+
+
+Lead = _DiskLead | _StoreLead
+
+
+def begin(path: str, *, overwrite: bool) -> Lead:
+    """Begin a save.
+
+    Raises:
+        UsageError: the destination exists or cannot be written.
+        ResourceError: it cannot be made.
+    """
+    return _DiskLead(path, overwrite) if location_of(path).renames else _StoreLead(path, overwrite)
 
 
 def _make_parents(path: str) -> None:

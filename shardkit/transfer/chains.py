@@ -16,14 +16,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, Checksums, Decoded
 from shardkit.core.text import escape
 from shardkit.files.digest import crc32, crc32_combine
-
-if TYPE_CHECKING:
-    pass
 
 Span = tuple[int, int]
 """(first byte, end) in the file."""
@@ -228,11 +225,8 @@ class Entries:
 
     def holding(self, number: int, start: int, stop: int) -> int | None:
         """Return the entry that holds a whole range of a file; None if none does."""
-        if number < 0:
-            return None
-        table = self.tables[number]
-        row = bisect_right(table.starts, start) - 1
-        return None if row < 0 or stop > table.stops[row] else self.firsts[number] + row
+        entry = self.find(number, start, stop)
+        return None if entry is None else entry[0]
 
     def holding_chunk(self, row: int) -> int | None:
         """Return the entry that holds a chunk of the catalog; None if none does."""

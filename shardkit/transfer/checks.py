@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby
 from operator import sub
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from shardkit.core.catalog import Catalog, Computed
 from shardkit.core.text import count, escape
@@ -34,9 +34,6 @@ from shardkit.transfer.chains import (
     joined,
     judge,
 )
-
-if TYPE_CHECKING:
-    pass
 
 NOT_RECORDED = "no CRC-32 is recorded"
 NO_CHECKSUMS = "safetensors have no CRC-32"

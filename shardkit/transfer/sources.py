@@ -22,7 +22,17 @@ from shardkit.core.catalog import (
     SourceFile,
     TensorEntry,
 )
-from shardkit.core.regions import Region, Shape, blocks, full_region, intersect, relative_to, runs
+from shardkit.core.regions import (
+    Region,
+    Shape,
+    blocks,
+    full_region,
+    intersect,
+    relative_to,
+    runs,
+    shifted,
+    window,
+)
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files import storage
@@ -527,8 +537,7 @@ def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes:
         if not band_bytes:  # the first is the largest
             band_bytes = bytearray(block.num_elements * itemsize)
             part_bytes = bytearray(len(band_bytes))
-        corner = tuple(a + b for a, b in zip(region.offsets, block.offsets, strict=True))
-        band = Region(corner, block.sizes)
+        band = shifted(block, region.offsets)
         view = memoryview(band_bytes)[: block.num_elements * itemsize]
         elements = _as_array(view, block.sizes, itemsize)
         for row, held in chunks:
@@ -542,10 +551,9 @@ def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes:
             )
             for group in _neighbours(spans, max_bytes):
                 _read_group(reader, table.file[row], read, group, fqn)
-            inside = relative_to(part, corner)
-            window = [slice(o, o + s) for o, s in zip(inside.offsets, inside.sizes, strict=True)]
-            window[-1] = slice(window[-1].start * itemsize, window[-1].stop * itemsize)
-            elements[tuple(window)] = _as_array(read, part.sizes, itemsize)
+            *rows, columns = window(relative_to(part, band.offsets))
+            inside = (*rows, slice(columns.start * itemsize, columns.stop * itemsize))
+            elements[inside] = _as_array(read, part.sizes, itemsize)
         yield view
 
 

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import pytest
 
 from shardkit.core import threads
-from shardkit.core.threads import choose_jobs, map_at_once, run_all
+from shardkit.core.threads import at_once, choose_jobs, run_all
 from shardkit.errors import UsageError
 
 # What another thread is interrupted by does not wake the main thread; nor does what comes just before it begins to wait.
@@ -152,7 +152,7 @@ def test_only_phases_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timed.phases_s == 2.5
 
 
-def test_map_at_once_asks_for_several_and_keeps_their_order() -> None:
+def test_at_once_asks_for_several_and_keeps_their_order() -> None:
     all_ask, allowed = threading.Barrier(4, timeout=60), ContextVar("allowed", default=False)
     allowed.set(True)
 
@@ -160,6 +160,6 @@ def test_map_at_once_asks_for_several_and_keeps_their_order() -> None:
         all_ask.wait()
         return item, allowed.get()
 
-    assert map_at_once(ask, range(4), 8) == [(item, True) for item in range(4)]
-    assert map_at_once(str, iter("ab"), 1) == ["a", "b"]
-    assert map_at_once(str, (), 8) == []
+    assert at_once(ask, range(4), 8) == [(item, True) for item in range(4)]
+    assert at_once(str, iter("ab"), 1) == ["a", "b"]
+    assert at_once(str, (), 8) == []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shardkit.core.catalog import Catalog, SourceFile, subset
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, suggestions
-from shardkit.core.threads import map_at_once
+from shardkit.core.threads import at_once
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.links import is_below, link_notes, locate, locate_weights, read_inside
@@ -242,7 +242,7 @@ def _locate_all(
     def find(name: str) -> str:
         return os.path.join(directory, name) if name in elsewhere else locate_weights(directory, name)
 
-    paths = dict(zip(names, map_at_once(find, names, location_of(directory).connections), strict=True))
+    paths = dict(zip(names, at_once(find, names, location_of(directory).connections), strict=True))
     missing = [name for name, path in paths.items() if name not in elsewhere and not storage.lexists(path)]
     if missing:
         raise DamagedFiles(
@@ -262,8 +262,8 @@ def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[t
         except SourceError as error:
             return error
 
-    at_once = location_of(next(iter(paths.values()), "")).connections
-    results = zip(paths, map_at_once(read, paths, at_once), strict=True)
+    connections = location_of(next(iter(paths.values()), "")).connections
+    results = zip(paths, at_once(read, paths, connections), strict=True)
     contents: list[tuple[str, Content]] = []
     errors: list[SourceError] = []
     for name, content in results:

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from shardkit.core.catalog import Catalog, TensorEntry
-from shardkit.core.regions import Region
+from shardkit.core.regions import Region, shifted
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, LayoutError, SourceError
 from shardkit.files import storage
@@ -286,7 +286,7 @@ def _reads(raw: Catalog, targets: Iterable[tuple[ReadItem, int, torch.Tensor]]) 
                 f"{escape(fqn)}: the planner gave a tensor of shape {list(target.shape)} for {list(sizes)}"
             )
         held = raw.chunks.region(row)
-        wanted = Region(tuple(a + b for a, b in zip(held.offsets, item.storage_offsets, strict=True)), sizes)
+        wanted = shifted(Region(tuple(item.storage_offsets), sizes), held.offsets)
         only = replace(raw.tensors[fqn], first_chunk=row, num_chunks=1)
         yield from plan_reads(only, raw, wanted, target, fqn)
 

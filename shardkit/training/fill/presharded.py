@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import sub
 
 from shardkit.core.catalog import Catalog, Checksums, FileStamp, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.mesh import Mesh
-from shardkit.core.regions import Region, find_tiling_error, full_region, intersect
+from shardkit.core.regions import Region, find_tiling_error, full_region, intersect, relative_to
 from shardkit.core.text import count, escape
-from shardkit.core.threads import map_at_once
+from shardkit.core.threads import at_once
 from shardkit.errors import IntegrityError, LayoutError, ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of, names_in
@@ -151,7 +150,7 @@ def _are_apart(parts: Sequence[Region], region: Region) -> bool:
     kept = [part for part in parts if part.num_elements]
     if len(kept) < 2:
         return True
-    moved = [Region(tuple(map(sub, part.offsets, region.offsets)), part.sizes) for part in kept]
+    moved = [relative_to(part, region.offsets) for part in kept]
     return find_tiling_error(region.sizes, moved) is None
 
 
@@ -249,7 +248,7 @@ def _read_lists(
         except ShardkitError as error:
             return error
 
-    lists = dict(zip(files, map_at_once(read, files, location_of(directory).connections), strict=True))
+    lists = dict(zip(files, at_once(read, files, location_of(directory).connections), strict=True))
     errors = [each for each in lists.values() if isinstance(each, ShardkitError)]
     if errors:
         raise IntegrityError(

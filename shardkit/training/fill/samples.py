@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from shardkit.core.catalog import Catalog, FileStamp, SourceFile
 from shardkit.core.text import escape
-from shardkit.core.threads import map_at_once
+from shardkit.core.threads import at_once
 from shardkit.errors import ResourceError
 from shardkit.files import storage
 from shardkit.files.location import location_of
@@ -69,9 +69,8 @@ def take_samples(weights: Weights) -> str:
         for file, start, nbytes in _places(weights.catalog, weights.identity, weights.sampled_files)
     ]
     files = {source.path: source for source, _, _ in places}
-    at_once = location_of(next(iter(files), "")).connections
     # All at once: one by one, each is a wait on storage over a network.
-    map_at_once(partial(_open, opened=opened), files.values(), at_once)
+    at_once(partial(_open, opened=opened), files.values(), location_of(next(iter(files), "")).connections)
     try:
         for source, start, nbytes in places:
             storage.will_need(opened[source.path], start, nbytes)

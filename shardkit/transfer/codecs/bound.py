@@ -25,6 +25,7 @@ from shardkit.core.regions import (
     is_contiguous,
     relative_to,
     runs,
+    shifted,
     window,
 )
 from shardkit.core.text import escape
@@ -43,7 +44,7 @@ from shardkit.keys.expressions import (
     leaves,
     pieces,
 )
-from shardkit.transfer.codecs.boxes import copy_array, kind_of, shifted
+from shardkit.transfer.codecs.boxes import copy_array, kind_of
 from shardkit.transfer.codecs.converted import Convert, GroupConverter, GroupMember
 from shardkit.transfer.codecs.derive import add_computed, computed_file
 

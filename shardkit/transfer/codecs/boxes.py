@@ -18,6 +18,7 @@ from shardkit.core.regions import (
     intersect,
     relative_to,
     runs,
+    shifted,
     window,
 )
 from shardkit.core.text import escape
@@ -225,11 +226,6 @@ def flat_bytes(values: numpy.ndarray) -> numpy.ndarray:
     import numpy
 
     return numpy.ascontiguousarray(values).reshape(-1).view(numpy.uint8)
-
-
-def shifted(region: Region, origin: Shape) -> Region:
-    """Return a region within a part as one of the whole, given where the part begins."""
-    return Region(tuple(a + b for a, b in zip(region.offsets, origin, strict=True)), region.sizes)
 
 
 def kind_of(itemsize: int) -> str:

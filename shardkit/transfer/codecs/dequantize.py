@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from shardkit.core.catalog import StoredParts
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region, Shape, blocks, window
+from shardkit.core.regions import Region, Shape, blocks, shifted, window
 from shardkit.core.text import escape
-from shardkit.transfer.codecs.boxes import as_box, shifted
+from shardkit.transfer.codecs.boxes import as_box
 
 if TYPE_CHECKING:
     import numpy
