@@ -249,7 +249,7 @@ def _open(
     if weights is not None and are_stages:
         weights = replace(weights, identity=weights.source_identity, sampled_files=0)
     made = frozenset[str]()
-    with agreed(_FITTING):
+    with agreed(_FITTING) as exchanged:
         if weights is not None:
             check_untied(broken_ties(model), weights)
             needed = factoring.read(expected)
@@ -258,9 +258,9 @@ def _open(
             ).initialised
             if world()[0] == able[0]:  # it reads names of one parameter that are stored apart
                 check_ties(ties, weights)
-    told = gather_json(sorted(made), phase=_FITTING)
+        exchanged.mine = sorted(made)
     if weights is None:
-        made = frozenset(name for names in told for name in names)
+        made = frozenset(name for names in exchanged.of_all for name in names)
     return factoring.supplied(
         Supply(weights=weights, unavailable=None if error is None else str(error), initialised=made)
     )

@@ -325,20 +325,17 @@ def _stored_dtype(model: str, asked: PrepareOptions) -> str | None:
         own = dtype_of(asked.home, None) if storage.exists(model) else None
         return own or dtype_of(asked.place, asked.revision)
 
-    phase = "reading the config"
-    with agreed(phase):
-        mine = [dtype_of(asked.place, asked.revision, of_factored=True), look()]
+    with agreed("reading the config") as exchanged:
+        exchanged.mine = [dtype_of(asked.place, asked.revision, of_factored=True), look()]
     # A rank may not see the source.
-    told = gather_json(mine, phase=phase)
-    return next((dtype for index in (0, 1) for dtype in (ranks[index] for ranks in told) if dtype), None)
+    return next((dtype for dtypes in zip(*exchanged.of_all, strict=True) for dtype in dtypes if dtype), None)
 
 
 def _factor(plain: _Plain, asked: PrepareOptions) -> _Plain:
     """Return a model with factors where the source has them, or where they are wanted; every rank calls it."""
-    with agreed(_OPENING):
-        mine = _stored_targets(plain, asked)
-    told = gather_json(None if mine is None else [asdict(target) for target in mine], phase=_OPENING)
-    stored = tuple(Target(**fields) for fields in next(filter(None, told), ()))
+    with agreed(_OPENING) as exchanged:
+        exchanged.mine = [asdict(target) for target in _stored_targets(plain, asked)]
+    stored = tuple(Target(**fields) for fields in next(filter(None, exchanged.of_all), ()))
     with agreed("dividing weights into factors"):
         factoring = factor_model(
             plain.model, asked.plan, stored, grown=plain.grown, has_source=asked.place is not None
@@ -349,14 +346,14 @@ def _factor(plain: _Plain, asked: PrepareOptions) -> _Plain:
         return replace(plain, expected=expected, ties=ties, factoring=factoring)
 
 
-def _stored_targets(plain: _Plain, asked: PrepareOptions) -> tuple[Target, ...] | None:
-    """Return the targets that the source has as factors; None if this rank cannot open it."""
+def _stored_targets(plain: _Plain, asked: PrepareOptions) -> tuple[Target, ...]:
+    """Return the targets that the source has as factors; none if this rank cannot open it."""
     if asked.place is None:
-        return None
+        return ()
     try:
         opened = asked.open(asked.place, asked.revision)
     except ShardkitError:  # opening it in earnest raises it again
-        return None
+        return ()
     return find_targets(opened, dense_names(plain.model, plain.expected), model=plain.model)
 
 

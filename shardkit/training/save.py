@@ -139,14 +139,15 @@ def save(
                 _warn_of_classes(state)
             writer = SaveWriter(place, aliases, files)
             _write(checkpointable(state), writer, group)
-            told = gather_json(recall(model, (*state[MODEL], *aliases)), group, phase=_PHASE)
-            form = next((HubNaming(*naming) for naming in told if naming is not None), HubNaming(None, {}))
+            namings = gather_json(recall(model, (*state[MODEL], *aliases)), group, phase=_PHASE)
+            form = next((HubNaming(*naming) for naming in namings if naming is not None), HubNaming(None, {}))
             with agreed(_PHASE, group):
                 if kept is not None:
                     _describe(model, writer, aliases, form, group, kept.write(place))
-        with agreed(_PHASE, group):
+        with agreed(_PHASE, group) as exchanged:
             if lead is not None:
                 lead.commit(writer.metadata(), overwrite=overwrite, beside=writer.beside)
+                exchanged.mine = [lead.path, len(writer.files), sum(writer.files.values())]
             if kept is not None and lead is not None:
                 kept.note(lead.home)
     except BaseException as error:
@@ -155,9 +156,8 @@ def save(
         if isinstance(error, OSError):  # of several ranks it is a ResourceError by now
             raise ResourceError(f"cannot save {escape(os.fspath(path))}: {_reason(error)}") from error
         raise
-    sizes = writer.files.values()
-    placed = gather_json([lead.path, len(sizes), sum(sizes)] if lead else None, group)
-    return SaveResult(path=placed[0][0], num_files=placed[0][1], file_bytes=placed[0][2])
+    saved, num_files, file_bytes = exchanged.of_all[0]
+    return SaveResult(path=saved, num_files=num_files, file_bytes=file_bytes)
 
 
 def _reason(error: OSError) -> str:
@@ -237,10 +237,11 @@ def _start(
     """Begin on the first rank, and tell all ranks where they write."""
     lead: Lead | None = None
     try:
-        with agreed(_PHASE, group):
+        with agreed(_PHASE, group) as exchanged:
             if leads:
                 lead = begin(path, overwrite=overwrite)
-        place = str(gather_json(lead.place if lead else None, group, phase=_PHASE)[0])
+                exchanged.mine = lead.place
+        place = str(exchanged.of_all[0])
         with agreed(_PHASE, group):
             if location_of(place).has_directories and not storage.isdir(place):
                 raise ResourceError(

@@ -675,14 +675,12 @@ def compare_together(check: SourceCheck, sources: SourceFiles, names: Iterable[s
     """
     rank, size = world()
     told = gather_json(check.parts(), phase=_PHASE)
-    rests, mine = [], {}
-    with agreed(_PHASE):
+    with agreed(_PHASE) as exchanged:
         check.take_parts(told, rank)
         rests = check.missing_of_each()
-        for rest in rests:
-            if check.is_first_reader(rest.entry):
-                mine[check.entries.key(rest.entry)] = sources.read_gaps(rest)
-    gaps = {key: crcs for each in gather_json(mine, phase=_PHASE) for key, crcs in each.items()}
+        own = (rest for rest in rests if check.is_first_reader(rest.entry))
+        exchanged.mine = {check.entries.key(rest.entry): sources.read_gaps(rest) for rest in own}
+    gaps = {key: crcs for by_rank in exchanged.of_all for key, crcs in by_rank.items()}
     with agreed(_PHASE):
         for rest in rests:
             crcs = gaps.get(check.entries.key(rest.entry))

@@ -15,7 +15,7 @@ from shardkit.training.fill.broadcast import fill_broadcast
 from shardkit.training.fill.direct import divide, fill_direct, regions_of
 from shardkit.training.fill.reading import Filled, Supply, Weights, match
 from shardkit.training.fill.samples import kept_open, take_samples, versions
-from shardkit.training.ranks.agree import agreed, gather_json, look_where_possible, say, world
+from shardkit.training.ranks.agree import agreed, look_where_possible, say, world
 from shardkit.training.ranks.local import LocalShard
 
 _FITTING = "comparing the source with the model"
@@ -112,7 +112,7 @@ def fill(
     return filled
 
 
-class _Told(NamedTuple):
+class _Sight(NamedTuple):
     """What a rank says of itself."""
 
     identity: str | None
@@ -147,9 +147,9 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
         group = _node() if options.source_rank == "node" else _replica(shards)
     asked = f"{options.strategy}, {options.source_rank}, check_source={options.check_source}"
     for compares_bytes in (False, True):
-        with agreed(_COMPARING):
-            found = _identity(supply, options, compares_bytes=compares_bytes)
-        told = [_Told(*answer) for answer in gather_json([*found, group, asked], phase=_COMPARING)]
+        with agreed(_COMPARING) as exchanged:
+            exchanged.mine = [*_identity(supply, options, compares_bytes=compares_bytes), group, asked]
+        told = [_Sight(*answer) for answer in exchanged.of_all]
         # In stores the same weights may be of several versions: in two regions.
         if (
             not any(answer.is_version for answer in told)
@@ -169,7 +169,7 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
 def _identity(
     supply: Supply, options: ReadOptions, *, compares_bytes: bool
 ) -> tuple[str | None, str | None, bool]:
-    """Return what tells this rank's weights from others; or None, and why they cannot be read; see `_Told`."""
+    """Return what tells this rank's weights from others; or None, and why they cannot be read; see `_Sight`."""
     weights = supply.weights
     if weights is None:
         return None, supply.unavailable, False
@@ -184,7 +184,7 @@ def _identity(
         return None, str(error), False
 
 
-def _all_read(told: Sequence[_Told], strategy: Strategy) -> bool:
+def _all_read(told: Sequence[_Sight], strategy: Strategy) -> bool:
     """True if all ranks can read the same weights; otherwise raise, unless some may read for the others."""
     blind = [rank for rank, answer in enumerate(told) if answer.identity is None]
     others = [rank for rank, answer in enumerate(told) if answer.identity not in (None, told[0].identity)]
@@ -205,7 +205,7 @@ def _all_read(told: Sequence[_Told], strategy: Strategy) -> bool:
     return False
 
 
-def _sources(told: Sequence[_Told], source_rank: SourceRank) -> list[int]:
+def _sources(told: Sequence[_Sight], source_rank: SourceRank) -> list[int]:
     """Return the source rank of every rank: the first of its group that can open the source."""
     source_of: dict[str, int] = {}
     for rank, answer in enumerate(told):

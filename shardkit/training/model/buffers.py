@@ -24,7 +24,7 @@ from shardkit.errors import LayoutError
 from shardkit.files.digest import crc32
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import is_transformers, meta_twins
-from shardkit.training.ranks.agree import agreed, device_for, gather_json, say, wire, world
+from shardkit.training.ranks.agree import agreed, device_for, say, wire, world
 from shardkit.training.ranks.local import (
     ModuleTensor,
     buffer_places,
@@ -332,18 +332,18 @@ def _differing(model: nn.Module) -> list[str]:
     """Return the names of plain buffers that all ranks have, of one size, with different bytes."""
     if world()[1] == 1:
         return []
-    digests: dict[str, list[int]] = {}
-    with agreed("comparing buffers"):
+    with agreed("comparing buffers") as exchanged:
+        exchanged.mine = {}
         for place in buffer_places(model):
             if not isinstance(place.tensor, DTensor) and not place.tensor.is_meta:
                 content = memory_of(place.tensor.detach().cpu().contiguous())
-                digests[place.fqn] = [len(content), crc32(content)]
-    told = gather_json(digests, phase="comparing buffers")
+                exchanged.mine[place.fqn] = [len(content), crc32(content)]
+    first, *others = exchanged.of_all
     return [
         fqn
-        for fqn in told[0]
-        if all(fqn in other and other[fqn][0] == told[0][fqn][0] for other in told)
-        and any(other[fqn] != told[0][fqn] for other in told)
+        for fqn in first
+        if all(fqn in other and other[fqn][0] == first[fqn][0] for other in others)
+        and any(other[fqn] != first[fqn] for other in others)
     ]
 
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
@@ -175,14 +176,18 @@ def lost(phase: str, error: BaseException) -> LostRank:
 
 
 def agree(
-    error: BaseException | None, group: dist.ProcessGroup | None = None, *, phase: str = "this phase"
-) -> None:
+    error: BaseException | None, group: dist.ProcessGroup | None = None, *, phase: str, value: Any = None
+) -> list[Any]:
     """Raise on all ranks if any rank has an error; each rank must call it.
 
     Args:
         error: of this rank; None if all is well.
         group: None for all ranks.
         phase: what is being done, for the message if a rank died.
+        value: plain data, which travels as with `gather_json`, in the same messages.
+
+    Returns:
+        The values of all ranks of the group, in its order.
 
     Raises:
         ShardkitError: of the class that all errors have in common. Its problems name the ranks; ranks with
@@ -192,28 +197,42 @@ def agree(
     """
     if isinstance(error, LostRank):
         raise error
-    told = gather_json(None if error is None else _describe(error), group, phase=phase)
+    told = gather_json([None if error is None else _describe(error), value], group, phase=phase)
+    failures = [failure for failure, _ in told]
     if error is not None and (len(told) == 1 or not isinstance(error, Exception)):
         raise error
-    if any(other is not None for other in told):
+    if any(failure is not None for failure in failures):
         ranks = dist.get_process_group_ranks(group) if len(told) > 1 else [0]
-        raise _together(told, ranks) from error
+        raise _together(failures, ranks) from error
+    return [value for _, value in told]
+
+
+@dataclass(slots=True)
+class Exchanged:
+    """What the ranks exchange at the end of a phase."""
+
+    mine: Any = None
+    """Of this rank, plain data."""
+    of_all: Sequence[Any] = ()
+    """Of each rank, as `gather_json` returns it, once the phase has ended."""
 
 
 @contextlib.contextmanager
-def agreed(phase: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def agreed(phase: str, group: dist.ProcessGroup | None = None) -> Iterator[Exchanged]:
     """Run a block on every rank and `agree` on how it ended; nothing in it may wait for another rank.
+
+    What the block puts into `mine`, all ranks have in `of_all` afterwards: that costs no further message.
 
     Args:
         phase: what is being done, for the message if a rank died.
         group: None for all ranks.
     """
-    error: BaseException | None = None
+    error, exchanged = None, Exchanged()
     try:
-        yield
+        yield exchanged
     except BaseException as caught:  # Ctrl-C too: the others must not wait
         error = caught
-    agree(error, group, phase=phase)
+    exchanged.of_all = agree(error, group, phase=phase, value=exchanged.mine)
 
 
 def look_where_possible(
@@ -238,8 +257,8 @@ def look_where_possible(
         result = look()
     except BaseException as caught:  # the others must not wait
         error = caught
-    agree(None if error is None or is_absent(error) else error, phase=phase)
-    able = [rank for rank, succeeded in enumerate(gather_json(error is None, phase=phase)) if succeeded]
+    failure = None if error is None or is_absent(error) else error
+    able = [rank for rank, is_able in enumerate(agree(failure, phase=phase, value=error is None)) if is_able]
     if not able:
         agree(error, phase=phase)
     return result, error, able

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from shardkit.errors import IntegrityError, LayoutError, ResourceError, ShardkitError, SourceError
-from shardkit.training.ranks.agree import agree, gather_json, gather_masks
+from shardkit.training.ranks.agree import agree, agreed, gather_json, gather_masks
 from tests.worlds.ranks import Ranks, same_error
 
 four = Ranks(__name__, 4)
@@ -39,6 +39,22 @@ def test_masks_of_all_ranks_and_whose_order_is_another() -> None:
 @four.test
 def test_without_an_error_nobody_raises() -> None:
     agree(None, phase="reading")
+
+
+@four.test
+def test_what_a_phase_exchanges_arrives_once_all_have_ended_it_well() -> None:
+    rank = dist.get_rank()
+    with agreed("reading") as exchanged:
+        exchanged.mine = [rank]
+    assert exchanged.of_all == [[0], [1], [2], [3]]
+
+    def fail() -> None:
+        with agreed("reading") as exchanged:
+            exchanged.mine = rank
+            if rank == 2:
+                raise DAMAGED
+
+    assert same_error(fail)["problems"] == ["rank 2: a.distcp", "rank 2: b.distcp"]
 
 
 @four.test
@@ -111,10 +127,10 @@ def test_a_killed_rank_ends_the_others_with_the_phase() -> None:
 
 def test_alone_without_a_process_group() -> None:
     assert gather_json({"a": (1, 2)}) == [{"a": [1, 2]}]
-    agree(None)
+    assert agree(None, phase="reading", value={1: (2,)}) == [{"1": [2]}]
     error = IntegrityError("damaged")
     with pytest.raises(IntegrityError) as caught:
-        agree(error)
+        agree(error, phase="reading")
     assert caught.value is error
     with pytest.raises(ShardkitError, match="damaged"):
-        agree(error)
+        agree(error, phase="reading")
