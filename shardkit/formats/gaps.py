@@ -22,7 +22,7 @@ from shardkit.keys.select import select_model
 class Gaps(NamedTuple):
     """What seems to be missing; finding nothing proves nothing."""
 
-    found: tuple[Gap, ...] = ()
+    weights: tuple[Gap, ...] = ()
     files: tuple[str, ...] = ()
     """Numbered weight files that are neither there nor in the index."""
     cut: tuple[str, ...] = ()
@@ -33,11 +33,13 @@ class Gaps(NamedTuple):
     @property
     def is_part(self) -> bool:
         """Surely a part of a model: files and the layers that the config counts are missing together."""
-        return bool(self.files and not self.has_own_code and any(gap.kind == "layers" for gap in self.found))
+        return bool(
+            self.files and not self.has_own_code and any(gap.kind == "layers" for gap in self.weights)
+        )
 
     def lines(self, where: str) -> Iterator[str]:
         """Yield each as a warning; `where` is what lacks it, such as "the model"."""
-        yield from (gap.line(where) for gap in self.found)
+        yield from (gap.line(where) for gap in self.weights)
         if self.cut:
             modules, shown = count(len(self.cut), "module"), [line.pattern for line in fold_lines(self.cut)]
             yield f"{modules} of the adapter have other shapes than its settings call for: {'; '.join(shown[:3])}"
@@ -98,7 +100,7 @@ def gaps_among(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) ->
     if not is_plain or not any(".0." in name for name in shapes):
         return Gaps()
     gaps = _gaps(shapes, config)
-    return gaps._replace(found=tuple(gap for gap in gaps.found if gap.kind != "grown"))
+    return gaps._replace(weights=tuple(gap for gap in gaps.weights if gap.kind != "grown"))
 
 
 def _gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, files: tuple[str, ...] = ()) -> Gaps:

@@ -129,8 +129,8 @@ def refuse_factors(names: Iterable[str], wanted: Iterable[str] = (), hint: str |
     )
 
 
-def _example(found: list[str]) -> str:
-    return f"such as {escape(found[0])}"
+def _example(names: list[str]) -> str:
+    return f"such as {escape(names[0])}"
 
 
 # The outermost list of blocks in a name. Other lists (Sequentials, stages, experts) may rightly have holes.
@@ -201,7 +201,7 @@ def find_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> 
     # BEiT has a vocabulary of images.
     gaps, is_text = list[Gap](), _is_number(text.get("vocab_size")) and "patch_size" not in text
     is_text = is_text and not any(
-        str(config.get("architectures")).endswith(f"{each}']") for each in _OF_IMAGES
+        str(config.get("architectures")).endswith(f"{ending}']") for ending in _OF_IMAGES
     )
     if is_text:
         gaps += _embedding(shapes, text["vocab_size"])
@@ -306,11 +306,11 @@ def _experts(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator
         elif (match := _STACKED.match(name)) and shape and shape[0] != wanted:
             stacked[name] = shape
     lost = [
-        f"{path}.{at}"
+        f"{path}.{index}"
         for path, held in experts.items()
         if len(held) < wanted
-        for at in range(min(wanted, 1 << 12))
-        if at not in held
+        for index in range(min(wanted, 1 << 12))
+        if index not in held
     ]
     if lost:
         number = count(len(lost), "expert")
@@ -322,13 +322,13 @@ def _experts(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator
         yield _misshapen({**stacked, **other}, count(wanted, "expert"))
 
 
-def _misshapen(found: Mapping[str, Shape], counted: str) -> Gap:
-    shown = [f"{each.pattern} {list(each.key)}" for each in fold(sorted(found.items()))]
+def _misshapen(shapes: Mapping[str, Shape], counted: str) -> Gap:
+    shown = [f"{line.pattern} {list(line.key)}" for line in fold(sorted(shapes.items()))]
     return Gap(f"{listed(shown)}: the config counts {counted}", "shape")
 
 
 def _folded(names: Iterable[str]) -> str:
-    return listed([each.pattern for each in fold((name, None) for name in names)])
+    return listed([line.pattern for line in fold((name, None) for name in names)])
 
 
 def _is_number(value: object) -> bool:
@@ -394,18 +394,18 @@ def torn_parts(missing: Collection[str], held: Collection[str]) -> dict[str, str
         held: names of the base that are there.
     """
     paths = {name: split(name) for name in (*missing, *held)}
-    above_lists = {path[:at] for path in paths.values() for at in range(_first_number(path) + 1)}
+    above_lists = {path[:stop] for path in paths.values() for stop in range(_first_number(path) + 1)}
     there = {paths[name][:depth] for name in held for depth in range(len(paths[name]))}
     parents = {paths[name][:-1] for name in held}
-    found = dict[str, str]()
+    torn = dict[str, str]()
     for name in missing:
         path = paths[name]
-        at = _first_number(path)
+        stop = _first_number(path)
         without = (path[:depth] for depth in range(1, len(path)) if path[:depth] not in above_lists)
-        part = path[:at] if at >= 0 else next(without, path)
+        part = path[:stop] if stop >= 0 else next(without, path)
         if part in there or path[:-1] in parents:
-            found[name] = join(part if part in there else path[:-1])
-    return found
+            torn[name] = join(part if part in there else path[:-1])
+    return torn
 
 
 def whole_parts(missing: Collection[str], held: Collection[str]) -> list[str]:
@@ -421,4 +421,4 @@ def whole_parts(missing: Collection[str], held: Collection[str]) -> list[str]:
 
 def _first_number(path: Segments) -> int:
     """Return the place of the first index of a list in a name; -1 if there is none."""
-    return next((at for at, segment in enumerate(path) if is_number(segment)), -1)
+    return next((place for place, segment in enumerate(path) if is_number(segment)), -1)

@@ -162,9 +162,9 @@ def concat(parts: Sequence[Expression], dim: int) -> Expression:
     if not 0 <= dim < num_dims or len(others) != 1 or len({len(part.shape) for part in parts}) != 1:
         raise ValueError(f"{', '.join(str(part.shape) for part in parts)} do not fit along dim {dim}")
     flat = [
-        each
+        piece
         for part in parts
-        for each in (part.parts if isinstance(part, Concat) and part.dim == dim else (part,))
+        for piece in (part.parts if isinstance(part, Concat) and part.dim == dim else (part,))
     ]
     kept = _joined([part for part in flat if part.shape[dim]] or flat[:1], dim)
     if len(kept) == 1:
@@ -175,9 +175,9 @@ def concat(parts: Sequence[Expression], dim: int) -> Expression:
 
 def _joined(parts: list[Expression], dim: int) -> list[Expression]:
     """Return parts along a dim, with neighbouring boxes of one thing as one box."""
-    found: list[Expression] = []
+    joined: list[Expression] = []
     for part in parts:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if isinstance(last, Cut) and isinstance(part, Cut) and last.of == part.of:
             (start, size), (other, more) = last.region, part.region
             follows = tuple(o + n * (d == dim) for d, (o, n) in enumerate(zip(start, size, strict=True)))
@@ -185,10 +185,10 @@ def _joined(parts: list[Expression], dim: int) -> list[Expression]:
                 a == b for d, (a, b) in enumerate(zip(size, more, strict=True)) if d != dim
             ):
                 sizes = tuple(a + b * (d == dim) for d, (a, b) in enumerate(zip(size, more, strict=True)))
-                found[-1] = cut(last.of, Region(start, sizes))
+                joined[-1] = cut(last.of, Region(start, sizes))
                 continue
-        found.append(part)
-    return found
+        joined.append(part)
+    return joined
 
 
 def stack(parts: Sequence[Expression], dim: int) -> Expression:
@@ -260,8 +260,8 @@ def _shuffled(of: Expression, dim: int, outer: int, inner: int) -> Expression:
 
 def _inverse(dims: Sequence[int]) -> tuple[int, ...]:
     back = [0] * len(dims)
-    for at, dim in enumerate(dims):
-        back[dim] = at
+    for place, dim in enumerate(dims):
+        back[dim] = place
     return tuple(back)
 
 
@@ -309,12 +309,12 @@ def _cover_range(shape: Shape, start: int, stop: int) -> tuple[list[tuple[int, i
     box: list[tuple[int, int]] = []
     rest = prod(shape)
     first, last, base = start, stop - 1, 0
-    for at, size in enumerate(shape):
+    for dim, size in enumerate(shape):
         rest //= size
         a, b = first // rest, last // rest
         if a != b:
             box.append((a, b - a + 1))
-            box += ((0, n) for n in shape[at + 1 :])
+            box += ((0, n) for n in shape[dim + 1 :])
             return box, (base + a * rest, base + (b + 1) * rest)
         box.append((a, 1))
         base, first, last = base + a * rest, first - a * rest, last - a * rest
@@ -410,19 +410,19 @@ def locate(of: Expression, index: Sequence[int]) -> tuple[str, Shape] | None:
         case Cut():
             return locate(of.of, [a + b for a, b in zip(index, of.region.offsets, strict=True)])
         case Concat():
-            at = index[of.dim]
+            place = index[of.dim]
             stops = list(accumulate(part.shape[of.dim] for part in of.parts))
-            number = next(n for n, stop in enumerate(stops) if at < stop)
+            number = next(n for n, stop in enumerate(stops) if place < stop)
             inner = list(index)
-            inner[of.dim] = at - (stops[number] - of.parts[number].shape[of.dim])
+            inner[of.dim] = place - (stops[number] - of.parts[number].shape[of.dim])
             return locate(of.parts[number], inner)
         case Permuted():
             return locate(of.of, [index[d] for d in _inverse(of.dims)])
         case Reshaped():
             flat, below = flat_offset(index, of.shape), list[int]()
             for size in reversed(of.of.shape):
-                flat, at = divmod(flat, size)
-                below.append(at)
+                flat, place = divmod(flat, size)
+                below.append(place)
             return locate(of.of, below[::-1])
         case Zeros():
             return None
@@ -554,7 +554,7 @@ def _assemble(whole: Region, parts: Sequence[tuple[Region, Expression]]) -> Expr
             stop = max(stop, region.stops[dim])
         if len(groups) < 2:
             continue
-        found = []
+        made = []
         for group in groups:
             begin, end = group[0][0].offsets[dim], max(region.stops[dim] for region, _ in group)
             box = Region(
@@ -564,10 +564,10 @@ def _assemble(whole: Region, parts: Sequence[tuple[Region, Expression]]) -> Expr
             part = _assemble(box, group)
             if part is None:
                 return None
-            found.append(part)
-        if sum(part.shape[dim] for part in found) != whole.sizes[dim]:
+            made.append(part)
+        if sum(part.shape[dim] for part in made) != whole.sizes[dim]:
             return None
-        return concat(found, dim)
+        return concat(made, dim)
     return None
 
 
@@ -641,13 +641,13 @@ def _opaque_from_json(content: Any, depth: int) -> Opaque:
         or not isinstance(content["opaque"], str)
         or not isinstance(content["group"], str)
         or not isinstance(parts, list)
-        or not all(isinstance(each, list) and len(each) == 2 and isinstance(each[0], str) for each in parts)
+        or not all(isinstance(item, list) and len(item) == 2 and isinstance(item[0], str) for item in parts)
     ):
         raise ValueError("not what a converter makes of stored tensors")
-    found = tuple((name, from_json(part, depth + 1)) for name, part in parts)
-    if not any(True for _, part in found for _ in leaves(part)):
+    made = tuple((name, from_json(part, depth + 1)) for name, part in parts)
+    if not any(True for _, part in made for _ in leaves(part)):
         raise ValueError("made of no stored tensor")
-    return Opaque(content["opaque"], content["group"], found, _numbers(content["shape"]))
+    return Opaque(content["opaque"], content["group"], made, _numbers(content["shape"]))
 
 
 def _numbers(values: Any) -> Shape:

@@ -38,17 +38,17 @@ def invert(targets: Mapping[str, Expression]) -> dict[str, Expression]:
     for target, made in targets.items():
         shapes |= {leaf.name: leaf.shape for leaf in leaves(made)}
         try:
-            found = list(occurrences(made, Stored(target, made.shape)))
+            occurring = list(occurrences(made, Stored(target, made.shape)))
         except ValueError:  # by operations that are not known
             continue
-        for name, region, value, view in found:
+        for name, region, value, view in occurring:
             boxes.setdefault(name, {}).setdefault(view, {}).setdefault(
                 region, value
             )  # that of the first target
     back = dict[str, Expression]()
     for name, shape in shapes.items():
         wholes = (assemble(view, list(parts.items())) for view, parts in boxes.get(name, {}).items())
-        whole = next((each for each in wholes if each is not None), None)
+        whole = next((candidate for candidate in wholes if candidate is not None), None)
         if whole is not None:
             back[name] = reshape(whole, shape)
     wrong = differences({name: substitute(made, targets) for name, made in back.items()}, shapes)

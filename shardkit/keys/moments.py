@@ -53,10 +53,10 @@ def parts_of_ranks(tensors: Iterable[NamedShape], objects: Iterable[str] = ()) -
         objects: names of its entries that are no tensors.
     """
     tensors = list(tensors)
-    shapes = {each.name: each.shape for each in tensors if each.dtype in _PLAIN}
+    shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.dtype in _PLAIN}
     moments = {name: fqn for name in shapes if (fqn := _parameter(name)) is not None}
     owners = {name.rpartition(".")[0] for name in moments}
-    leaves = (name.rpartition(".") for name in (*(each.name for each in tensors), *objects))
+    leaves = (name.rpartition(".") for name in (*(tensor.name for tensor in tensors), *objects))
     if not moments or any(leaf not in _MOMENTS | _BESIDE for owner, _, leaf in leaves if owner in owners):
         return None  # an optimizer of a kind that is not known here
     pairs = _paired(moments, shapes)
@@ -97,12 +97,12 @@ def _paired(moments: Mapping[str, str], shapes: Mapping[str, Shape]) -> dict[str
 
 def _candidates(pairs: Mapping[str, tuple[Shape, Shape]]) -> list[int]:
     """Return the numbers of ranks that shapes hint at, the likeliest first: the last rank has fewer rows, or none."""
-    found = Counter[int]()
+    counts = Counter[int]()
     for own, whole in pairs.values():
         if 0 < own[0] < whole[0]:
-            found.update({whole[0] // own[0], -(-whole[0] // own[0])})
-    largest = [max(found)] if found else []
-    return [k for k, _ in found.most_common(_MAX_CANDIDATES)] + largest
+            counts.update({whole[0] // own[0], -(-whole[0] // own[0])})
+    largest = [max(counts)] if counts else []
+    return [k for k, _ in counts.most_common(_MAX_CANDIDATES)] + largest
 
 
 def _is_part(own: Shape, whole: Shape, num_ranks: int) -> bool:

@@ -63,10 +63,10 @@ def is_flat_parameter(name: str) -> bool:
 def natural(name: str) -> tuple[object, ...]:
     """Return a sort key that compares numbers as numbers: `layers.2` before `layers.10`."""
     parts: list[object] = list(_DIGITS.split(name))
-    for at in range(1, len(parts), 2):
-        digits = str(parts[at])
+    for place in range(1, len(parts), 2):
+        digits = str(parts[place])
         # By length and then text: this takes numbers of any length, without the cost and the limits of `int`.
-        parts[at] = (len(digits.lstrip("0")), digits.lstrip("0"), digits)
+        parts[place] = (len(digits.lstrip("0")), digits.lstrip("0"), digits)
     return tuple(parts)
 
 
@@ -113,6 +113,6 @@ def in_order(names: Iterable[str], order: Collection[str] | None) -> list[str]:
     """
     if order is None or isinstance(order, (set, frozenset)):
         return sorted(names, key=natural)
-    position = {name: at for at, name in enumerate(order)}
+    position = {name: place for place, name in enumerate(order)}
     last = len(position)
     return sorted(names, key=lambda name: (position.get(name, last), natural(name)))

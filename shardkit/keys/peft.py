@@ -163,13 +163,13 @@ def without_peft_modules(fqn: str) -> str:
 
 def _take_apart(name: str) -> _Part | None:
     segments = _without_prefix(split(name))
-    for at, segment in enumerate(segments):
+    for place, segment in enumerate(segments):
         if segment in (*_LORA, _SAVED, _ORIGINAL) or _OTHER.fullmatch(segment):
-            rest = segments[at + 1 :]
+            rest = segments[place + 1 :]
             has_adapter = bool(rest) and rest[0] not in _PARAMETERS and segment != _ORIGINAL
             return _Part(
                 name=name,
-                module=segments[:at],
+                module=segments[:place],
                 marker=segment,
                 adapter=rest[0] if has_adapter else None,
                 rest=rest[1:] if has_adapter else rest,
@@ -194,16 +194,16 @@ def _choose(parts: list[_Part]) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _methods(parts: list[_Part]) -> tuple[str, ...]:
-    found = dict[str, None]()
+    methods = dict[str, None]()
     for part in parts:
         if part.marker == _MAGNITUDE:
-            found["dora"] = None
+            methods["dora"] = None
         elif part.marker in _LORA:
-            found["lora"] = None
+            methods["lora"] = None
         elif part.marker != _ORIGINAL:
             other = _OTHER.fullmatch(part.marker)
-            found[next(filter(None, other.groups())) if other else part.marker] = None
-    return tuple(found)
+            methods[next(filter(None, other.groups())) if other else part.marker] = None
+    return tuple(methods)
 
 
 def _adapter_names(parts: list[_Part], plain: list[str]) -> dict[str, str]:
@@ -232,16 +232,16 @@ def _base_names(parts: list[_Part], plain: list[str]) -> dict[str, str]:
 
 def _modules(parts: list[_Part], plain: list[str]) -> tuple[LoraModule, ...]:
     by_path = {_without_prefix(split(name)): name for name in plain}
-    found: dict[Segments, dict[str, str]] = {}
+    tensors_of: dict[Segments, dict[str, str]] = {}
     embeddings = set[Segments]()
     for part in parts:
         if part.marker in _LORA:
             field = "b_bias" if part.rest == ("bias",) else _LORA[part.marker]
-            found.setdefault(part.module, {})[field] = part.name
+            tensors_of.setdefault(part.module, {})[field] = part.name
             if "embedding" in part.marker:
                 embeddings.add(part.module)
     modules = []
-    for path, tensors in found.items():
+    for path, tensors in tensors_of.items():
         base, base_bias = (
             by_path.get((*path, _BASE, leaf)) or by_path.get((*path, leaf)) for leaf in ("weight", "bias")
         )
@@ -302,8 +302,8 @@ def find_cut(
     is_plain = is_plain and not any(".lora_" in name for name in peft.unmergeable)
     if not is_plain or any(map(settings.get, others)) or any(pattern_problems(settings.get("rank_pattern"))):
         return []
-    found = (_cut_of(module, shapes, settings, base) for module in peft.modules)
-    return [line for line in found if line is not None]
+    lines = (_cut_of(module, shapes, settings, base) for module in peft.modules)
+    return [line for line in lines if line is not None]
 
 
 def _cut_of(

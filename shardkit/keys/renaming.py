@@ -41,7 +41,7 @@ def modern_name(name: str) -> str:
 
     Source: transformers 5.23, conversion_mapping, "legacy".
     """
-    return re.sub(r"(?<=LayerNorm\.)(?:gamma|beta)$", lambda found: _MODERN[found[0]], name)
+    return re.sub(r"(?<=LayerNorm\.)(?:gamma|beta)$", lambda match: _MODERN[match[0]], name)
 
 
 class KeyRule(NamedTuple):
@@ -123,9 +123,9 @@ def find_rules(names: Mapping[str, str]) -> tuple[KeyRule, ...]:
     rules = list[KeyRule]()
 
     def whole(level: list[Segments], depth: int) -> bool:
-        found = {_put_before(path[depth:], split(names[join(path)])) for path in level}
-        new = found.pop()
-        if found or new is None:
+        prefixes = {_put_before(path[depth:], split(names[join(path)])) for path in level}
+        new = prefixes.pop()
+        if prefixes or new is None:
             return False
         if new != level[0][:depth]:
             rules.append(KeyRule(_prefix(level[0][:depth]), _prefix(new), len(level)))
@@ -150,7 +150,7 @@ def apply_key_rules(rules: Iterable[KeyRule], names: Mapping[str, str]) -> dict[
     """
     known, changed = {rule.old: rule.new for rule in rules}, dict(names)
     for key, name in names.items():
-        stops = [0, *(at for at, letter in enumerate(name, 1) if letter == "."), len(name)]
+        stops = [0, *(place for place, letter in enumerate(name, 1) if letter == "."), len(name)]
         old = next((name[:stop] for stop in stops if name[:stop] in known), None)
         if old is not None:
             changed[key] = known[old] + name[len(old) :]
@@ -188,7 +188,7 @@ class _NamesOfSides:
         """Return every prefix of the base that has all these names below it, without their own prefix."""
         first = next((path for path in level if join(path) not in self.our_copies), level[0])
         name, rest = join(first), first[depth:]
-        found = []
+        fitting = []
         for other in self._by_kind.get(_kind(name, self.ours[name], name in self.our_copies), ()):
             self._tries += 1
             if self._tries > _MAX_TRIES:
@@ -196,8 +196,8 @@ class _NamesOfSides:
             if other[len(other) - len(rest) :] == rest:
                 new = other[: len(other) - len(rest)]
                 if all(self._fits(path, (*new, *path[depth:])) for path in level):
-                    found.append(new)
-        return found
+                    fitting.append(new)
+        return fitting
 
     def _fits(self, path: Segments, target: Segments) -> bool:
         self._tries += 1
@@ -324,7 +324,7 @@ class HubNames(NamedTuple):
 
 
 def name_as_hub(
-    found: Mapping[str, str],
+    live: Mapping[str, str],
     shapes: Mapping[str, Shape],
     key_rules: Sequence[KeyRule] | None,
     base: Mapping[str, Shape] | None,
@@ -334,13 +334,13 @@ def name_as_hub(
     """Return the Hub's name of every tensor, by recorded rules and by the base's names and shapes.
 
     Args:
-        found: stored name -> name in memory.
+        live: stored name -> name in memory.
         shapes: by stored name, of all tensors.
         key_rules: recorded rules, or None.
         base: shape by name in the base, or None.
         is_part: the model may be a part of the base.
     """
-    names, is_ambiguous = dict(found), False
+    names, is_ambiguous = dict(live), False
     if len(set(names.values())) == len(names):  # else it will be refused
         names = apply_key_rules(key_rules or (), names)
         if base is not None:
@@ -351,7 +351,7 @@ def name_as_hub(
     )
     return HubNames(
         names=names,
-        rules=find_rules({name: names[stored] for stored, name in found.items()}) if names != found else (),
+        rules=find_rules({name: names[stored] for stored, name in live.items()}) if names != live else (),
         is_whole=base is not None and covers(names.values(), _needed(base)),
         warnings=(warning,) if is_ambiguous else (),
     )
@@ -367,8 +367,8 @@ def name_part(
         shapes: by the same.
         wholes: shape by name in each model.
     """
-    found = (name_as_hub(names, shapes, None, whole, is_part=True) for whole in wholes)
-    return next((each.names for each in found if each.rules), dict(names))
+    answers = (name_as_hub(names, shapes, None, whole, is_part=True) for whole in wholes)
+    return next((answer.names for answer in answers if answer.rules), dict(names))
 
 
 def _as_base(

@@ -142,8 +142,8 @@ def read_source(
 
 def _object_path(name: str) -> Segments:
     segments = split(name)
-    at = next((at for at, segment in enumerate(segments) if object_kind(segment)), None)
-    return () if at is None else segments[: at + 1]
+    place = next((place for place, segment in enumerate(segments) if object_kind(segment)), None)
+    return () if place is None else segments[: place + 1]
 
 
 def _is_entry(part: Segments, name: str, paths: Mapping[str, Path] | None) -> bool:
@@ -184,8 +184,8 @@ def locate_model(source: SortedNames, base: Collection[str] | None) -> Located:
     """Return the model's tensors: the best match for the base's names, else what the structure shows."""
     start = source.tree
     if "model" in source.roots:
-        found = start.find(clean(join(map(str, source.roots["model"])))) if source.roots["model"] else start
-        start = found or Node(path=())
+        marked = start.find(clean(join(map(str, source.roots["model"])))) if source.roots["model"] else start
+        start = marked or Node(path=())
     if base:
         depth = len(start.path) + 2
         names = [path for path, _ in start.tensors() if not any(map(is_averaged, path[:depth]))]
@@ -241,17 +241,17 @@ def locate_other(source: SortedNames, weights: str) -> Located:
     if source.roots.get(weights):
         return locate_root(source, join(map(str, source.roots[weights])))
     parts = _parts(source)
-    found = parts.get(weights, [])
-    if len(found) > 1:
+    chosen = parts.get(weights, [])
+    if len(chosen) > 1:
         raise UsageError(
-            f"--weights {escape(weights)!r}: {len(found)} parts of the checkpoint have that name",
-            problems=[f"{_shown(node)}: {count(node.num_tensors, 'tensor')}" for node in found],
-            hint=f"choose one, as in --root {_shown(found[0])}",
+            f"--weights {escape(weights)!r}: {len(chosen)} parts of the checkpoint have that name",
+            problems=[f"{_shown(node)}: {count(node.num_tensors, 'tensor')}" for node in chosen],
+            hint=f"choose one, as in --root {_shown(chosen[0])}",
         )
-    if not found and weights.partition(".")[0] in parts:  # nothing says that ema_0.9999 was one key
-        found = [node for node in [source.tree.find(clean(weights))] if node is not None and node.is_module]
-    if found:
-        return _find(source, found[0])
+    if not chosen and weights.partition(".")[0] in parts:  # nothing says that ema_0.9999 was one key
+        chosen = [node for node in [source.tree.find(clean(weights))] if node is not None and node.is_module]
+    if chosen:
+        return _find(source, chosen[0])
     named = (name for name, nodes in parts.items() if any(_is_announced(source, node) for node in nodes))
     known = list(dict.fromkeys(("model", *(source.roots.keys() - {"optimizer"}), *named)))
     raise UsageError(
@@ -295,8 +295,8 @@ def _named(node: Node) -> Iterator[tuple[str, Node]]:
     """Yield the modules below a node with their names; the key of a saved dict may have a dot in it."""
     for child in filter(lambda child: child.is_module, node.children.values()):
         keys = [] if child.is_dict else [inner for inner in child.children.values() if inner.is_dict]
-        for each in keys or [child]:
-            yield join(each.path[len(node.path) :]), each
+        for part in keys or [child]:
+            yield join(part.path[len(node.path) :]), part
 
 
 def _is_announced(source: SortedNames, node: Node) -> bool:
@@ -431,7 +431,7 @@ def _find(source: SortedNames, start: Node) -> Located:
     return located
 
 
-def _choose(node: Node, parts: list[Node], found: Located, *, is_attribute: bool) -> Node | None:
+def _choose(node: Node, parts: list[Node], located: Located, *, is_attribute: bool) -> Node | None:
     """Return the child that alone holds the model, or None if this is the model's own level."""
     modules = [part for part in parts if part.is_module]
     if len(parts) == 1 and modules:
@@ -441,34 +441,34 @@ def _choose(node: Node, parts: list[Node], found: Located, *, is_attribute: bool
         return None
     named = _best_named([part for part in modules if part.is_dict])
     if named is not None:
-        return _announced(named, parts, found)
+        return _announced(named, parts, located)
     whole = [part for part in modules if _holds_whole(part)]
     if len(whole) > 1:
-        return _one_of(whole, parts, found)
+        return _one_of(whole, parts, located)
     if not whole:
         return None
     others = [part for part in parts if part is not whole[0]]
     if is_attribute or all(_AIDS.fullmatch(part.path[-1]) for part in others):
-        return _announced(whole[0], parts, found)
-    found.warnings.append(
+        return _announced(whole[0], parts, located)
+    located.warnings.append(
         f"a whole model stands under {_shown(whole[0])}, beside {_some(others)}: all were taken under the names "
         f"they have; --root {_shown(whole[0])} takes the model alone"
     )
     return None
 
 
-def _announced(chosen: Node, parts: list[Node], found: Located) -> Node:
+def _announced(chosen: Node, parts: list[Node], located: Located) -> Node:
     others = [part for part in parts if part is not chosen]
     if others:
-        found.notes.append(f"took {_shown(chosen)} as the model; left out beside it: {_some(others)}")
+        located.notes.append(f"took {_shown(chosen)} as the model; left out beside it: {_some(others)}")
     return chosen
 
 
-def _one_of(whole: list[Node], parts: list[Node], found: Located) -> Node:
+def _one_of(whole: list[Node], parts: list[Node], located: Located) -> Node:
     real = [part for part in whole if not _AIDS.fullmatch(part.path[-1])]
     chosen = _best_named(whole) or (real[0] if len(real) == 1 else None)
     if chosen is not None:
-        return _announced(chosen, parts, found)
+        return _announced(chosen, parts, located)
     raise SourceError(
         f"the checkpoint holds {len(whole)} models, and nothing tells which one is meant",
         problems=[f"{_shown(part)}: {part.num_tensors} tensors" for part in whole],
@@ -541,16 +541,16 @@ def _is_peft(node: Node) -> bool:
     return (node.path[-1], *node.children) == PEFT
 
 
-def _give_back_prefix(top: Node, found: Located, floor: Segments) -> None:
+def _give_back_prefix(top: Node, located: Located, floor: Segments) -> None:
     """Go back up by the one name that the Hub keeps above a model's inside; of Inkling by both."""
-    node = top.find(found.root)
+    node = top.find(located.root)
     assert node is not None
     inside = list(node.children.values())
-    if found.root[len(floor) :][-2:] == _INKLING and _INKLING_HEAD in node.children:
-        found.root = found.root[:-2]
-    elif len(found.root) > len(floor) and found.root[-1] in _PREFIXES:
+    if located.root[len(floor) :][-2:] == _INKLING and _INKLING_HEAD in node.children:
+        located.root = located.root[:-2]
+    elif len(located.root) > len(floor) and located.root[-1] in _PREFIXES:
         if not _is_whole(inside) and not any(map(_is_peft, inside)):
-            found.root = found.root[:-1]
+            located.root = located.root[:-1]
 
 
 def _some(nodes: list[Node]) -> str:

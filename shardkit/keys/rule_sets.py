@@ -96,12 +96,12 @@ def in_form(
 
 def _one_by_one(rules: RuleSet, names: Iterable[str]) -> RuleSet:
     """Return a set for layers one by one, if the names have them: the last step, which stacks them, falls away."""
-    at = re.escape(rules.numbered)
-    if not at or not any(re.match(rf"{at}\.[0-9]+\.", name) for name in names):
+    stem = re.escape(rules.numbered)
+    if not stem or not any(re.match(rf"{stem}\.[0-9]+\.", name) for name in names):
         return rules
 
     def numbered(pattern: str, variable: str = "i") -> str:
-        return re.sub(rf"^{at}\.", f"{rules.numbered}.{{{variable}}}.", pattern)
+        return re.sub(rf"^{stem}\.", f"{rules.numbered}.{{{variable}}}.", pattern)
 
     def apart(rule: Rule) -> Rule:
         last = rule.steps[-1] if rule.steps else None
@@ -128,10 +128,10 @@ def _padded(
     """Return a rule with the rows of its model in steps that pad; note in `cut` rows and tokens where these are fewer."""
 
     def with_rows(step: Step) -> Step:
-        found = [shape for name, shape in shapes.items() if any(map(_matching(name), rule.model))]
-        if step.kind != "pad" or "to" in step.options or len(found) != 1:
+        matched = [shape for name, shape in shapes.items() if any(map(_matching(name), rule.model))]
+        if step.kind != "pad" or "to" in step.options or len(matched) != 1:
             return step
-        rows = found[0][step.value]
+        rows = matched[0][step.value]
         try:
             kept = _kept(rows, numbers.value(step.options["of"]), padding or Padding())
         except ValueError:  # whoever applies the rule says so
@@ -166,16 +166,16 @@ def _kept(rows: int, counted: int, padding: Padding) -> int:
 @cache
 def shipped() -> tuple[RuleSet, ...]:
     """Return the rule sets that shardkit brings along."""
-    folder, found = os.path.join(os.path.dirname(__file__), "shipped"), list[RuleSet]()
+    folder, sets = os.path.join(os.path.dirname(__file__), "shipped"), list[RuleSet]()
     for name in sorted(os.listdir(folder)):
         with open(os.path.join(folder, name), "rb") as file:
-            found.append(parse_rules(file.read(), name.removesuffix(".toml")))
-    return tuple(found)
+            sets.append(parse_rules(file.read(), name.removesuffix(".toml")))
+    return tuple(sets)
 
 
 def find_shipped(name: str) -> RuleSet | None:
     """Return the shipped rule set of a name; None if there is none."""
-    return next((each for each in shipped() if each.name == name), None)
+    return next((rules for rules in shipped() if rules.name == name), None)
 
 
 class Choice(NamedTuple):
@@ -226,9 +226,9 @@ def choose_shipped(
 
 def config_for(sets: Iterable[RuleSet], config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return the config that rule sets are for: that of the language model in a larger one's, or the config itself."""
-    part, found = text_part(config), list(sets)
-    types = [each.get("model_type") for each in (config or {}, part or {})]
-    is_whole, is_part = (any(not _foreign(rules, each) for rules in found) for each in types)
+    part, all_sets = text_part(config), list(sets)
+    types = [(side or {}).get("model_type") for side in (config, part)]
+    is_whole, is_part = (any(not _foreign(rules, model_type) for rules in all_sets) for model_type in types)
     return part if part and types[1] is not None and is_part and not is_whole else config
 
 
@@ -256,9 +256,9 @@ def foreign_type(rules: RuleSet, config: Mapping[str, Any] | None) -> tuple[str,
 
 
 def _knows_all(rules: RuleSet, names: Iterable[str], side: Side) -> bool:
-    found, patterns = list(names), _patterns_of(rules, side)
-    has_required = side == "hub" or _has_required(rules, found)
-    return has_required and bool(found) and all(any(p.fullmatch(name) for p in patterns) for name in found)
+    known, patterns = list(names), _patterns_of(rules, side)
+    has_required = side == "hub" or _has_required(rules, known)
+    return has_required and bool(known) and all(any(p.fullmatch(name) for p in patterns) for name in known)
 
 
 def _patterns_of(rules: RuleSet, side: Side) -> list[re.Pattern[str]]:
@@ -267,8 +267,8 @@ def _patterns_of(rules: RuleSet, side: Side) -> list[re.Pattern[str]]:
 
 
 def _has_required(rules: RuleSet, names: Iterable[str]) -> bool:
-    found = list(names)
-    return all(any(map(regex_of(each).fullmatch, found)) for each in rules.requires)
+    known = list(names)
+    return all(any(map(regex_of(pattern).fullmatch, known)) for pattern in rules.requires)
 
 
 def _near(forms: Sequence[RuleSet], names: Iterable[str], model_type: object) -> list[str]:
@@ -280,7 +280,7 @@ def _near(forms: Sequence[RuleSet], names: Iterable[str], model_type: object) ->
     for rules in forms:
         if not rules.keeps_others and _has_required(rules, alike.values()):
             patterns = _patterns_of(rules, "model")
-            unknown = [each for each in alike.values() if not any(p.fullmatch(each) for p in patterns)]
+            unknown = [one for one in alike.values() if not any(p.fullmatch(one) for p in patterns)]
             lacking[rules.name] = unknown
     least = min(map(len, lacking.values()), default=0)
     if least * _NEAR >= len(alike):

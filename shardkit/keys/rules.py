@@ -27,6 +27,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -279,7 +280,7 @@ def _patterns(table: Mapping[str, Any], key: str, problems: list[str]) -> tuple[
     value = table.get(key, ())
     patterns = (value,) if isinstance(value, str) else value
     if not isinstance(patterns, (list, tuple)) or not all(
-        isinstance(each, str) and each for each in patterns
+        isinstance(pattern, str) and pattern for pattern in patterns
     ):
         problems.append(f"{key}: expected a name, or a list of names")
         return ()
@@ -311,7 +312,7 @@ def _are_places(value: Any, length: int) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < length for each in value)
+        and all(type(place) is int and 0 <= place < length for place in value)
     )
 
 
@@ -321,9 +322,9 @@ def _number_problems(numbers: Mapping[str, Any]) -> Iterator[str]:
         if not _is_number(value):
             yield f"numbers.{escape(key)}: expected a number, a key of config.json, or a list of them"
             continue
-        for each in value if isinstance(value, list) else [value]:
+        for said in value if isinstance(value, list) else [value]:
             try:
-                _check_number(each)
+                _check_number(said)
             except ValueError as error:
                 yield f"numbers.{escape(key)}: {error}"
 
@@ -347,24 +348,24 @@ def _not_a_number(said: object) -> str:
 
 def _is_number(value: Any) -> bool:
     many = value if isinstance(value, list) else [value]
-    return all((isinstance(each, (int, str)) and not isinstance(each, bool)) for each in many) and bool(many)
+    return all((isinstance(item, (int, str)) and not isinstance(item, bool)) for item in many) and bool(many)
 
 
 def _variables(patterns: Iterable[str]) -> set[str]:
-    return {found for pattern in patterns for found, _ in _VARIABLE.findall(pattern)}
+    return {variable for pattern in patterns for variable, _ in _VARIABLE.findall(pattern)}
 
 
 @cache
 def regex_of(pattern: str) -> re.Pattern[str]:
     """Return the regular expression of a pattern; a variable that comes twice has one value."""
-    text, at, seen = "", 0, set[str]()
+    text, stop, seen = "", 0, set[str]()
     for variable in _VARIABLE.finditer(pattern):
-        text += re.escape(pattern[at : variable.start()])
+        text += re.escape(pattern[stop : variable.start()])
         name = variable[1]
         text += f"(?P={name})" if name in seen else f"(?P<{name}>{'.+' if variable[2] else '[0-9]+'})"
         seen.add(name)
-        at = variable.end()
-    return re.compile(text + re.escape(pattern[at:]))
+        stop = variable.end()
+    return re.compile(text + re.escape(pattern[stop:]))
 
 
 def _filled(pattern: str, values: Mapping[str, str]) -> str:
@@ -416,19 +417,19 @@ class ConfigNumbers:
                 return self._first(name, tried if isinstance(tried, tuple) else (tried,))
             finally:
                 self._busy.discard(name)
-        found: Any = self._config
+        value: Any = self._config
         for key in name.split("."):
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if isinstance(found, int) and not isinstance(found, bool):
-            return found
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
         where = "there is no config.json" if self._config is None else "config.json does not have it"
         raise ValueError(f"the number {escape(name)} is not known: {where}")
 
     def _first(self, name: str, tried: Sequence[int | str]) -> int:
         error = ValueError(f"the number {escape(name)} is not known")
-        for each in tried:
+        for candidate in tried:
             try:
-                return self.value(each)
+                return self.value(candidate)
             except ValueError as caught:
                 error = caught
         raise error
@@ -455,7 +456,7 @@ def _parsed(said: str) -> ast.expr:
 
 def _sizes(said: Sequence[Any], total: int, env: ConfigNumbers) -> list[int]:
     """Return sizes whose product is `total`; one of them may be -1."""
-    sizes = [-1 if each == -1 else env.value(each) for each in said]
+    sizes = [-1 if given == -1 else env.value(given) for given in said]
     known = prod(size for size in sizes if size != -1)
     return [total // max(known, 1) if size == -1 else size for size in sizes]
 
@@ -483,8 +484,8 @@ def _forward(steps: Sequence[Step], parts: _Parts, stacked: list[str], env: Conf
     """Carry out steps on the tensors of each pattern, and return the one tensor that they become."""
     for step in steps:
         if step.kind == "stack":
-            at = stacked.index(step.value)
-            parts = [_stacked(part, at, step.options.get("dim", 0), step.value) for part in parts]
+            place = stacked.index(step.value)
+            parts = [_stacked(part, place, step.options.get("dim", 0), step.value) for part in parts]
             stacked.remove(step.value)
         elif step.kind == "concat":
             keys = parts[0].keys()
@@ -493,21 +494,21 @@ def _forward(steps: Sequence[Step], parts: _Parts, stacked: list[str], env: Conf
             parts = [{key: concat([part[key] for part in parts], int(step.value)) for key in parts[0]}]
         else:
             parts = [
-                {key: _one(step, each, env) for key, each in part.items()}
+                {key: _one(step, tensor, env) for key, tensor in part.items()}
                 if _is_for_place(step, place)
                 else part
                 for place, part in enumerate(parts)
             ]
-    (made,) = (each for part in parts for each in part.values())
+    (made,) = (tensor for part in parts for tensor in part.values())
     return made
 
 
 def _stacked(
-    part: Mapping[tuple[int, ...], Expression], at: int, dim: int, variable: str
+    part: Mapping[tuple[int, ...], Expression], place: int, dim: int, variable: str
 ) -> dict[tuple[int, ...], Expression]:
     groups: dict[tuple[int, ...], dict[int, Expression]] = {}
-    for key, each in part.items():
-        groups.setdefault((*key[:at], *key[at + 1 :]), {})[key[at]] = each
+    for key, tensor in part.items():
+        groups.setdefault((*key[:place], *key[place + 1 :]), {})[key[place]] = tensor
     for members in groups.values():
         if sorted(members) != list(range(len(members))):
             gap = next(n for n in range(len(members)) if n not in members)
@@ -574,9 +575,9 @@ def _backward(rule: Rule, of: Expression, env: ConfigNumbers) -> _Parts:
             dim = step.options.get("dim", 0)
             parts = [
                 {
-                    (n, *key): each
+                    (n, *key): tensor
                     for key, whole in part.items()
-                    for n, each in enumerate(_unstacked(whole, dim))
+                    for n, tensor in enumerate(_unstacked(whole, dim))
                 }
                 for part in parts
             ]
@@ -585,7 +586,7 @@ def _backward(rule: Rule, of: Expression, env: ConfigNumbers) -> _Parts:
             parts = _taken_apart(parts, step, len(rule.patterns(rule.steps_from)), env)
         else:
             parts = [
-                {key: _one_back(step, each, env) for key, each in part.items()}
+                {key: _one_back(step, tensor, env) for key, tensor in part.items()}
                 if _is_for_place(step, place)
                 else part
                 for place, part in enumerate(parts)
@@ -609,20 +610,20 @@ def _unstacked(of: Expression, dim: int) -> Iterator[Expression]:
 
 def _taken_apart(parts: _Parts, step: Step, number: int, env: ConfigNumbers) -> _Parts:
     (part,) = parts
-    found: _Parts = [{} for _ in range(number)]
+    apart: _Parts = [{} for _ in range(number)]
     for key, whole in part.items():
         dim = _dim(step.value, whole.shape)
         total, said = whole.shape[dim], step.options.get("sizes")
-        sizes = [env.value(each) for each in said] if said is not None else [total // number] * number
+        sizes = [env.value(given) for given in said] if said is not None else [total // number] * number
         if len(sizes) != number or sum(sizes) != total:
             raise ValueError(f"dim {dim} of {list(whole.shape)} is not {' + '.join(map(str, sizes))}")
         start = 0
-        for at, size in enumerate(sizes):
+        for place, size in enumerate(sizes):
             offsets = tuple(start if d == dim else 0 for d in range(len(whole.shape)))
             box = tuple(size if d == dim else n for d, n in enumerate(whole.shape))
-            found[at][key] = cut(whole, Region(offsets, box))
+            apart[place][key] = cut(whole, Region(offsets, box))
             start += size
-    return found
+    return apart
 
 
 class _Match(NamedTuple):
@@ -667,14 +668,14 @@ def bind_names(
             dropped += [name for name, _ in match.names]
             continue
         try:
-            found = _made(match, shapes, side, other, env)
+            expressions = _made(match, shapes, side, other, env)
         except (ValueError, TypeError) as error:
             problems.append(f"{rule}: {escape(match.names[0][0])}: {error}")
             continue
-        for name, each in found.items():
+        for name, expression in expressions.items():
             if name in made:
                 problems.append(f"{escape(name)}: made twice, by {sources[name]} and by {rule}")
-            made[name], sources[name] = each, rule
+            made[name], sources[name] = expression, rule
     used = {rule.number for rule in owners.values()}
     problems += [
         f"{rule}: matches nothing" for rule in rules.rules if rule.number not in used and not rule.is_optional
@@ -688,8 +689,8 @@ def bind_names(
     known = [pattern for rule in rules.rules for pattern in rule.patterns(side)]
     problems += [
         f"{escape(name)} {list(shapes[name])}: no rule is about it"
-        + (suggestion(NUMBER.sub("{i}", name), known) if at < _MAX_SUGGESTIONS else "")
-        for at, name in enumerate(left)
+        + (suggestion(NUMBER.sub("{i}", name), known) if place < _MAX_SUGGESTIONS else "")
+        for place, name in enumerate(left)
     ]
     if made_by is None and not problems:
         problems += _lost(rules, made, sources, shapes, dropped, config, side)
@@ -718,30 +719,30 @@ def _matches(
         patterns = rule.patterns(side)
         outer = _variables(rule.hub) & _variables(rule.model) if not rule.drops else _variables(patterns)
         groups: dict[tuple[str, ...], list[list[tuple[str, Mapping[str, str]]]]] = {}
-        for at, pattern in enumerate(patterns):
+        for place, pattern in enumerate(patterns):
             for name in names:
-                found = regex_of(pattern).fullmatch(name)
-                if found is None or (made_by or {}).get(name, rule) is not rule:
+                match = regex_of(pattern).fullmatch(name)
+                if match is None or (made_by or {}).get(name, rule) is not rule:
                     continue
-                values = found.groupdict()
-                key = tuple(values.get(each, "") for each in sorted(outer))
-                groups.setdefault(key, [[] for _ in patterns])[at].append((name, values))
+                values = match.groupdict()
+                key = tuple(values.get(variable, "") for variable in sorted(outer))
+                groups.setdefault(key, [[] for _ in patterns])[place].append((name, values))
         if not groups and rule.tie is not None and side == "hub" and rule.tie in shapes:
             owners.setdefault(rule.tie, rule)
             yield _Match(rule, {}, ((rule.tie, {}),))
-        for key, found_names in groups.items():
-            for each in found_names:
-                for name, _ in each:
-                    if name in owners:
-                        problems.append(f"{escape(name)}: {owners[name]} and {rule} are about it")
-                    owners[name] = rule
-            lacking = [pattern for pattern, each in zip(patterns, found_names, strict=True) if not each]
+        for key, by_pattern in groups.items():
+            common = dict(zip(sorted(outer), key, strict=True))
+            members = tuple(chain.from_iterable(by_pattern))
+            for name, _ in members:
+                if name in owners:
+                    problems.append(f"{escape(name)}: {owners[name]} and {rule} are about it")
+                owners[name] = rule
+            lacking = [pattern for pattern, held in zip(patterns, by_pattern, strict=True) if not held]
             if lacking:
-                shown = [_filled(pattern, dict(zip(sorted(outer), key, strict=True))) for pattern in lacking]
+                shown = [_filled(pattern, common) for pattern in lacking]
                 problems.append(f"{rule}: {listed(shown)} is missing")
-                continue
-            flat = tuple(each for part in found_names for each in part)
-            yield _Match(rule, dict(zip(sorted(outer), key, strict=True)), flat)
+            else:
+                yield _Match(rule, common, members)
 
 
 def _made(
@@ -753,19 +754,19 @@ def _made(
     if rule.steps_from == side:
         parts: _Parts = [{} for _ in rule.patterns(side)]
         for name, values in match.names:
-            at = next(
+            place = next(
                 (n for n, pattern in enumerate(rule.patterns(side)) if regex_of(pattern).fullmatch(name)), 0
             )
             key = tuple(int(values[variable]) for variable in stacked)
-            parts[at][key] = Stored(name, tuple(shapes[name]))
+            parts[place][key] = Stored(name, tuple(shapes[name]))
         (pattern,) = rule.patterns(other)
         return {_filled(pattern, match.outer): _forward(rule.steps, parts, list(stacked), env)}
     ((name, values),) = match.names
-    found = _backward(rule, Stored(name, tuple(shapes[name])), env)
+    apart = _backward(rule, Stored(name, tuple(shapes[name])), env)
     return {
-        _filled(pattern, {**values, **dict(zip(stacked, map(str, key), strict=True))}): each
-        for pattern, part in zip(rule.patterns(other), found, strict=True)
-        for key, each in part.items()
+        _filled(pattern, {**values, **dict(zip(stacked, map(str, key), strict=True))}): expression
+        for pattern, part in zip(rule.patterns(other), apart, strict=True)
+        for key, expression in part.items()
     }
 
 
@@ -780,14 +781,13 @@ def _lost(
 ) -> Iterator[str]:
     """Yield a line for each tensor that does not come back when the rules are applied the other way."""
     other: Side = "model" if side == "hub" else "hub"
+    made_shapes = {name: expression.shape for name, expression in made.items()}
     try:
-        back = bind_names(
-            rules, {name: each.shape for name, each in made.items()}, config, side=other, made_by=made_by
-        )
+        back = bind_names(rules, made_shapes, config, side=other, made_by=made_by)
     except LayoutError as error:
         yield from (f"on the way back: {problem}" for problem in error.problems)
         return
-    again = {name: substitute(each, made) for name, each in back.made.items()}
+    again = {name: substitute(expression, made) for name, expression in back.made.items()}
     for name in shapes:
         if name in dropped:
             continue

@@ -146,7 +146,7 @@ class Selection:
             stored: names of what is written, or of which something is made.
             notes: instead of those about globs that match nothing.
         """
-        names = {each: name for each, name in self.names.items() if each in stored}
+        names = {stored_name: name for stored_name, name in self.names.items() if stored_name in stored}
         parts = [part for part in self.skipped if part.kind != "excluded"]
         excluded = sum(part.num_tensors for part in self.skipped if part.kind == "excluded")
         excluded += len(self.names) - len(names)
@@ -216,11 +216,11 @@ def select_model(
     _refuse_nothing(source, located, naming.weights)
 
     def name(part: Located) -> HubNames:
-        found = {stored: join(path) for stored, path in part.names.items()}
+        in_memory = {stored: join(path) for stored, path in part.names.items()}
         if naming.changes_names:
-            return HubNames(found, (), is_whole=False)
-        shapes = {stored: tensors[stored].shape for stored in found}
-        return name_as_hub(found, shapes, key_rules, base_shapes or None)
+            return HubNames(in_memory, (), is_whole=False)
+        shapes = {stored: tensors[stored].shape for stored in in_memory}
+        return name_as_hub(in_memory, shapes, key_rules, base_shapes or None)
 
     is_free = naming.weights == "model" and naming.root is None and bool(base_shapes)
     may_widen = is_free and not naming.changes_names
@@ -297,7 +297,7 @@ def _have_place(
     taken, wanted = set(named.names.values()), {path: stored for stored, path in left.items()}
     for name in base.keys() - taken:
         path = split(name)
-        ends = (wanted.get(path[at:]) for at in range(len(path)))
+        ends = (wanted.get(path[start:]) for start in range(len(path)))
         if any(end is not None and tuple(source.tensors[end].shape) == tuple(base[name]) for end in ends):
             return True
     return False
@@ -352,14 +352,14 @@ def _without_modules(located: Located, base: Collection[str] | None) -> int:
     paths = located.names.values()
     deep = [path for path in paths if MODULE in path[:-1]]
     children: dict[Segments, set[str]] = {
-        path[:at]: set() for path in deep for at, segment in enumerate(path[:-1]) if segment == MODULE
+        path[:place]: set() for path in deep for place, segment in enumerate(path[:-1]) if segment == MODULE
     }
     if not children:
         return 0
     for path in paths:
-        for at in range(len(path)):
-            if path[:at] in children:
-                children[path[:at]].add(path[at])
+        for place in range(len(path)):
+            if path[:place] in children:
+                children[path[:place]].add(path[place])
     wrapped = {parent for parent, below in children.items() if below == {MODULE}}
     lists = {parent[:-1] for parent in wrapped if parent and is_number(parent[-1])}
     numbered = {path[: len(stem) + 1] for path in paths for stem in lists if path[: len(stem)] == stem}
@@ -368,7 +368,7 @@ def _without_modules(located: Located, base: Collection[str] | None) -> int:
     num_names = 0
     for stored, path in located.names.items():
         without = tuple(
-            segment for at, segment in enumerate(path) if segment != MODULE or path[:at] not in layers
+            segment for place, segment in enumerate(path) if segment != MODULE or path[:place] not in layers
         )
         if base is not None and join(path) not in base:
             bare = tuple(segment for segment in path if segment != MODULE)
@@ -406,17 +406,17 @@ def _some(stored: Sequence[str]) -> str:
 
 
 def _stripped(located: Located, names: Mapping[str, str], modules: int, rules: Rules) -> tuple[Stripped, ...]:
-    found = [Stripped(join(located.root) + ".", len(names))] if located.root else []
+    stripped = [Stripped(join(located.root) + ".", len(names))] if located.root else []
     wrappers = Counter[str]()
     for stored in names:
         wrappers.update(WRAPPERS.intersection(split(stored)))
-    found += [Stripped(segment, wrappers[segment]) for segment in sorted(wrappers)]
+    stripped += [Stripped(segment, wrappers[segment]) for segment in sorted(wrappers)]
     if modules:
-        found.append(Stripped(MODULE, modules))
+        stripped.append(Stripped(MODULE, modules))
     for prefix in rules.strip_prefix:
         count = sum(join(located.names[stored]).startswith(prefix + ".") for stored in names)
-        found.append(Stripped(prefix + ".", count))
-    return tuple(found)
+        stripped.append(Stripped(prefix + ".", count))
+    return tuple(stripped)
 
 
 def _skipped(
@@ -429,13 +429,13 @@ def _skipped(
             counts.setdefault(_group(source, located, name), [0, 0])[0] += 1
     for name in objects:
         counts.setdefault(_object_group(located, name), [0, 0])[1] += 1
-    found = [
+    groups = [
         Skipped(kind=kind, path=join(path), num_tensors=tensors, num_objects=others)
         for (kind, path), (tensors, others) in counts.items()
     ]
     if excluded:
-        found.append(Skipped(kind="excluded", path="", num_tensors=excluded, num_objects=0))
-    return tuple(sorted(found, key=lambda part: (natural(part.path), part.kind)))
+        groups.append(Skipped(kind="excluded", path="", num_tensors=excluded, num_objects=0))
+    return tuple(sorted(groups, key=lambda part: (natural(part.path), part.kind)))
 
 
 def _group(source: SortedNames, located: Located, name: str) -> tuple[str, Segments]:

@@ -213,15 +213,15 @@ def stored_ties(
         # Where the config does not tell, the output's absence from the files does.
         tied = f"{head}.weight" not in shapes if tied is None else tied
     fitting = tuple(name for name in group if name not in shapes or shapes[name] == shapes[kept])
-    return tuple(each for each in (fitting, *biases) if len(each) > 1) if tied else ()
+    return tuple(same for same in (fitting, *biases) if len(same) > 1) if tied else ()
 
 
 def _kept_embedding(shapes: Mapping[str, Shape]) -> str | None:
     """Return the source of the ties: a shared embedding, else the least nested embedding."""
     for role in (_SHARED, _EMBEDDING):
-        found = [name for name in shapes if _role_of(name) == role]
-        if found:
-            return min(found, key=lambda name: (name.count("."), name))
+        embeddings = [name for name in shapes if _role_of(name) == role]
+        if embeddings:
+            return min(embeddings, key=lambda name: (name.count("."), name))
     return None
 
 

@@ -77,13 +77,13 @@ def find_token_rows(
     ends: dict[Segments, list[str]] = {}
     for name in ours:
         ends.setdefault(_end(name), []).append(name)
-    found = list[_Counted]()
+    counted = list[_Counted]()
     for name, shape in base.items():
         dim = _token_dim(name, shape)
         places = () if dim is None else tuple(_places(name, shape[dim], counts))
         if dim is not None and places:
-            found.append(_Counted(name, shape, dim, places, _rows(name, shape, dim, ours, ends)))
-    return [rows for group in _joined(found) if (rows := _token_rows(group)) is not None]
+            counted.append(_Counted(name, shape, dim, places, _rows(name, shape, dim, ours, ends)))
+    return [rows for group in _joined(counted) if (rows := _token_rows(group)) is not None]
 
 
 def as_counted(shapes: Mapping[str, Shape], tokens: int) -> dict[str, Shape]:
@@ -107,16 +107,16 @@ class _Counted(NamedTuple):
     """Of the model; None if it has no such tensor."""
 
 
-def _counts(config: Mapping[str, Any], at: Place) -> Iterator[tuple[Place, int]]:
+def _counts(config: Mapping[str, Any], above: Place) -> Iterator[tuple[Place, int]]:
     for key, value in config.items():
-        if isinstance(value, Mapping) and len(at) < _MAX_DEPTH:
-            yield from _counts(value, (*at, key))
+        if isinstance(value, Mapping) and len(above) < _MAX_DEPTH:
+            yield from _counts(value, (*above, key))
         elif (
             key in (*_COUNTS, *_OWN_COUNTS.values())
             and isinstance(value, int)
             and not isinstance(value, bool)
         ):
-            yield (*at, key), value
+            yield (*above, key), value
 
 
 def _token_dim(name: str, shape: Shape) -> int | None:
@@ -131,7 +131,7 @@ def _token_dim(name: str, shape: Shape) -> int | None:
 def _places(name: str, rows: int, counts: Mapping[Place, int]) -> Iterator[Place]:
     """Yield what counts a tensor's rows in the config."""
     segments = split(name)
-    own = next((_OWN_COUNTS[each] for each in segments if each in _OWN_COUNTS), None)
+    own = next((_OWN_COUNTS[segment] for segment in segments if segment in _OWN_COUNTS), None)
     for place, count in counts.items():
         parts = [part.removesuffix("_config") for part in place[:-1]]
         is_leaf = place[-1] == own if own else place[-1] in _COUNTS and _counts_it(place, segments, counts)
@@ -164,9 +164,9 @@ def _rows(
 ) -> int | None:
     """Return the rows of the model's tensor that ends as a base's does, and has its other dims."""
     names = [name] if name in ours else ends.get(_end(name), ())
-    alike = [each for each in names if _without(ours[each], dim) == _without(shape, dim)]
-    longest = max((_common(name, each) for each in alike), default=0)
-    rows = {ours[each][dim] for each in alike if _common(name, each) == longest}
+    alike = [candidate for candidate in names if _without(ours[candidate], dim) == _without(shape, dim)]
+    longest = max((_common(name, candidate) for candidate in alike), default=0)
+    rows = {ours[candidate][dim] for candidate in alike if _common(name, candidate) == longest}
     return rows.pop() if len(rows) == 1 else None
 
 
@@ -180,31 +180,31 @@ def _common(one: str, other: str) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(split(one)), len(split(other))))
 
 
-def _joined(found: Iterable[_Counted]) -> list[list[_Counted]]:
+def _joined(counted: Iterable[_Counted]) -> list[list[_Counted]]:
     """Group tensors whose rows the same place counts."""
     groups = list[list[_Counted]]()
-    for each in found:
-        near = [group for group in groups if any(set(each.places) & set(other.places) for other in group)]
+    for tensor in counted:
+        near = [group for group in groups if any(set(tensor.places) & set(other.places) for other in group)]
         groups = [group for group in groups if group not in near]
-        groups.append([*(other for group in near for other in group), each])
+        groups.append([*(other for group in near for other in group), tensor])
     return groups
 
 
 def _token_rows(group: Sequence[_Counted]) -> TokenRows | None:
-    rows = {each.name: each.rows for each in group if each.rows is not None}
+    rows = {tensor.name: tensor.rows for tensor in group if tensor.rows is not None}
     old = group[0].shape[group[0].dim]
     if set(rows.values()) <= {old} or _are_other_heads(rows, old):
         return None
-    found = TokenRows(
+    changed = TokenRows(
         old=old,
         rows=rows,
         shapes={},
-        places=tuple(dict.fromkeys(place for each in group for place in each.places)),
+        places=tuple(dict.fromkeys(place for tensor in group for place in tensor.places)),
     )
-    if not found.are_alike:
-        return found
-    shapes = {name: (*shape[:dim], found.new[0], *shape[dim + 1 :]) for name, shape, dim, _, _ in group}
-    return replace(found, shapes=shapes)
+    if not changed.are_alike:
+        return changed
+    shapes = {name: (*shape[:dim], changed.new[0], *shape[dim + 1 :]) for name, shape, dim, _, _ in group}
+    return replace(changed, shapes=shapes)
 
 
 def _are_other_heads(rows: Mapping[str, int], old: int) -> bool:

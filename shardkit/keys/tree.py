@@ -88,9 +88,9 @@ def build_tree(
             dicts.add(path[:-1])
     for path in dicts:
         for stop in range(1, len(path) + 1):
-            found = top.find(clean(join(map(str, path[:stop]))))
-            if found is not None:
-                found.is_dict = True
+            inner = top.find(clean(join(map(str, path[:stop]))))
+            if inner is not None:
+                inner.is_dict = True
     return top
 
 
@@ -150,32 +150,32 @@ def optimizer_names(entries: Iterable[TensorEntry], objects: Iterable[str]) -> s
         parent, _, leaf = entry.fqn.rpartition(".")
         if leaf in _STATE or leaf in _COUNTERS:
             kin.setdefault(parent, []).append(leaf)
-    found = set[str]()
+    states = set[str]()
     for parent, leaves in kin.items():
         if any(leaf in _STATE for leaf in leaves) and (
             len(leaves) > 1 or any(map(_OPTIMIZER.fullmatch, parent.split(".")))
         ):
-            found.update(f"{parent}.{leaf}" if parent else leaf for leaf in leaves)
+            states.update(f"{parent}.{leaf}" if parent else leaf for leaf in leaves)
     names = [entry.fqn for entry in entries]
     grouped = {above for name in (*objects, *names) for above in _above("param_groups", name)}
     if grouped:
-        found.update(name for name in names if not grouped.isdisjoint(_above("state", name)))
-    return found
+        states.update(name for name in names if not grouped.isdisjoint(_above("state", name)))
+    return states
 
 
 def _above(segment: str, name: str) -> list[str]:
     """Return the prefixes of a name that end before a segment of this kind."""
     segments = name.split(".") if segment in name else []
-    places = [at for at, each in enumerate(segments) if each == segment]
-    return [".".join(segments[:at]) for at in places[:_MAX_NESTED]]
+    places = [place for place, part in enumerate(segments) if part == segment]
+    return [".".join(segments[:place]) for place in places[:_MAX_NESTED]]
 
 
 def optimizer_path(name: str) -> Segments:
     """Return the path of the optimizer that a state belongs to, as far as the name tells."""
     segments = clean(name)
-    for at, segment in enumerate(segments):
+    for place, segment in enumerate(segments):
         if _OPTIMIZER.fullmatch(segment):
-            return segments[: at + 1]
+            return segments[: place + 1]
     return segments[: segments.index("state")] if "state" in segments else segments[:1]
 
 
@@ -195,10 +195,10 @@ def is_optimizer_of(name: str, model: str, *, is_only: bool) -> bool:
         is_only: no other model lies beside the two. An optimizer's name that says nothing else fits any model then.
     """
     own, others = (
-        [word for word in _words(each) if word not in _FILLERS and not _OPTIMIZER_WORD.fullmatch(word)]
-        for each in (name, model)
+        [word for word in _words(text) if word not in _FILLERS and not _OPTIMIZER_WORD.fullmatch(word)]
+        for text in (name, model)
     )
-    numbers, its_numbers = (re.findall(r"[0-9]+", each) for each in (name, model))
+    numbers, its_numbers = (re.findall(r"[0-9]+", text) for text in (name, model))
     return own == others or (is_only and numbers == its_numbers and not any(map(str.isalpha, own)))
 
 

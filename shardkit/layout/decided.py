@@ -204,13 +204,13 @@ def _by_person(
     config = config_for([rules], config)
     sides: tuple[Side, ...] = ("hub", "model") if side is None else (side,)
     errors = list[LayoutError]()
-    for each in sides:
+    for at_hand in sides:
         try:
-            binding = bind_in_form(rules, shapes, config, side=each, padding=padding, wanted=wanted)
+            binding = bind_in_form(rules, shapes, config, side=at_hand, padding=padding, wanted=wanted)
         except LayoutError as error:
             errors.append(error)
             continue
-        if each == sides[-1] or any(name in wanted for name in binding.made):
+        if at_hand == sides[-1] or any(name in wanted for name in binding.made):
             return replace(
                 given,
                 made=binding.made,
@@ -296,12 +296,14 @@ def _by_shipped(
     at_hand = {known: decided.made[name] for known, name in _at_hand(decided).items()}
     shapes = {known: made.shape for known, made in at_hand.items()}
     choice = choose_shipped(shapes, config, side=side, padding=padding)
-    found = replace(decided, candidates=tuple(rules for rules, _ in choice.fitting), why_not=choice.reasons)
+    answered = replace(
+        decided, candidates=tuple(rules for rules, _ in choice.fitting), why_not=choice.reasons
+    )
     if len(choice.fitting) != 1:
-        return found
+        return answered
     ((rules, binding),) = choice.fitting
     return replace(
-        found,
+        answered,
         made={name: substitute(made, at_hand) for name, made in binding.made.items()},
         by=dict.fromkeys(binding.made, "shipped"),
         rules=rules,
@@ -318,12 +320,12 @@ def _by_class(
         made |= {fqn: substitute(parts, decided.made) for fqn, parts in asked.converted.items()}
         dropped = tuple(sorted({*decided.dropped, *asked.unused, *asked.ignored}))
         return replace(decided, made=made, by=dict.fromkeys(made, "class"), dropped=dropped, asked=asked)
-    found = replace(_taken_apart(decided, asked.converted, "class"), asked=asked)
+    answered = replace(_taken_apart(decided, asked.converted, "class"), asked=asked)
     changed = {
         name: name if name in theirs else asked.names.get(name) or asked.names.get(known, name)
-        for known, name in _at_hand(found).items()
+        for known, name in _at_hand(answered).items()
     }
-    return _renamed(found, changed, "class")
+    return _renamed(answered, changed, "class")
 
 
 def _renamed(decided: DecidedNames, names: Mapping[str, str], by: Decider) -> DecidedNames:
@@ -347,7 +349,9 @@ def as_tensors(
         stored: all names in the catalog.
     """
     names = {
-        name: each.name if isinstance(each, Stored) else made_name(name, stored)
-        for name, each in made.items()
+        name: expression.name if isinstance(expression, Stored) else made_name(name, stored)
+        for name, expression in made.items()
     }
-    return names, {names[name]: each for name, each in made.items() if not isinstance(each, Stored)}
+    return names, {
+        names[name]: expression for name, expression in made.items() if not isinstance(expression, Stored)
+    }

@@ -186,19 +186,19 @@ def _packages(path: Iterable[str]) -> list[tuple[str, int]]:
     return sorted(packages)
 
 
-class ReadLog:
-    """In the child: notes the files that are opened for reading from now on. It cannot be ended."""
+def note_reads() -> dict[str, None]:
+    """In the child: return the paths that are opened for reading, to which more come from now on. It cannot be ended."""
+    paths: dict[str, None] = {}
 
-    def __init__(self) -> None:
-        self.paths: dict[str, None] = {}
-        sys.addaudithook(self._note)
-
-    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "open" or not isinstance(arguments[0], str | bytes):
             return
         flags = arguments[2] if isinstance(arguments[2], int) else os.O_RDONLY
         if flags & os.O_ACCMODE == os.O_RDONLY:
-            self.paths[os.fsdecode(arguments[0])] = None
+            paths[os.fsdecode(arguments[0])] = None
+
+    sys.addaudithook(note)
+    return paths
 
 
 def evidence(directory: str, read: Iterable[str], asked_ns: int) -> dict[str, dict[str, str]] | None:

@@ -42,7 +42,7 @@ from shardkit.layout.naming import answer_hub_form, answer_names, ask_model, ten
 from shardkit.layout.parallel import Meshes, apply_plans, is_parallel, with_units
 from shardkit.layout.placed import Placed, placed_on
 from shardkit.layout.stages import find_stages
-from shardkit.layout.trace_cache import ReadLog, evidence
+from shardkit.layout.trace_cache import evidence, note_reads
 from shardkit.layout.traced import STATUSES
 from shardkit.layout.units import (
     PlannedUnit,
@@ -89,10 +89,10 @@ def answer_request(request: dict[str, Any], divide: Divide | None = None) -> dic
     """Return the answer to a request, errors included. This makes a world, so it works once in a process."""
     if "asked_ns" not in request:
         return _answer(request, divide)
-    reading = ReadLog()
+    read = note_reads()
     answer = _answer(request, divide)
     if answer["status"] == "ok":
-        answer["evidence"] = evidence(request["directory"], list(reading.paths), request["asked_ns"])
+        answer["evidence"] = evidence(request["directory"], list(read), request["asked_ns"])
     return answer
 
 

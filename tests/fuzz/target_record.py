@@ -182,9 +182,9 @@ def _check_bulk(
 ) -> None:
     """What is alike in bulk is a record of the same kind, one by one."""
     offsets, lengths = np.array(ranges).T
-    compared = BulkScanner().compare(_file.fd, [template] * len(ranges), offsets, lengths)
+    are_alike, crcs = BulkScanner().compare(_file.fd, [template] * len(ranges), offsets, lengths)
     known = template.record
-    for start, is_alike, crc, record in zip(offsets, compared.is_alike, compared.crcs, alone, strict=True):
+    for start, is_alike, crc, record in zip(offsets, are_alike, crcs, alone, strict=True):
         if is_alike:
             digest = int(crc) if crc or not known.data_nbytes else None
             assert record == replace(known, data_start=known.data_start + int(start), crc32=digest)

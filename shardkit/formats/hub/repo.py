@@ -322,12 +322,6 @@ def _explain(error: Exception, repo_id: str, revision: str | None) -> ShardkitEr
     )
 
 
-class _Answer(NamedTuple):
-    data: bytes
-    size: int | None
-    """Bytes of the whole file; None if the server does not say."""
-
-
 def read_remote_header(repo_id: str, commit: str, name: str) -> SafetensorsHeader:
     """Read and check the header of a safetensors file of a repo, and no byte of its data.
 
@@ -350,14 +344,14 @@ def read_remote_header(repo_id: str, commit: str, name: str) -> SafetensorsHeade
     if size is None:
         raise _senseless(name, "it does not tell the size of the file")
     length = text_length(start, size, name)
-    text = _get(url, LENGTH_BYTES, LENGTH_BYTES + length, name).data if length else b""
+    text = _get(url, LENGTH_BYTES, LENGTH_BYTES + length, name)[0] if length else b""
     if (len(start), len(text)) != (LENGTH_BYTES, length):
         raise _senseless(name, f"{len(start) + len(text)} bytes came of a header of {LENGTH_BYTES + length}")
     return check_header(text, size, name)
 
 
-def _get(url: str, start: int, stop: int, name: str) -> _Answer:
-    """Return bytes `start` to `stop` of a file; none if it is empty."""
+def _get(url: str, start: int, stop: int, name: str) -> tuple[bytes, int | None]:
+    """Return bytes `start` to `stop` of a file, none if it is empty; and its size, None if the server does not say."""
     with _stream(url, f"bytes={start}-{stop - 1}") as (response, pieces):
         try:
             return _read(response, pieces, start, stop, name)
@@ -367,20 +361,22 @@ def _get(url: str, start: int, stop: int, name: str) -> _Answer:
     raise failure
 
 
-def _read(response: Response, pieces: Iterable[bytes], start: int, stop: int, name: str) -> _Answer:
-    """Return the requested bytes, from an answer with a part of the file or with all of it."""
+def _read(
+    response: Response, pieces: Iterable[bytes], start: int, stop: int, name: str
+) -> tuple[bytes, int | None]:
+    """Do the same with an answer that has a part of the file, or all of it."""
     from huggingface_hub import utils
 
     if response.status_code == _UNSATISFIABLE and start == 0:
-        return _Answer(b"", 0)
+        return b"", 0
     utils.hf_raise_for_status(response)  # type: ignore[attr-defined, arg-type]
     if response.status_code != _PARTIAL:  # the server ignores ranges: take the beginning, leave the rest
-        return _Answer(_take(pieces, stop)[start:], _content_length(response.headers))
+        return _take(pieces, stop)[start:], _content_length(response.headers)
     content_range = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
     if content_range is None or int(content_range[1]) != start:
         raise _senseless(name, "it answers with another range than it was asked for")
     size = None if content_range[2] == "*" else int(content_range[2])
-    return _Answer(_take(pieces, stop - start), size)
+    return _take(pieces, stop - start), size
 
 
 def _take(pieces: Iterable[bytes], nbytes: int) -> bytes:

@@ -274,15 +274,6 @@ def _crc_places(entry: ZipEntry, tail: bytes, tail_at: int) -> tuple[int, ...]:
     return (*([behind + len(_DESCRIPTOR)] if described else []), entry.crc_at - tail_at)
 
 
-class Compared(NamedTuple):
-    """What the bytes around the data say, of each record."""
-
-    is_alike: Array
-    """Whether they all equal the template's."""
-    crcs: Array
-    """The recorded CRC-32 of the data, for records that are alike; 0: not recorded."""
-
-
 class BulkScanner:
     """Compares the records of a file with their templates, many at once.
 
@@ -295,8 +286,10 @@ class BulkScanner:
         self._key: object = None
         self._order: _Order | None = None
 
-    def compare(self, fd: int, templates: Sequence[Template], offsets: Array, lengths: Array) -> Compared:
-        """Compare records of an open file with their templates.
+    def compare(
+        self, fd: int, templates: Sequence[Template], offsets: Array, lengths: Array
+    ) -> tuple[Array, Array]:
+        """Compare the bytes around the data of records of an open file with their templates.
 
         A record that cannot be read counts as different.
 
@@ -305,6 +298,9 @@ class BulkScanner:
             templates: of each record, in the order of their bytes.
             offsets: first byte of each.
             lengths: bytes of each.
+
+        Returns:
+            For each record, whether it is alike; and the recorded CRC-32 of its data if it is (0: not recorded).
         """
         follows = offsets[1:] == offsets[:-1] + lengths[:-1]
         key = (tuple(map(id, templates)), follows.tobytes())
@@ -369,7 +365,7 @@ class _Order:
         self._rows, self._distances = np.array(rows), np.array(distances)
         self._wanted = [sum(map(len, buffers)) for buffers in self._buffers]
 
-    def compare(self, fd: int, offsets: Array) -> Compared:
+    def compare(self, fd: int, offsets: Array) -> tuple[Array, Array]:
         """Read the bytes around the data of each record, and compare them."""
         import numpy as np
 
@@ -383,7 +379,7 @@ class _Order:
         recorded = any_word[self._id_crc_at]
         computed = np.fromiter(map(crc32, self._ids), dtype=np.uint32, count=len(self._ids))
         is_alike[self._id_rows[(recorded != 0) & (recorded != computed)]] = False
-        return Compared(is_alike, crcs)
+        return is_alike, crcs
 
     def _read(self, fd: int, places: list[int]) -> list[int]:
         """Fill the buffers; return the records that could not be read in full."""

@@ -33,7 +33,7 @@ def put_factors(
         tensors={name: placed[name] if name in placed else layout.tensors[name] for name in names},
         sources={
             **layout.sources,
-            **{name: made_name(name, stored) for each in six.values() for name in each},
+            **{name: made_name(name, stored) for factors in six.values() for name in factors},
         },
         factored={target.path: target for target in targets},
     )

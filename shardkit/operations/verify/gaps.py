@@ -28,7 +28,7 @@ def check_gaps(checkpoint: Checkpoint, report: Report, *, ask_class: bool) -> No
     """
     gaps = gaps_of(checkpoint)
     if ask_class and _ask(checkpoint, gaps, report):
-        gaps = gaps._replace(found=())
+        gaps = gaps._replace(weights=())
     if gaps.is_part:
         report.problem("only a part of the model is here", details=tuple(gaps.lines(_MODEL)))
     else:
