@@ -120,7 +120,6 @@ def trace_model(
     division: Division | None = None,
     names: Mapping[str, Shape] | None = None,
     trust_remote_code: bool = False,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
     on_start: Callable[[], None] = lambda: None,
 ) -> Trace:
     """Build a model without weights, wrap it as training will, and read every tensor's placements.
@@ -135,7 +134,6 @@ def trace_model(
         names: shapes of the source's tensors by name, to look up in the model as `from_pretrained` does;
             None asks nothing.
         trust_remote_code: whether the model's own code may run.
-        timeout_s: seconds for the whole child.
         on_start: called where no kept answer serves, before seconds of a child.
 
     Returns:
@@ -163,7 +161,7 @@ def trace_model(
         **({} if division is None else division._asdict()),
     }
     request = _request(directory, names, trust_remote_code) | about
-    return _ask(request, timeout_s, lambda answer: read_answer(answer, mesh, wrap), on_start)
+    return _ask(request, lambda answer: read_answer(answer, mesh, wrap), on_start)
 
 
 def ask_names(
@@ -182,7 +180,7 @@ def ask_names(
         ResourceError: the child was killed or took too long.
     """
     request = _request(directory, names, False) | {"asks": "names"}
-    return _ask(request, DEFAULT_TIMEOUT_S, lambda said: ClassNames.from_json(said["match"]), on_start)
+    return _ask(request, lambda said: ClassNames.from_json(said["match"]), on_start)
 
 
 # Types of models that have the same names and shapes in memory as on the Hub. The list only saves a question.
@@ -225,7 +223,7 @@ def ask_hub_form(
         ResourceError: the child was killed or took too long.
     """
     request = _request(directory, names, False) | {"asks": "hub form"}
-    return _ask(request, DEFAULT_TIMEOUT_S, _read_hub_form, on_start)
+    return _ask(request, _read_hub_form, on_start)
 
 
 def _read_hub_form(said: Mapping[str, Any]) -> HubForm:
@@ -245,7 +243,6 @@ def _request(directory: str, names: Mapping[str, Shape] | None, trust_remote_cod
 
 def _ask(
     request: dict[str, Any],
-    timeout_s: float,
     read: Callable[[Mapping[str, Any]], T],
     on_start: Callable[[], None] = lambda: None,
 ) -> T:
@@ -258,7 +255,7 @@ def _ask(
         return kept
     on_start()
     _log.debug("transformers is asked %s, in a process of its own", asked)
-    answer = _run_child(request | _time(slot), timeout_s)
+    answer = _run_child(request | _time(slot))
     result = read(answer)
     if slot is not None:
         slot.keep(answer)
@@ -269,13 +266,13 @@ def _time(slot: Slot | None) -> dict[str, int]:
     return {} if slot is None else {"asked_ns": slot.asked_ns}
 
 
-def _run_child(request: dict[str, Any], timeout_s: float) -> Mapping[str, Any]:
+def _run_child(request: dict[str, Any]) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory(prefix="shardkit-trace-") as scratch:
         # A file, not stdout: importing a model may print anything.
         answer_path = os.path.join(scratch, "answer.json")
         payload = json.dumps(request | {"answer": answer_path}).encode()
         try:
-            done = _spawn(payload, timeout_s, request.get("child", _CHILD))
+            done = _spawn(payload, DEFAULT_TIMEOUT_S, request.get("child", _CHILD))
         except OSError as error:  # an interpreter inside another program may have no name
             raise ResourceError(
                 f"cannot start Python ({escape(sys.executable or 'sys.executable is empty')}) to trace the model: "
@@ -284,7 +281,7 @@ def _run_child(request: dict[str, Any], timeout_s: float) -> Mapping[str, Any]:
             ) from None
         except subprocess.TimeoutExpired as error:
             raise ResourceError(
-                f"tracing the model took longer than {timeout_s:g} s",
+                f"tracing the model took longer than {DEFAULT_TIMEOUT_S:g} s",
                 problems=_last_lines(error.output),
                 hint="try again on a machine that is less busy",
             ) from None

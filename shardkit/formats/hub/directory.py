@@ -30,7 +30,7 @@ from shardkit.formats.contract import (
 from shardkit.formats.hub.adapter import ADAPTER, ADAPTER_CONFIG, adapted_model, is_adapter_file
 from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
 from shardkit.formats.hub.files import Kind, WeightFiles, select_file, select_weights
-from shardkit.formats.hub.safetensors import SafetensorsHeader, read_header
+from shardkit.formats.hub.safetensors import SafetensorsHeader, StoredTensor, read_header
 
 if TYPE_CHECKING:
     from shardkit.formats.torchsave.bin import BinFile
@@ -295,7 +295,7 @@ def _check_index(index: HubIndex, contents: dict[str, Content], index_name: str)
     """Compare the index with its files: each tensor must be in the one file that the index names."""
     holders: dict[str, list[str]] = {}
     for name, content in contents.items():
-        for fqn in (*(tensor.fqn for tensor in content.tensors), *_unreadable(content)):
+        for fqn in (*(tensor.fqn for tensor in content.tensors), *content.unreadable):
             holders.setdefault(fqn, []).append(name)
     lacking = [
         (fqn, listed) for fqn, listed in index.weight_map.items() if listed not in holders.get(fqn, ())
@@ -323,15 +323,9 @@ def _lacking(fqn: str, listed: str, holders: dict[str, list[str]]) -> str:
     return f"{escape(fqn)}: listed in {escape(listed)}, which lacks it"
 
 
-def _unreadable(content: Content) -> Mapping[str, str]:
-    return {} if isinstance(content, SafetensorsHeader) else content.unreadable
-
-
 def _refuse_unreadable(contents: Mapping[str, Content], paths: Mapping[str, str]) -> None:
     reasons = {
-        fqn: f"{name}: {why}"
-        for name, content in contents.items()
-        for fqn, why in _unreadable(content).items()
+        fqn: f"{name}: {why}" for name, content in contents.items() for fqn, why in content.unreadable.items()
     }
     if reasons:
         from shardkit.formats.torchsave.classes import refuse_objects
@@ -340,8 +334,8 @@ def _refuse_unreadable(contents: Mapping[str, Content], paths: Mapping[str, str]
 
 
 def _source(name: str, path: str, content: Content) -> SourceFile:
-    checksums = None if isinstance(content, SafetensorsHeader) else content.checksums
-    return SourceFile(name=name, path=path, size=content.size, stamp=content.stamp, checksums=checksums)
+    stamp, checksums = content.stamp, content.checksums
+    return SourceFile(name=name, path=path, size=content.size, stamp=stamp, checksums=checksums)
 
 
 def _catalog(
@@ -354,19 +348,16 @@ def _catalog(
         whole = _source(name, paths[name], content)
         number = len(catalog.files)
         catalog.files.append(whole)
-        if isinstance(content, SafetensorsHeader):
-            for stored in content.tensors:
-                places[stored.fqn] = (stored.dtype, stored.shape, number, stored.start)
-            continue
         catalog.objects += content.objects
         for tensor in content.tensors:
-            if tensor.start is not None:
-                places[tensor.fqn] = (tensor.dtype, tensor.shape, number, tensor.start)
-                continue
-            places[tensor.fqn] = (tensor.dtype, tensor.shape, len(catalog.files), 0)
-            size = full_region(tensor.shape).num_elements * tensor.dtype.itemsize
-            decoded = replace(whole, name=f"{name}:{tensor.fqn}", size=size, made=tensor.made)
-            catalog.files.append(decoded)
+            file, start = number, tensor.start
+            if start is None:
+                assert not isinstance(tensor, StoredTensor)  # a legacy file's, whose bytes are made
+                file, start = len(catalog.files), 0
+                size = full_region(tensor.shape).num_elements * tensor.dtype.itemsize
+                decoded = replace(whole, name=f"{name}:{tensor.fqn}", size=size, made=tensor.made)
+                catalog.files.append(decoded)
+            places[tensor.fqn] = (tensor.dtype, tensor.shape, file, start)
     for fqn in index.weight_map if index else places:
         dtype, shape, file, start = places[fqn]
         region = full_region(shape)
@@ -378,12 +369,7 @@ def _catalog(
 def _notes(
     catalog: Catalog, index: HubIndex | None, index_name: str | None, contents: dict[str, Content]
 ) -> tuple[str, ...]:
-    notes = [
-        note
-        for content in contents.values()
-        if not isinstance(content, SafetensorsHeader)
-        for note in content.notes
-    ]
+    notes = [note for content in contents.values() for note in content.notes]
     if index and index.total_bytes is not None and index.total_bytes != catalog.nbytes:
         notes.append(
             f"{escape(index_name or '')}: total_size is {index.total_bytes} bytes, "

@@ -21,7 +21,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from shardkit.core.catalog import FileStamp
 from shardkit.core.dtypes import BY_SAFETENSORS, DType
@@ -80,6 +80,11 @@ class SafetensorsHeader:
     """CRC-32 of the JSON text."""
     stamp: FileStamp | None
     """The file's, when the header was read; None if the file is not on this machine."""
+    # What a legacy file may have besides, as in `BinFile`.
+    objects: ClassVar[tuple[str, ...]] = ()
+    unreadable: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    notes: ClassVar[tuple[str, ...]] = ()
+    checksums: ClassVar[None] = None
 
 
 def read_header(path: str, name: str) -> SafetensorsHeader:

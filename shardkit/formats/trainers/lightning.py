@@ -77,7 +77,6 @@ def open_lightning(path: str) -> Checkpoint:
     is_trainer = meta.is_trainer or any(re.fullmatch(r"optimizer_\d+", name) for name in optimizers)
     return replace(
         checkpoint,
-        path=path,
         format="lightning",
         writer=_STRATEGIES[model] if is_trainer and model else "Lightning Fabric",
         roots=roots,
