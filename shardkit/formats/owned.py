@@ -270,10 +270,7 @@ def _is_unchanged(
                 return True
         # A card that names another base, of an earlier run: nobody has put anything into it.
         return (name == CARD and is_own_card(data)) or any(make() == data for make in made)
-    except (
-        ShardkitError,
-        OSError,
-    ) as error:  # a link that leads nowhere, a pipe: nothing that shardkit wrote
+    except (ShardkitError, OSError) as error:  # a link that leads nowhere, a pipe: nothing of ours
         _raise_failed(error, place)
         return False
 

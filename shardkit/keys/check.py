@@ -142,10 +142,8 @@ _FORETELLING = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_la
 _LOOPED = re.compile(r"loops|cycles|ut_steps|recurrent_(?:steps|depth)|repeats")
 """Keys of models that go through a layer several times, and may count it as often."""
 _MOST_OF_A_SEQUENTIAL = 2  # weight and bias; between them are activations, which have none
-_OF_IMAGES = (
-    "ForImageClassification",
-    "ForImageTextRetrieval",
-)  # classes of CLIP and BLIP-2 without a text's embedding
+_OF_IMAGES = ("ForImageClassification", "ForImageTextRetrieval")
+"""Classes of CLIP and BLIP-2 without a text's embedding."""
 _MIN_BLOCKS = 4  # fewer blocks have no two inner ones to compare
 _OF_SCALES = re.compile(r"scales?(?:_inv|_2)?$|zeros?$|zero_point$|(?:absmax|quant_map|g_idx|SCB)$")
 _TOKENS = ("model.embed_tokens.weight", "lm_head.weight")

@@ -42,9 +42,8 @@ def invert(targets: Mapping[str, Expression]) -> dict[str, Expression]:
         except ValueError:  # by operations that are not known
             continue
         for name, region, value, view in occurring:
-            boxes.setdefault(name, {}).setdefault(view, {}).setdefault(
-                region, value
-            )  # that of the first target
+            parts = boxes.setdefault(name, {}).setdefault(view, {})
+            parts.setdefault(region, value)  # of several targets, the first one's
     back = dict[str, Expression]()
     for name, shape in shapes.items():
         wholes = (assemble(view, list(parts.items())) for view, parts in boxes.get(name, {}).items())

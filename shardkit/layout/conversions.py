@@ -304,9 +304,7 @@ class Conversions(NamedTuple):
                     expressions = {target: lowering.expression(tensor) for target, tensor in values.items()}
                     opaque = [target for target, expression in expressions.items() if expression is None]
                     changed = self._of_other_dtype(model, fqn, parts) if opaque else set()
-                except (
-                    Exception
-                ) as error:  # an operation may raise anything for tensors that do not fit together
+                except Exception as error:  # an operation may raise anything for tensors that do not fit
                     failed[fqn] = (
                         f"cannot be made of what is there: {escape(str(error).partition(chr(10))[0])}"
                     )

@@ -599,11 +599,9 @@ class Inert(Interpreter):
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, UnmadeObject):
             target.build(state)
-        elif type(target) not in (
-            dict,
-            list,
-            tuple,
-        ):  # attributes of these are of no use; a tensor may get another value
+        elif (
+            type(target) not in _CONTAINERS
+        ):  # their attributes are of no use; a tensor may get another value
             raise Refusal(f"BUILD of {_describe(target)}")
 
 

@@ -64,9 +64,8 @@ def shard_images(
             files[file_of[rank]].append(PlacedRegion(name, sources[fqn], dtypes[fqn], shape, region))
     fqn, shape = next(((f, t.shape) for f, t in layout.tensors.items() if t.shape), ("", ()))
     for placed in files:
-        if (
-            not placed and fqn
-        ):  # a rank that stores nothing has a file all the same: the gap would look like a loss
+        # A rank that stores nothing has a file all the same: the gap would look like a loss.
+        if not placed and fqn:
             empty = Region((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
             placed.append(PlacedRegion(fqn, sources[fqn], dtypes[fqn], shape, empty))
     return RankImages([_content(rank, placed) for rank, placed in enumerate(files) if placed])

@@ -199,9 +199,7 @@ class _LateRecords:
                 if (padded := padding(record, entry.shape)) is not None:
                     raise padded
             except SourceError:
-                select_raw(
-                    self._closed, {}, tuple(catalog.tensors)
-                )  # refuses it, with all others that are wrong
+                select_raw(self._closed, {}, tuple(catalog.tensors))  # refuses all that are wrong
                 raise
             with self._appending:
                 _point(catalog, entry, row, record)

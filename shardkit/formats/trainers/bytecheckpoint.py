@@ -155,10 +155,10 @@ def open_bytecheckpoint_files(directory: str) -> DcpDirectory:
     metadata = join_fields(top.fields, METADATA)
     metadata.encoding, metadata.crc32 = "raw", int(crc32(data))
     opened = open_metadata(directory, metadata)
-    if (
-        not opened.is_looked_up
-    ):  # else each rank would look at all: each file counts as it is when it is opened
-        _stamp(opened.catalog)
+    if not opened.is_looked_up:  # else each rank would look at all: a file counts as it is when it is opened
+        for file in set(opened.catalog.chunks.file):
+            source = opened.catalog.files[file]
+            opened.catalog.files[file] = replace(source, stamp=stamp_unread(source))
     _point(opened.catalog, _pickles(top.fields.get("all_tensor_metadata")))
     return opened
 
@@ -200,13 +200,6 @@ def _point(catalog: Catalog, pickles: PickleTable) -> None:
         f"{METADATA} describes {len(problems)} chunks in two ways",
         hint="the checkpoint is damaged: use another copy",
     )
-
-
-def _stamp(catalog: Catalog) -> None:
-    """Tie the files to the state that they are in now."""
-    for file in set(catalog.chunks.file):
-        source = catalog.files[file]
-        catalog.files[file] = replace(source, stamp=stamp_unread(source))
 
 
 def _corner(offsets: Sequence[int]) -> bytes:
