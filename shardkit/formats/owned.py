@@ -163,11 +163,11 @@ def refusal(
         return None
     names = [line.partition(":")[0] for line in foreign]
     what = "holds what shardkit did not write"
-    if kind is OutputKind.HUB and not any(map(_WEIGHTS.fullmatch, _listdir(path))):
+    if kind is OutputKind.HUB and not is_output(path, kind):
         what = "holds no weights of a Hub model"
     elif kind is OutputKind.SHARDED and any(map(_WEIGHTS.fullmatch, names)):
         what = "holds a Hub model"
-    elif kind is OutputKind.SHARDED and not {METADATA, manifest.NAME} & {*_listdir(path)}:
+    elif kind is OutputKind.SHARDED and not is_output(path, kind):
         what = "is not a sharded checkpoint"
     return UsageError(
         f"{shown} exists and {what}: it is not replaced",

@@ -627,11 +627,9 @@ def from_json(content: Any, depth: int = 0) -> Expression:
     below = from_json(content[kind], depth + 1)
     if kind == "cut":
         return cut(below, Region(_numbers(content["offsets"]), _numbers(content["sizes"])))
-    return (
-        permute(below, _numbers(content["dims"]))
-        if kind == "permute"
-        else reshape(below, _numbers(content["shape"]))
-    )
+    if kind == "permute":
+        return permute(below, _numbers(content["dims"]))
+    return reshape(below, _numbers(content["shape"]))
 
 
 def _opaque_from_json(content: Any, depth: int) -> Opaque:

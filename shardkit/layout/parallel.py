@@ -50,13 +50,9 @@ class Meshes:
             experts: another mesh over the same ranks, whose last axis is that of expert parallelism.
         """
         names = mesh.mesh_dim_names
-        spread = (
-            mesh
-            if tuple(data) == names
-            else mesh[data[0] if len(data) == 1 else tuple(data)]
-            if data
-            else None
-        )
+        spread = mesh if tuple(data) == names else None
+        if data and spread is None:
+            spread = mesh[data[0] if len(data) == 1 else tuple(data)]
         tp = None if tensor is None else mesh[tensor] if mesh.ndim > 1 else mesh
         if experts is None or experts.mesh_dim_names is None:
             return cls(data=spread, tp=tp)

@@ -330,11 +330,8 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
                 else:
                     hosts.setdefault(host, []).append(member.parameter)
             taken.update(hosts)
-            computed = (
-                _dtype_of(kinds.get(main) if main else None)
-                if all(member.is_factor for member in held)
-                else None
-            )
+            are_factors = all(member.is_factor for member in held)
+            computed = _dtype_of(kinds.get(main)) if are_factors and main else None
             split += [
                 PlannedUnit(
                     path=host,

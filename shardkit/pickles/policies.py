@@ -696,11 +696,8 @@ class _Walk:
         while inner:
             child = inner.pop()
             size = self._sizes.get(id(child)) or self.measure(child, level + 1)
-            num_nodes, num_things, depth = (
-                num_nodes + size[0],
-                num_things + size[1],
-                max(depth, size[2] + 1),
-            )
+            num_nodes, num_things = num_nodes + size[0], num_things + size[1]
+            depth = max(depth, size[2] + 1)
             self._check(num_nodes, num_things, level + depth - 1)
         self._open.discard(id(container))
         if id(container) in self._shared:

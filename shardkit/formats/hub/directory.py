@@ -409,12 +409,8 @@ def model_class_of(config: Mapping[str, object] | None) -> str | None:
 def loader_of(config: Mapping[str, object] | None) -> str:
     """Return the class of transformers that has the `from_pretrained` of a model: for code of its own an `AutoModel...`."""
     named = (config or {}).get("auto_map")
-    autos = (
-        [name for name in named if isinstance(name, str) and name.startswith("AutoModel")]
-        if isinstance(named, dict)
-        else []
-    )
-    own = [name for name in autos if name.isidentifier()]
+    autos = (name for name in named if isinstance(name, str)) if isinstance(named, dict) else ()
+    own = [name for name in autos if name.startswith("AutoModel") and name.isidentifier()]
     return own[0] if own else model_class_of(config) or "AutoModel"
 
 

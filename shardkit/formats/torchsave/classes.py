@@ -324,10 +324,8 @@ def _how_to_unwrap(names: Collection[str], path: str) -> str:
     """Return lines that load a checkpoint where its classes are installed, and save it without them."""
     if not all(part.isidentifier() for name in names for part in name.split(".")):
         return "load it where its classes can be imported, into plain tensors, and save those"
-    classes, modules = (
-        sorted(names),
-        ", ".join(sorted({name.rpartition(".")[0] for name in names} | {"torch"})),
-    )
+    classes = sorted(names)
+    modules = ", ".join(sorted({name.rpartition(".")[0] for name in names} | {"torch"}))
     return f"""where {modules} can be imported, load it into plain tensors, and save those:
   import torch.distributed.checkpoint as dcp, {modules}
   torch.serialization.add_safe_globals([{", ".join(classes)}])
