@@ -579,8 +579,8 @@ def test_a_child_that_dies_or_hangs_is_an_error_of_the_environment(
         trace(directory, MESH, "auto")
     assert caught.value.problems == ("one", "two\\x1b")
     monkeypatch.setattr(traced, "_spawn", slow)
-    with pytest.raises(ResourceError, match="longer than 3 s"):
-        trace(directory, MESH, "auto", timeout_s=3)
+    with pytest.raises(ResourceError, match="longer than 600 s"):
+        trace(directory, MESH, "auto")
 
 
 def test_choosing_imports_no_torch() -> None:
