@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -180,14 +181,22 @@ def check_regions(case: Case, out: Path) -> None:
         assert torch.equal(local(state[name]), tensor), name
 
 
-def check_load_into(case: Case, out: Path) -> None:
+ALL_LOADS = tuple(itertools.product(("presharded", "hub"), ("direct", "broadcast")))
+SOME_LOADS = (("presharded", "direct"), ("hub", "broadcast"))
+"""Each source and each strategy: on four ranks they are tried in all pairs."""
+
+
+def check_load_into(case: Case, out: Path, loads: Iterable[tuple[str, str]] = ALL_LOADS) -> None:
     """Ours is right for packed tensors too, from either form of the weights, read by each rank or sent by one."""
-    model = loaded_by_transformers(case, out)
-    for source in (case.label, case.name):
-        for strategy in ("direct", "broadcast"):
-            truth = blank(model.state_dict())
-            shardkit.load_into(model, out / source, strategy=strategy)
-            assert wrong(model.state_dict(), truth) == set(), (source, strategy)
+    check_loads(loaded_by_transformers(case, out), case, out, loads)
+
+
+def check_loads(model: torch.nn.Module, case: Case, out: Path, loads: Iterable[tuple[str, str]]) -> None:
+    for source, strategy in loads:
+        truth = blank(model.state_dict())
+        path = out / (case.label if source == "presharded" else case.name)
+        shardkit.load_into(model, path, strategy=strategy)
+        assert wrong(model.state_dict(), truth) == set(), (source, strategy)
 
 
 def window(box: Region) -> tuple[slice, ...]:

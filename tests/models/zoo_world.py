@@ -11,6 +11,7 @@ It is a script: `make zoo` runs it too, for the models that its command line nam
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -381,6 +382,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     for name in names:
         getattr(transformers, ZOO[name].model_class)  # imported once, before anything is forked
+    gc.freeze()  # what is imported by now: forks need not go through it
     in_two(names, partial(prepare_model, out=out))
     wait([fork(partial(rank_main, rank, names, out)) for rank in range(SIZE)])
     in_two(names, partial(export_model, out=out))

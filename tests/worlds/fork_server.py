@@ -64,6 +64,9 @@ def main() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()
+    gc.set_threshold(
+        10_000, 10, 10
+    )  # what forks import, transformers' models, stays too: as in tests/conftest.py
     for line in sys.stdin:
         child = fork(json.loads(line))
         print(child, flush=True)

@@ -16,6 +16,7 @@ def test_survivors_hear_of_it() -> None: ...
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -140,6 +141,7 @@ class Ranks:
         """Run all bodies, on as many processes as there are ranks, and leave what went wrong on each."""
         if self._first is not None:
             self._first(out)
+        gc.freeze()  # what is imported by now: ranks need not go through it
         together = {name: test for name, test in self._tests.items() if not test.is_apart}
         wrong: list[dict[str, str]] = [{} for _ in range(self.size)]
         for number, tests in enumerate(
