@@ -84,11 +84,11 @@ models: $(INSTALLED)
 	$(if $(MODELS),,$(BIN)/python -m tests.models.lacking --classes)
 
 # An environment of its own, which stays: .venv-torch/2.15.
-test-newest: $(INSTALLED)
-	$(BIN)/python scripts/matrix.py newest --environments $(VENV)-torch --keep --check
+test-newest:
+	$(PYTHON) scripts/matrix.py newest --environments $(VENV)-torch --keep --check
 
-newest: $(INSTALLED)
-	$(BIN)/python scripts/matrix.py newest --environments $(VENV)-torch --keep --install
+newest:
+	$(PYTHON) scripts/matrix.py newest --environments $(VENV)-torch --keep --install
 
 matrix: $(INSTALLED)
 	$(BIN)/python scripts/matrix.py $(VERSIONS)
