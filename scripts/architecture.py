@@ -56,6 +56,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("layout/choice",),
     ("layout",),
     ("keys", "pickles"),
+    ("files/place",),
     ("files",),
     ("files/remote",),
     ("core",),
@@ -87,11 +88,7 @@ OSFT_SEAMS = {
     "operations/preshard/options.py": {"plan"},
     # the phase before a job
     "operations/describe_dcp.py": {"job"},
-    "operations/parts/agreement.py": {"phase"},
     "operations/parts/divided.py": {"phase"},
-    "operations/parts/on_disk.py": {"phase"},
-    "operations/uploading/in_store.py": {"phase"},
-    "operations/uploading/run_in_store.py": {"phase"},
     "operations/write.py": {"job", "phase"},
     # the codec that folds
     "operations/consolidate/__init__.py": {"fold"},

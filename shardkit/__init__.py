@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.operations.keys import show_keys as show_keys
     from shardkit.operations.manifest import ManifestResult as ManifestResult
     from shardkit.operations.manifest import write_manifest as write_manifest
-    from shardkit.operations.parts.divided import PartResult as PartResult
+    from shardkit.operations.parts.results import PartResult as PartResult
     from shardkit.operations.preshard import PreshardResult as PreshardResult
     from shardkit.operations.preshard import preshard as preshard
     from shardkit.operations.reshard import ReshardResult as ReshardResult

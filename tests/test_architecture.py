@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import sys
+import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -112,6 +115,75 @@ def test_a_module_that_asks_what_kind_of_path_it_has_is_found(tmp_path: Path) ->
     assert list(architecture.kind_questions(inside)) == [f"keys/{name}.py{said}" for name in "bce"]
 
 
+WRITING = (
+    "operations/write.py",
+    "operations/places.py",
+    "operations/parts/*.py",
+    "operations/uploading/*.py",
+    "files/place/*.py",
+    "files/shared.py",
+    "files/staging.py",
+    "files/uploads.py",
+)
+"""All that writes, but for pools of workers."""
+MOST_LINES, MOST_CHANGING = 4160, 6
+
+
+def writing() -> list[Path]:
+    found = [path for pattern in WRITING for path in architecture.PACKAGE.glob(pattern)]
+    return [path for path in found if not path.stem.endswith("pool")]
+
+
+def num_code_lines(source: str) -> int:
+    """Count the lines that are neither blank nor a comment nor in a docstring."""
+    lines, docs = set[int](), set[int]()
+    no_code = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in (*no_code, tokenize.ENDMARKER):
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        for each in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
+            if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant):
+                docs.update(range(each.lineno, (each.end_lineno or each.lineno) + 1))
+    return len(lines - docs)
+
+
+def changing(node: ast.ClassDef) -> set[str]:
+    """Return the attributes of a class that are assigned once it is made."""
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name != "__init__"]
+    targets = [
+        target
+        for method in methods
+        for each in ast.walk(method)
+        for target in ast.walk(each)
+        if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
+    ]
+    return {each.attr for each in targets if isinstance(each.value, ast.Name) and each.value.id == "self"}
+
+
+def test_one_way_to_write_stays_small() -> None:
+    """The limits only shrink."""
+    assert num_code_lines((architecture.PACKAGE / "operations/write.py").read_text()) <= 300
+    assert sum(num_code_lines(path.read_text()) for path in writing()) <= MOST_LINES
+
+
+def test_no_class_that_writes_changes_in_many_ways() -> None:
+    classes = [node for path in writing() for node in ast.walk(ast.parse(path.read_text()))]
+    assert {
+        node.name: changing(node)
+        for node in classes
+        if isinstance(node, ast.ClassDef) and len(changing(node)) > MOST_CHANGING
+    } == {}
+
+
+def test_lines_of_code_and_what_changes_are_counted(tmp_path: Path) -> None:
+    source = '"""Doc."""\n# a\n\nclass A:\n    """Doc.\n\n    More."""\n    def f(self):\n        self.a, self.b = (\n            1, 2)\n'
+    assert num_code_lines(source) == 4
+    (node,) = ast.parse(source).body[1:]
+    assert isinstance(node, ast.ClassDef)
+    assert changing(node) == {"a", "b"}
+
+
 TOPICS = {
     "cli/hints": "what errors tell people to type",
     "cli/results": "what a person sees who calls the library",
@@ -143,6 +215,11 @@ TOPICS = {
     "operations/shards_in_folders": "files in folders below .metadata, through every verb",
     "operations/unsupported_files": "whole files of torch.save that no verb takes",
     "operations/verify/repo": "a repo on the Hub",
+    "operations/uploading/in_store": "parts that write into a store",
+    "operations/uploading/local_records": "factors on their way into a store",
+    "operations/uploading/local_records_in_clouds": "the same, in other stores",
+    "operations/uploading/local_records_in_parts": "the same, by parts",
+    "operations/uploading/run_versions": "versions of packages, with a store",
     "training/cuda": "all phases, on a GPU",
     "training/dequantize": "plain weights of quantised ones, on real ranks",
     "training/key_rules": "names of the Hub, from prepare through save to consolidate",

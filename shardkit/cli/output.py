@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from shardkit.cli.progress import ByteLines
     from shardkit.core.threads import Progress
     from shardkit.operations.commit import CommitResult
-    from shardkit.operations.parts.divided import PartResult
-    from shardkit.operations.write import WriteResult
+    from shardkit.operations.parts.results import PartResult, WriteResult
     from shardkit.pictures.glyphs import Glyphs
     from shardkit.pictures.page import Page
 

@@ -167,7 +167,7 @@ class SharedStaging:
         places = (self.path + _DONE,) if self.is_open else (self.path, self.path + _DONE)
         return any(_is_record_of(os.path.join(place, _COMMITTED), self.destination) for place in places)
 
-    def create(self, record: bytes, folders: Collection[str], owner: Owner | None = None) -> bool:
+    def create(self, record: bytes, folders: Collection[str] = (), owner: Owner | None = None) -> bool:
         """Make it, unless another process has; return whether it was made here.
 
         Args:

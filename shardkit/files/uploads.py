@@ -166,13 +166,16 @@ class _File:
         start, stop = number * step, min((number + 1) * step, self._size)
         if self._size > step:
             self._begin()
-        sending = self.session.room()
+        is_free = self.session.is_free
+        is_free.acquire()
         try:
             data = _take(self.fd(), start, stop)
-            self._parts.append(sending.submit(self._send_part, number, data))
+            sending = self.session.senders.submit(self._send_part, number, data)
         except BaseException:
-            sending.leave()
+            is_free.release()
             raise
+        sending.add_done_callback(lambda _: is_free.release())
+        self._parts.append(sending)
 
     def _begin(self) -> None:
         """Begin the upload, or go on with the one of an earlier run."""
@@ -242,27 +245,6 @@ def _take(fd: int, start: int, stop: int) -> bytes:
     return data
 
 
-class _Sending:
-    """Room for one part on its way."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def submit(
-        self, call: Callable[[int, bytes], UploadedPart], number: int, data: bytes
-    ) -> Future[UploadedPart]:
-        def send() -> UploadedPart:
-            try:
-                return call(number, data)
-            finally:
-                self.leave()
-
-        return self._session.senders.submit(send)
-
-    def leave(self) -> None:
-        self._session.is_free.release()
-
-
 class Session:
     """Files that are written below one directory of a store. A context manager.
 
@@ -285,6 +267,7 @@ class Session:
         self.before_object = before_object
         self.senders = ThreadPoolExecutor(NUM_SENDERS, thread_name_prefix="shardkit-upload")
         self.is_free = threading.Semaphore(NUM_SENDERS)
+        """Whether one more part may go on its way."""
         self.stored: dict[str, WrittenObject] = {}
         """What was made of each file that was finished; by path, with the CRC-32 of what was sent."""
         self._files: dict[str, _File] = {}
@@ -303,11 +286,6 @@ class Session:
         self.senders.shutdown(cancel_futures=True)
         for file in self._files.values():
             file.close()
-
-    def room(self) -> _Sending:
-        """Wait until a part may go on its way."""
-        self.is_free.acquire()
-        return _Sending(self)
 
     def file(self, path: str, flags: int) -> _File:
         """Return the file of a path, a new one if there is none under way."""

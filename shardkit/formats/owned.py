@@ -23,7 +23,8 @@ from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
 from shardkit.files.home import folders_above, is_data_folder
 from shardkit.files.location import location_of
-from shardkit.files.shared_store import is_shared_folder
+from shardkit.files.place.store import PROBE
+from shardkit.files.place.store_notes import is_shared_folder
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG
@@ -39,8 +40,6 @@ from shardkit.formats.hub.assets import (
 HUB_INDEX = "model.safetensors.index.json"
 MARKED_WEIGHTS = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
 """Names of weight files in a store: those of two outputs differ."""
-PROBE = ".shardkit-probe-"
-"""How the names of objects begin by which a store is tried."""
 _WEIGHTS = re.compile(
     r"(adapter_)?model(-\d{5,6}-of-\d{5,6})?\.safetensors(\.index\.json)?|" + MARKED_WEIGHTS.pattern
 )

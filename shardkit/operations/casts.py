@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.core.catalog import Catalog
@@ -397,3 +398,13 @@ def quantised_notes(held: Mapping[str, DType]) -> Iterator[str]:
     number = sum(dtype.is_floating and not dtype.is_convertible for dtype in held.values())
     if number:
         yield f"{count(number, 'fp8 or fp4 tensor')} not converted: their scales are in other tensors"
+
+
+def beyond_range(tensors: Collection[tuple[str, DType]]) -> Iterator[str]:
+    """Yield a warning for each dtype that could not hold all values of some tensors, given as (FQN, dtype)."""
+    for dtype in sorted({dtype for _, dtype in tensors}, key=attrgetter("name")):
+        names = sorted(fqn for fqn, other in tensors if other is dtype)
+        yield (
+            f"{count(len(names), 'tensor')} {'has' if len(names) == 1 else 'have'} values beyond the range of "
+            f"{short_dtype(dtype.name)}, which became infinite: {listed(names)}"
+        )

@@ -80,6 +80,12 @@ def check_destination(
     return path
 
 
+def absolute(output: str) -> str:
+    """Return the path of a destination, with all links above it resolved."""
+    path = storage.absolute(output)
+    return os.path.join(storage.realpath(os.path.dirname(path)), os.path.basename(path))
+
+
 def _check_parent(path: str) -> None:
     parent = os.path.dirname(path)
     if not storage.isdir(parent):

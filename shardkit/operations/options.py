@@ -80,8 +80,11 @@ class WriteOptions:
 
     @cached_property
     def command(self) -> Command:
-        """The call, which other processes repeat."""
-        return Command.of(self.verb, self.given)
+        """The call, which other parts repeat; nobody repeats that of one process."""
+        if self.share is not None:
+            return Command.of(self.verb, self.given)
+        settings = {**dict.fromkeys(self.recorded, True), "check_source": self.check_source}
+        return Command(verb=self.verb, options=settings)
 
     @property
     def recorded(self) -> list[str]:

@@ -4,8 +4,8 @@
     who sees all notes:    an ordinary job, for which records are a source like any other
 
 A record is named after its weight and its bytes, and the note says which one counts, the first that was written: machines
-of another kind give other last bits, and files must not be made of both. Records lie in a
-directory (`files/shared`) or in a store (`files/shared_store`). What was killed goes on with the records that are whole.
+of another kind give other last bits, and files must not be made of both. Where records lie is what `Records` says, a
+directory (`files/shared`) or a store (`files/place/store_notes`). What was killed goes on with the records that are whole.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shardkit.core.threads import Progress
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
-from shardkit.files.shared import RecordStat, SharedRecords
-from shardkit.files.shared_store import StoredRecords
+from shardkit.files.place.contract import Records
+from shardkit.files.shared import RecordStat
 from shardkit.files.strict_json import parse_object
 from shardkit.osft.compute import FactorRun
 from shardkit.osft.job import FactoredJob, measured_of
@@ -35,10 +35,6 @@ from shardkit.transfer.fill import image_crc
 from shardkit.transfer.stream import read_back
 
 _CHECK_BUFFER = 1 << 20
-
-
-Records = SharedRecords | StoredRecords
-"""Records of factors, and a note for each weight that has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage, stores, uploads
 from shardkit.files.digest import crc32
 from shardkit.files.location import location_of
+from shardkit.files.place.store import check_conditions
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared import SharedStaging, remove_runs
 from shardkit.files.staging import Owner
@@ -31,7 +32,6 @@ from shardkit.operations.destination import check_destination
 from shardkit.operations.parts.agreement import SAVE, Agreement, Command
 from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.uploading.place import UploadTarget, check_target
-from shardkit.operations.uploading.run import check_conditions
 
 _MAX_METADATA = 1 << 30
 _PIECE_NBYTES = 1 << 20  # memory for it is given back once its part is sent

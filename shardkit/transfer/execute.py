@@ -28,7 +28,7 @@ from shardkit.files import storage
 from shardkit.files.location import location_of
 from shardkit.files.uploads import NUM_SENDERS, part_nbytes
 from shardkit.transfer.chains import Evidence
-from shardkit.transfer.checks import SourceCheck
+from shardkit.transfer.checks import CheckedSource, SourceCheck
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.fill import CrcPiece, Filler, Scatter, TaskOutput, crc_of, image_crc
 from shardkit.transfer.images import Image
@@ -489,3 +489,12 @@ class ReadingExecution(Execution):
             yield fd
         finally:
             storage.close_fd(fd)
+
+
+def compared_with(check: SourceCheck | None, plan: TransferPlan, options: ExecuteOptions) -> CheckedSource:
+    """Return how much of a plan's source was compared with what it records; nothing without a check."""
+    if check is None:
+        return CheckedSource()
+    made_of = plan.made_of
+    names = dict.fromkeys(made_of.get(holes.source, holes.source) for holes in plan.images.tensors())
+    return check.summary(names, looks_for_unread=options.share_extents and not options.digests)

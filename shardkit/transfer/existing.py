@@ -20,12 +20,12 @@ from typing import Any, Protocol
 from shardkit.core.catalog import Catalog, FileStamp
 from shardkit.core.text import escape
 from shardkit.core.threads import Progress
-from shardkit.errors import ShardkitError
+from shardkit.errors import ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.cache import Cache, home
 from shardkit.files.staging import Staging
-from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.execute import ComparingExecution, Describer, ExecuteOptions
+from shardkit.transfer.checks import CheckedSource, SourceCheck
+from shardkit.transfer.execute import ComparingExecution, Describer, ExecuteOptions, compared_with
 from shardkit.transfer.images import Image
 from shardkit.transfer.plan import TransferPlan
 from shardkit.transfer.stream import Differs
@@ -70,6 +70,38 @@ class Existing:
     progress: Progress
     factors: Factored | None
     """The weights that become factors; None if there are none."""
+
+    def compare(
+        self, exists: UsageError, plan_hash: str, *, can_read: bool, is_known: bool, in_any_case: bool
+    ) -> CheckedSource:
+        """Find out whether what is there is what the job would write; return how much of the source was compared.
+
+        Args:
+            exists: what is said if it is not.
+            plan_hash: of the job.
+            can_read: the source is on this machine.
+            is_known: a run of this plan has made it; it is only described once more.
+            in_any_case: it is described whatever records say.
+
+        Raises:
+            UsageError: it is something else; says what differs.
+        """
+        check, problems, said = None, list[str](), "and is not what this command writes"
+        is_recorded = not in_any_case and (self.is_recorded(plan_hash) or self.is_of_commit())
+        try:
+            if not can_read and not is_recorded:
+                raise Unproven("its source is not on this machine, so nothing was compared")
+            if not is_recorded:
+                check = SourceCheck(self.plan.catalog) if self.options.check_source else None
+                problems = self.differences(check, is_known=is_known)
+        except Unproven as reason:
+            problems = [*self.otherwise(), str(reason)]
+            if len(problems) == 1:
+                said = "and nothing proves that it is what this command writes"
+        finally:
+            self.progress.finish()
+        UsageError.raise_for(problems, f"{exists.message}, {said}", hint=exists.hint)
+        return compared_with(check, self.plan, self.options)
 
     def is_recorded(self, plan_hash: str) -> bool:
         """True if this user's cache says that a run of this plan has made these very files.

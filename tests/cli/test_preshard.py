@@ -15,8 +15,8 @@ import pytest
 
 import shardkit
 from shardkit.cli import preshard as preshard_command
+from shardkit.operations.parts.results import Converted
 from shardkit.operations.preshard import PreshardResult
-from shardkit.operations.write import Converted
 from shardkit.osft.cost import OsftKind, OsftResult
 from shardkit.osft.plan import OsftPlan
 

@@ -21,15 +21,16 @@ from safetensors.torch import load_file, save_file
 import shardkit
 from shardkit.errors import IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.files import storage
+from shardkit.files.place.disk import DiskPlace
 from shardkit.files.shared import SharedStaging, runs_of
 from shardkit.files.staging import nothing
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.formats.owned import OutputKind
 from shardkit.operations.options import WriteOptions
+from shardkit.operations.parts.divided import Divided
 from shardkit.operations.parts.notes import Note
-from shardkit.operations.parts.on_disk import DividedOnDisk
-from shardkit.operations.write import Writer
+from shardkit.operations.write import Writer, Writing
 from shardkit.transfer.checks import OFF
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.plan import TransferPlan, build_plan
@@ -79,7 +80,7 @@ class Index:
         self.directory = ""
 
     @contextlib.contextmanager
-    def __call__(self, directory: str) -> Iterator[Index]:
+    def __call__(self, directory: str, /, *, shards: str | None = None) -> Iterator[Index]:
         self.directory = directory
         yield self
 
@@ -117,27 +118,27 @@ def write(
     options = WriteOptions(jobs=1, **writing)  # type: ignore[arg-type]
     writer = Writer(options, kind=OutputKind.HUB, looks_late=True)
     writer.check_destination(str(out), str(source))
-    writer.check_beside({}, {})
+    writer.destination.check_beside({}, {})
     writer.find_manifests([job.plan.catalog], str(source))
     with after_each_file(describe.on_file):
-        writer.write(job, describe, needed_bytes=needed_bytes)
+        writer.write(Writing(job=job, describe=describe, needed_bytes=needed_bytes))
     return writer.facts(())
 
 
 @contextlib.contextmanager
 def after_each_file(hook: Callable[[int], object]) -> Iterator[None]:
     """Call a hook with the number of files that have been finished, whenever one has."""
-    publish, counted = DividedOnDisk._publish, itertools.count(1)
+    publish, counted = Divided._publish, itertools.count(1)
 
-    def hooked(divided: DividedOnDisk, directory: str, number: int, note: Note) -> None:
+    def hooked(divided: Divided, directory: str, number: int, note: Note) -> None:
         publish(divided, directory, number, note)
         hook(next(counted))
 
-    DividedOnDisk._publish = hooked  # type: ignore[method-assign]
+    Divided._publish = hooked  # type: ignore[method-assign]
     try:
         yield
     finally:
-        DividedOnDisk._publish = publish  # type: ignore[method-assign]
+        Divided._publish = publish  # type: ignore[method-assign]
 
 
 def write_until_killed(source: str, out: str, num_files: int) -> None:
@@ -456,15 +457,15 @@ def test_what_another_process_removes_is_written_again(
     moment: str, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of another plan or of another host takes this one for dead, also between its last file and its output."""
-    original, removed = getattr(DividedOnDisk, moment), list[Path]()
+    original, removed = getattr(Divided, moment), list[Path]()
 
-    def remove_first(divided: DividedOnDisk, *args: str) -> bool:
+    def remove_first(divided: Divided, *args: str) -> bool:
         if not removed:
             removed.extend(staged(out))
             shutil.rmtree(removed[0])
         return bool(original(divided, *args))
 
-    monkeypatch.setattr(DividedOnDisk, moment, remove_first)
+    monkeypatch.setattr(Divided, moment, remove_first)
     write(source, out)
     assert removed
     check_whole(out)
@@ -531,16 +532,18 @@ def test_an_interrupt_after_another_process_has_made_the_output(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What comes after the output is left to that one, with what it needs for it."""
-    commit, attended = DividedOnDisk.commit, list[object]()
+    commit, attended = Divided.commit, list[object]()
 
-    def by_another(divided: DividedOnDisk) -> bool:
+    def by_another(divided: Divided) -> bool:
         assert commit(divided)
-        divided.staging.has_made = False
-        attended.append(divided.staging.attended())
+        notebook = divided.place.notebook
+        assert isinstance(notebook, SharedStaging)
+        notebook.has_made = False
+        attended.append(notebook.attended())
         attended[0].__enter__()  # type: ignore[attr-defined]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(DividedOnDisk, "commit", by_another)
+    monkeypatch.setattr(Divided, "commit", by_another)
     assert write(source, out)["was_there"]
     assert len(staged(out)) == 1
     attended[0].__exit__(None, None, None)  # type: ignore[attr-defined]
@@ -553,11 +556,11 @@ def test_what_goes_elsewhere_is_written_though_a_twin_has_made_the_output(
     sharded, file = out.with_name("sharded"), out.with_name("manifest.json")
     shardkit.preshard(source, sharded, world_size=2, wrap="none")
 
-    def die(divided: DividedOnDisk) -> None:
+    def die(place: DiskPlace) -> None:
         raise ZeroDivisionError
 
     with monkeypatch.context() as patched:
-        patched.setattr(DividedOnDisk, "attended", die)
+        patched.setattr(DiskPlace, "attended", die)
         with pytest.raises(ZeroDivisionError):
             shardkit.consolidate(sharded, out, manifest_file=file)
     assert not file.exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardkit.cli import main
 from shardkit.files.shared import SharedStaging
-from shardkit.operations.parts import on_disk
+from shardkit.operations import places
 
 
 class Stopping(SharedStaging):
@@ -31,5 +31,5 @@ class Stopping(SharedStaging):
                 signal.pause()
 
 
-on_disk.SharedStaging = Stopping  # type: ignore[misc]
+places.SharedStaging = Stopping  # type: ignore[misc]
 main.main(args=[*sys.argv[1:], "--jobs", "1"], prog_name="shardkit")

@@ -17,7 +17,7 @@ from shardkit.core.text import escape, in_shell, listed
 from shardkit.core.threads import ProgressOption
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files.location import location_of
-from shardkit.operations.commit.places import Place, place_of
+from shardkit.files.place.contract import Notebook
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
 from shardkit.operations.leftovers import Leftover, remove, warn_before
 from shardkit.operations.options import OnWarning
@@ -25,16 +25,16 @@ from shardkit.operations.parts.agreement import (
     Agreement,
     Command,
     Committing,
-    PartsStaging,
     read_all,
     read_parts,
     without_factors,
 )
 from shardkit.operations.parts.divided import incomplete
+from shardkit.operations.parts.results import WriteResult
+from shardkit.operations.places import Destination, destination_at
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
 from shardkit.operations.uploading.status import StoredStatus
-from shardkit.operations.write import WriteResult
 from shardkit.transfer.checks import Unchecked
 
 _VERBS: Mapping[str, Callable[..., WriteResult]] = {
@@ -164,7 +164,7 @@ def commit(
         IntegrityError: what the parts read is not what the source records.
         ResourceError: disk or permission.
     """
-    begun, place = time.monotonic(), place_of(output)
+    begun, place = time.monotonic(), _destination(output)
     path, before, until = place.path, place.identity(), begun + wait
     staging = _only_one(place)
     while staging is None and place.identity() is None and time.monotonic() < until:  # no part has begun
@@ -203,7 +203,19 @@ def commit(
     )
 
 
-def _end(staging: PartsStaging, progress: ProgressOption, on_warning: OnWarning | None) -> WriteResult | None:
+def _destination(output: str | os.PathLike[str]) -> Destination:
+    """Return where an output goes.
+
+    Raises:
+        UsageError: no output can be there.
+    """
+    given = os.fspath(output)
+    if not location_of(given).is_writable:
+        raise UsageError(f"{escape(given)}: this store is read only so far, so nothing is written there")
+    return destination_at(given)
+
+
+def _end(staging: Notebook, progress: ProgressOption, on_warning: OnWarning | None) -> WriteResult | None:
     """Do what comes after an output whose process died before it had; None if there is nothing to do, or no record of it."""
     found = read_all([staging]) if staging.is_left else []
     if not (found and found[0][1].command.goes_on):
@@ -212,7 +224,7 @@ def _end(staging: PartsStaging, progress: ProgressOption, on_warning: OnWarning 
 
 
 def _carry_out(
-    staging: PartsStaging,
+    staging: Notebook,
     agreement: Agreement,
     overwrite: bool,
     progress: ProgressOption,
@@ -276,7 +288,7 @@ def _check_same(destination: str, agreement: Agreement, here: Agreement) -> None
     )
 
 
-def _wait_for_all(staging: PartsStaging, agreement: Agreement, until: float) -> None:
+def _wait_for_all(staging: Notebook, agreement: Agreement, until: float) -> None:
     """Return once every file has a note; or when the time is over, if all factors are there that files are made of.
 
     Raises:
@@ -296,7 +308,7 @@ def _wait_for_all(staging: PartsStaging, agreement: Agreement, until: float) -> 
         time.sleep(_LOOK_AGAIN_S)
 
 
-def _only_one(place: Place) -> PartsStaging | None:
+def _only_one(place: Destination) -> Notebook | None:
     found, path = place.stagings(), place.path
     if len(found) > 1:
         raise UsageError(
@@ -306,11 +318,11 @@ def _only_one(place: Place) -> PartsStaging | None:
     return found[0] if found else None
 
 
-def _hash_in(staging: PartsStaging) -> str:
+def _hash_in(staging: Notebook) -> str:
     return staging.path.rpartition("-")[2]
 
 
-def _was_there(place: Place, begun: float, ended: WriteResult | None = None) -> CommitResult:
+def _was_there(place: Destination, begun: float, ended: WriteResult | None = None) -> CommitResult:
     path = place.path
     if place.identity() is None:
         raise UsageError(
@@ -352,7 +364,7 @@ def status(
         UsageError: a commit or a run that did not end has moved an old output aside, and it cannot go back.
         SourceError, ResourceError: the record of the parts cannot be read, or not be removed.
     """
-    place = place_of(output)
+    place = _destination(output)
     found = place.stagings()
     plans: tuple[PlanStatus, ...] = ()
     try:
@@ -385,7 +397,7 @@ def status(
     )
 
 
-def _plan_status(staging: PartsStaging, agreement: Agreement) -> PlanStatus:
+def _plan_status(staging: Notebook, agreement: Agreement) -> PlanStatus:
     noted, files = staging.noted(), agreement.files
     finished = [number for number in range(len(files)) if number in noted]
     missing = [number for number in range(len(files)) if number not in noted]
@@ -410,7 +422,7 @@ def _plan_status(staging: PartsStaging, agreement: Agreement) -> PlanStatus:
     )
 
 
-def _parts(staging: PartsStaging) -> Iterator[PartStatus]:
+def _parts(staging: Notebook) -> Iterator[PartStatus]:
     """Yield what parts said of themselves, in the order of their numbers."""
     for (place, of), content in read_parts(staging):
         pid = content.get("pid")

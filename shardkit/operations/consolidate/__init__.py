@@ -38,9 +38,10 @@ from shardkit.operations.destination import (
     write_sidecar,
 )
 from shardkit.operations.parts.pool import in_pool
+from shardkit.operations.parts.results import WriteResult
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken, adapter_file, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
-from shardkit.operations.write import Writer, WriteResult
+from shardkit.operations.write import Writer, Writing
 from shardkit.osft.fold import folded_base, take_folded
 
 
@@ -131,14 +132,12 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
     chosen = default_output(named) if output is None else output
     path = writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
     sidecar = _find_sidecar(options, writer, resolved.path)
-    writer.describes_elsewhere = sidecar is not None
     opened, base = _open(taken, options)
     # What is there is compared as a whole, whatever this process would write of it.
     job = build_job(opened, base, options, None if writer.exists else options.share)
     if not location_of(path).renames:
-        job = job.marked(writer.hash_in_store(job)[:8])
-    writer.open_all = job.whole
-    writer.check_beside(
+        job = job.marked(writer.destination.hash(job)[:8])
+    writer.destination.check_beside(
         {asset.name: asset.read for asset in job.assets if not is_weights(asset.name)},
         {} if base is None else earlier_assets(base),
     )
@@ -183,7 +182,16 @@ def _write(
                 _write_record(sidecar, written[-1], overwrite=options.overwrite)
             pushed.append(_push(options, writer.path, [asset.name for asset in job.assets]))
 
-        writer.write(job, describe, needed_bytes=job.needed_bytes, after=publish)
+        writer.write(
+            Writing(
+                job=job,
+                describe=describe,
+                needed_bytes=job.needed_bytes,
+                after=publish,
+                describes_elsewhere=sidecar is not None,
+                open_all=job.whole,
+            )
+        )
         settled = asked.settle() if writer.ends or options.dry_run else job
     return settled, pushed[0] if pushed else _Pushed()
 

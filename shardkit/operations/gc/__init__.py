@@ -21,9 +21,9 @@ from shardkit.errors import ResourceError, SourceError, UsageError
 from shardkit.files import storage, stores
 from shardkit.files.home import MAX_METADATA, is_data_folder
 from shardkit.files.location import location_of
+from shardkit.files.place.store_notes import is_shared_folder
 from shardkit.files.remote.contract import Underway
 from shardkit.files.remote.writers import writer_of
-from shardkit.files.shared_store import is_shared_folder
 from shardkit.files.strict_json import read_small
 from shardkit.files.uploads import under_way
 from shardkit.formats.dcp import METADATA

@@ -8,14 +8,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import storage
+from shardkit.files.place.contract import Notebook
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.part import Part, divide, parse_part
-from shardkit.osft.phase import Records
 from shardkit.transfer.digests import parse_versions
 
 SAVE = "save"
@@ -103,66 +103,6 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-class PartsStaging(Protocol):
-    """What the parts of one plan share until there is an output."""
-
-    @property
-    def destination(self) -> str:
-        """Where the output goes; absolute."""
-
-    @property
-    def path(self) -> str:
-        """Where it lies."""
-
-    @property
-    def record(self) -> str:
-        """Path of `plan.json`."""
-
-    @property
-    def factors(self) -> Records:
-        """Factors that parts have computed."""
-
-    @property
-    def exists(self) -> bool:
-        """True until all of it is removed."""
-
-    @property
-    def is_open(self) -> bool:
-        """True until a commit, or until it was given up."""
-
-    @property
-    def is_attended(self) -> bool:
-        """True while a process of this machine is known to be at work in it."""
-
-    @property
-    def is_left(self) -> bool:
-        """True after a commit whose process is not known to be alive: what comes after the output may not have been done."""
-
-    def read_record(self) -> bytes:
-        """Return the content of `plan.json`."""
-
-    def noted(self) -> set[int]:
-        """Return the numbers of the files that have a note."""
-
-    def has_note(self, number: int) -> bool:
-        """True if a file has a note, whether it is listed yet or not."""
-
-    def told(self) -> Iterator[tuple[str, bytes]]:
-        """Yield (name, content) of what parts said of themselves."""
-
-    def check_owner(self) -> None:
-        """Refuse what another user has put there, as far as that can be known."""
-
-    def reopen(self) -> bool:
-        """Put back what a commit has taken that did not end."""
-
-    def remove(self) -> None:
-        """Remove all of it."""
-
-    def give_up(self) -> None:
-        """Remove all of it; what a commit that did not end has replaced is put back."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
     """What is written, by which call, in how many parts."""
@@ -193,6 +133,11 @@ class Agreement:
     replaces: str | None = None
     """In a store: ETag of the marker that is to be replaced; None if there was none."""
 
+    @property
+    def folders(self) -> set[str]:
+        """Directories of an output that the files lie in."""
+        return {os.path.dirname(name) for name, _ in self.files} - {""}
+
     def dump(self) -> bytes:
         """Return the content of `plan.json`."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
@@ -212,7 +157,7 @@ class Agreement:
         return cls.parse(read_small(path, name, _MAX_BYTES, follow=False), name)
 
     @classmethod
-    def of(cls, staging: PartsStaging) -> Agreement:
+    def of(cls, staging: Notebook) -> Agreement:
         """Return the agreement of the parts that share a place; errors as `read`."""
         data = staging.read_record()
         try:
@@ -317,12 +262,12 @@ class Agreement:
         return [(Part(number=part, count=self.num_parts), lacking[part]) for part in sorted(lacking)]
 
 
-def without_factors(staging: PartsStaging, agreement: Agreement) -> list[int]:
+def without_factors(staging: Notebook, agreement: Agreement) -> list[int]:
     """Return the numbers of the weights of a divided job that have no factors yet, as far as this machine sees them."""
     return staging.factors.missing(len(agreement.weights)) if agreement.weights else []
 
 
-def read_parts(staging: PartsStaging) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+def read_parts(staging: Notebook) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
     """Yield what parts said of themselves, with (number, how many there are), in the order of their numbers."""
     told = []
     for name, data in staging.told():
@@ -355,7 +300,7 @@ class NotThere(Exception):
 
 
 Share = Part | Committing
-_S = TypeVar("_S", bound=PartsStaging)
+_S = TypeVar("_S", bound=Notebook)
 
 
 def as_share(part: str | Share | None) -> Share | None:

@@ -1,58 +1,64 @@
-"""The directory in which one process carries out all of a plan: it joins what is there, and is in nobody's way."""
+"""One process carries out all of a plan: it joins what is there, and is in nobody's way."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from shardkit.core.text import escape
-from shardkit.errors import ResourceError, ShardkitError, UsageError
-from shardkit.files import storage
-from shardkit.files.shared import SharedStaging, remove_runs
+from shardkit.errors import IncompleteError, Interrupted, ResourceError, ShardkitError, UsageError
+from shardkit.files.place.contract import Place
 from shardkit.files.staging import Owner
 from shardkit.operations.parts.agreement import Agreement
-from shardkit.operations.parts.foreign import set_foreign_apart
 
 _T = TypeVar("_T")
 _MOST_TRIES = 20  # each only if another process has just removed all of it
 
 
 class Alone:
-    """A run in its directory.
+    """A run at its place.
 
     Args:
-        staging: the directory; those who are started alike share it.
+        place: those who are started alike share it.
         agreement: says the plan, and the state of its source.
-        folders: directories in `data`.
     """
 
-    def __init__(self, staging: SharedStaging, agreement: Agreement, folders: Collection[str] = ()) -> None:
-        self._staging, self._agreement, self._folders = staging, agreement, sorted(folders)
+    def __init__(self, place: Place, agreement: Agreement) -> None:
+        self._place, self._notebook, self._agreement = place, place.notebook, agreement
         self._owner: Owner | None = None
 
-    def carry_out(
-        self, work: Callable[[], _T], *, resume: bool, on_error: Callable[[BaseException], object]
-    ) -> _T:
-        """Do the work of the run.
+    def carry_out(self, work: Callable[[], _T], *, resume: bool) -> _T:
+        """Do the work of the run. What was written is removed after an error, unless the run may go on with it.
 
         Args:
             work: begins, writes, and makes the output.
             resume: else what runs of this plan have written is removed before.
-            on_error: told of what the work has raised, once this process is not at work any more.
 
         Raises:
             UsageError: nothing is to be resumed, and a run of this plan is at work.
         """
         if not resume:
             self._begin_anew()
-        remove_runs(self._staging.destination, self._staging.kept, but=self._staging.path)  # for their room
+        self._place.remove_others()
         try:
             with self._present():
                 return work()
         except BaseException as error:
-            on_error(error)
+            self._tidy_up(error)
             raise
+
+    def _tidy_up(self, error: BaseException) -> None:
+        """Remove what was written, unless somebody is at work there or the run may go on with it; after a signal, put back
+        what was moved aside."""
+        lasts = isinstance(error, (IncompleteError, *self._place.keeps_after))
+        if lasts or not self._notebook.is_over:
+            return
+        with contextlib.suppress(OSError, ShardkitError):
+            if isinstance(error, Interrupted):
+                self._notebook.put_back()
+            else:
+                self._place.give_up()
 
     @contextlib.contextmanager
     def _present(self) -> Iterator[None]:
@@ -61,7 +67,7 @@ class Alone:
         try:
             yield
         finally:
-            self._staging.leave(self._owner)
+            self._notebook.leave(self._owner)
 
     def begin(self) -> bool | None:
         """Join what runs of this plan have written, or begin, whatever runs of other plans do.
@@ -74,12 +80,12 @@ class Alone:
         """
         assert self._owner is not None
         for _ in range(_MOST_TRIES):
-            self._staging.reopen()
-            if self._staging.is_committed:
+            self._notebook.reopen()
+            if self._notebook.is_committed:
                 return False
-            if not self._staging.is_open and self._staging.exists:  # its output is another one by now
-                self._staging.remove()
-            if self._staging.create(self._agreement.dump(), self._folders, self._owner):
+            if not self._notebook.is_open and self._notebook.exists:  # its output is another one by now
+                self._notebook.remove()
+            if self._notebook.create(self._agreement.dump(), self._agreement.folders, self._owner):
                 return True
             try:
                 if self._joins(self._owner):
@@ -88,26 +94,24 @@ class Alone:
                 continue
             except OSError as error:  # such as a disk that is still full
                 raise ResourceError(
-                    f"cannot write to {escape(self._staging.path)}: {error.strerror}"
+                    f"cannot write to {escape(self._notebook.path)}: {error.strerror}"
                 ) from error
         return None
 
     def _joins(self, owner: Owner) -> bool:
         """Go on with what is there; False if it is gone by now, or was begun with another state of the source."""
-        if not self._staging.enter(owner) or not self._staging.is_open:
+        if not self._notebook.enter(owner) or not self._notebook.is_open:
             return False
         if self._is_stale():
-            self._staging.give_up()
+            self._notebook.give_up()
             return False
-        set_foreign_apart(self._staging.path)
-        for folder in self._folders:
-            storage.make_folders(self._staging.data, folder)
+        self._place.go_on()
         return True
 
     def _is_stale(self) -> bool:
         """True if what lies there is of another state of the source."""
         try:
-            return self._agreement.is_stale(Agreement.of(self._staging))
+            return self._agreement.is_stale(Agreement.of(self._notebook))
         except ShardkitError:
             return False
 
@@ -115,11 +119,11 @@ class Alone:
         """Remove what runs of this plan have written.
 
         Raises:
-            UsageError: one is at work; or as `SharedStaging.give_up`.
+            UsageError: one is at work; or as `Notebook.give_up`.
         """
-        if self._staging.is_attended:
+        if self._notebook.is_attended:
             raise UsageError(
-                f"a run of the same plan is at work in {escape(self._staging.path)}",
+                f"a run of the same plan is at work in {escape(self._notebook.path)}",
                 hint="stop it first; or leave --no-resume out, and both write what is missing",
             )
-        self._staging.give_up()
+        self._notebook.give_up()

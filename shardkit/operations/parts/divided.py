@@ -1,81 +1,82 @@
-"""Carrying out one part of a job, and making the output of all parts, wherever it goes.
+"""Carrying out one part of a job, and making the output of all parts, at whatever place.
 
 a part:    plan -> its files -> move into a place of its own -> where all parts put them -> a note
 a commit:  all notes -> compare what was read -> describe -> the output appears
 
-`on_disk` and `uploading/in_store` say where that is, and what makes an output of it.
+A `Place` (`files/place`) says where that is, and what makes an output of it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
-from abc import ABC, abstractmethod
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.core.threads import Progress
-from shardkit.errors import IncompleteError, IntegrityError, ResourceError, ShardkitError, UsageError
+from shardkit.errors import (
+    IncompleteError,
+    IntegrityError,
+    Interrupted,
+    ResourceError,
+    ShardkitError,
+    SourceError,
+    UsageError,
+)
 from shardkit.files.digest import sha256_of
-from shardkit.operations.parts.agreement import Agreement, PartsStaging, read_all, read_parts
-from shardkit.operations.parts.notes import Note
-from shardkit.operations.parts.part import Part, share_of
+from shardkit.files.place.contract import Place, given_up
+from shardkit.operations.parts.agreement import Agreement, read_all, read_parts
+from shardkit.operations.parts.alone import Alone
+from shardkit.operations.parts.notes import Note, load_note
+from shardkit.operations.parts.part import ALL, Part, share_of
+from shardkit.operations.parts.results import PartResult
 from shardkit.osft.phase import PhaseAt
 from shardkit.transfer.chains import Evidence
-from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.execute import Describer, ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.checks import CheckedSource, SourceCheck
+from shardkit.transfer.digests import is_intact
+from shardkit.transfer.execute import (
+    Describer,
+    ExecuteOptions,
+    Execution,
+    FileDigest,
+    ReadingExecution,
+    compared_with,
+)
 from shardkit.transfer.fill import CrcPiece, crc_of
 from shardkit.transfer.plan import TransferPlan
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartResult:
-    """What became of a part."""
-
-    part: str
-    """Such as "3/16"."""
-    found: str
-    """What told the number; empty where a person did."""
-    staging: str
-    """The directory that all parts share."""
-    plan: str
-    """Hash of what all parts agree on."""
-    num_files: int
-    """Files of this part."""
-    written_bytes: int
-    """Size of these files."""
-    resumed_files: int
-    """Those of them that were finished before."""
-    finished_files: int
-    """Of all parts, as far as this one can see."""
-    num_weights: int = 0
-    """Weights of this part that become factors, before files are written."""
-    all_weights: int = 0
-    """Those of all parts; 0 if there are none."""
-    resumed_weights: int = 0
-    """Those of this part whose factors had been computed before."""
-    finished_weights: int = 0
-    """Those of all parts that have factors, as far as this one can see."""
-    missing: tuple[str, ...]
-    """The parts that lack something, as far as this one can see: factors, where some are missing, or else files."""
-    is_committed: bool
-    """The output is there: this part was the last to finish, or another process has committed meanwhile."""
-    by_another: bool = False
-    """Another process has made the output, and this one knows its own share alone."""
+_T = TypeVar("_T")
+_MOST_TRIES = 20  # each only if another process was in the middle of a commit
 
 
-class Divided(ABC):
+class Describe(Protocol):
+    """Returns what writes the rest of the files into a directory."""
+
+    def __call__(self, directory: str, /, *, shards: str | None = None) -> AbstractContextManager[Describer]:
+        """Return it.
+
+        Args:
+            directory: where the rest goes.
+            shards: where the described files lie, if not there: a directory of a store, from whose parent they are named.
+        """
+        ...
+
+
+class Divided:
     """A job that several processes carry out.
 
     Args:
-        destination: absolute.
-        staging: what all parts share.
+        place: where its files go.
         agreement: what they have to agree on.
         plan: what to move.
         data_nbytes: bytes of all holes of each image.
+        describe: writes what lies beside the images.
         options: how to move.
         progress: told of the bytes.
         phase: gives what computes factors, of which files are made; None if there are none. Files are written by the parts that see
@@ -85,26 +86,25 @@ class Divided(ABC):
 
     def __init__(
         self,
-        destination: str,
-        staging: PartsStaging,
+        place: Place,
         agreement: Agreement,
         plan: TransferPlan,
         data_nbytes: Sequence[int],
+        describe: Describe,
         options: ExecuteOptions,
         progress: Progress,
         phase: PhaseAt | None,
         *,
         is_run: bool = False,
     ) -> None:
-        self._destination, self._agreement, self._plan = destination, agreement, plan
+        self.place, self._agreement, self._plan, self._describe = place, agreement, plan, describe
+        self._destination, self._shared = place.destination, place.notebook
         self._images, self._data_nbytes = list(plan.images), data_nbytes
-        self._options, self._progress = options, progress
-        self._shared, self._resumed_weights = staging, 0
-        self._is_run, self._own = (
-            is_run,
-            dict[str, Note](),
-        )  # what it has written itself it need not read again
-        self._phase = None if phase is None else phase(staging.factors)
+        self._options, self._progress, self._is_run = options, progress, is_run
+        self._resumed_weights = 0
+        self._own = dict[str, Note]()  # what a run has written itself it need not read again
+        self._phase = None if phase is None else phase(self._shared.factors)
+        self.alone = Alone(place, agreement)
         self.check = SourceCheck(plan.catalog) if options.check_source else None
         """Compares what is read with what the source records."""
         self.was_there = False
@@ -113,79 +113,91 @@ class Divided(ABC):
         """Is told with which versions of packages the part began that began, which may have been this one, and with which a
         file was finished that this one goes on with."""
 
-    # Where the files go
+    # Beginning
 
-    @abstractmethod
     def _begin(self) -> bool:
         """Put down what all parts agree on, unless another part has; False if all is done already.
 
         Raises:
             UsageError: parts of another plan are under way, or the destination is there.
         """
+        if self._is_run or not self._shared.is_open:
+            self.place.check()  # before hours of computing
+        if not self._is_run:
+            return self._begin_part()
+        try:
+            has_begun = self.alone.begin()
+        except ResourceError:
+            if self.place.needs_notebook:
+                raise
+            return True
+        if has_begun is None:
+            raise given_up(self._destination)
+        return has_begun
 
-    @abstractmethod
-    def _writing(self) -> AbstractContextManager[str]:
-        """Give the directory in which this process writes files."""
+    def _begin_part(self) -> bool:
+        place, closed = self.place, list[str]()
+        for _ in range(_MOST_TRIES):
+            self._shared.reopen()
+            if place.is_committed:
+                return False
+            closed = [escape(path) for path in place.closed()]
+            if closed:
+                continue
+            self._check_alone()
+            is_ours = self._shared.create(self._agreement.dump(), self._agreement.folders)
+            try:
+                if is_ours:
+                    self._check_alone()
+                if (
+                    place.another_has_made()
+                ):  # the last part may have committed meanwhile, and removed what it found
+                    return False
+                place.check_replaced(is_ours=is_ours)
+            except (IncompleteError, SourceError):
+                if self._shared.is_open:
+                    raise
+                continue  # given up, or committed, at this very moment
+            except UsageError:
+                if is_ours:
+                    self._shared.remove()
+                    if place.is_committed:
+                        return False
+                raise
+            return True
+        UsageError.raise_for(
+            closed,
+            f"parts have committed {escape(self._destination)}, and it is another one by now",
+            hint=f"remove what they left: `shardkit status {in_shell(self._destination)} --abort`",
+        )
+        raise ResourceError(
+            f"{escape(self._destination)}: others begin and give up all the time", hint="run it again"
+        )
 
-    @abstractmethod
-    def _room_for_records(self) -> AbstractContextManager[str]:
-        """Give an empty directory on this machine, where records are until all parts have them, and perhaps longer."""
+    def _check_alone(self) -> None:
+        """Refuse if parts of another plan are under way."""
+        others = read_all(self.place.others())
+        if others:
+            raise self._other_plan([agreement for _, agreement in others])
 
-    @abstractmethod
-    def _publish(self, directory: str, number: int, note: Note) -> None:
-        """Put a finished file where all parts have theirs, and note it. May be called from any thread."""
+    def _begin_again(self) -> None:
+        """Forget what was written here, if another process has removed it."""
+        if self.place.is_lost:
+            self.place.begin_again()
+            self._own.clear()
 
-    @abstractmethod
-    def _notes(self, numbers: Sequence[int]) -> Iterator[tuple[int, Note]]:
-        """Yield number and note of those files that are finished and still there."""
-
-    @abstractmethod
-    def _forget(self, numbers: Sequence[int]) -> None:
-        """Remove notes: the files are written anew."""
-
-    @abstractmethod
-    def _say(self, name: str, content: bytes) -> None:
-        """Leave something for people to see."""
-
-    @abstractmethod
-    def _is_open(self) -> bool:
-        """True while the directory exists that this process has begun or joined."""
-
-    @abstractmethod
-    def _has_another_committed(self) -> bool:
-        """True if another process has made the output."""
-
-    @abstractmethod
-    def _make(self, directory: str) -> bool:
-        """Make the output of what all parts wrote; False if another process has."""
-
-    @property
-    @abstractmethod
-    def is_committed(self) -> bool:
-        """True if the output is known to be what processes with this plan have made."""
-
-    @property
-    @abstractmethod
-    def has_made(self) -> bool:
-        """True once this process has made the output."""
-
-    @property
-    @abstractmethod
-    def is_left(self) -> bool:
-        """True if the output is there, and what comes after it may not be done: whoever made it is not known to be alive."""
-
-    @property
-    def left(self) -> str:
-        """Say what a run leaves after a signal."""
-        return "what was finished is kept beside it"
-
-    def attended(self) -> AbstractContextManager[None]:
-        """Let others see, where they can, that this process does what comes after the output."""
-        return nullcontext()
-
-    @abstractmethod
-    def clean_up(self, *, keeps_mark: bool) -> None:
-        """Remove what is left after the commit, but what parts that come late look for."""
+    def _unless_taken(self, work: Callable[[], _T]) -> _T:
+        """Do something, and once more where a commit had taken the data meanwhile; that one may have died."""
+        for _ in range(_MOST_TRIES):
+            try:
+                return work()
+            except (OSError, ShardkitError) as error:
+                is_gone = any(isinstance(each, FileNotFoundError) for each in (error, error.__cause__))
+                is_back = self._shared.reopen() or (is_gone and self.place.is_open)
+                # Asked last: that commit may have ended since the work looked.
+                if not is_back and not (is_gone and self.place.another_has_made()):
+                    raise
+        return work()
 
     # A part
 
@@ -194,14 +206,22 @@ class Divided(ABC):
         """What is moved."""
         return self._plan
 
+    @property
+    def options(self) -> ExecuteOptions:
+        """How it is moved."""
+        return self._options
+
     def files_of(self, part: Part) -> list[int]:
         """Return the numbers of the files that a part writes."""
         return share_of([image.size for image in self._images], part)
 
     def bytes_left(self, part: Part) -> int:
-        """Return the size of the files that a part still has to write."""
+        """Return the size of the files that a part still has to write, and of the records of its factors."""
+        if self._phase is not None:
+            self._phase.take(None)
         mine = self.files_of(part)
-        return sum(self._images[number].size for number in {*mine} - {n for n, _ in self._notes(mine)})
+        done = {number for number, _ in self._notes(mine)}
+        return sum(self._images[n].size for n in {*mine} - done) + self.record_bytes_left(part)
 
     def weights_of(self, part: Part) -> list[int]:
         """Return the numbers of the weights whose factors a part computes, by what they take."""
@@ -219,26 +239,41 @@ class Divided(ABC):
             IncompleteError: somebody gave it up meanwhile.
             IntegrityError, ResourceError: as `Execution.run`.
         """
+        for _ in range(_MOST_TRIES):
+            try:
+                return self._unless_taken(lambda: self._run(part))
+            except (IncompleteError, ResourceError):
+                # Parts end where somebody has given them up; if others have begun anew since, they go on with these.
+                if not (self.place.is_lost and (self._is_run or self._shared.is_open)):
+                    raise
+            self._begin_again()
+        return self._unless_taken(lambda: self._run(part))
+
+    def _run(self, part: Part) -> PartResult:
         if not self._begin():
             self.was_there = True
             return self.all_done(part)
         try:
-            with self._writing() as directory:
+            with self.place.workplace() as directory:
+                # A damaged record is refused before anything is moved.
+                for _, begun in () if self._is_run else read_all([self._shared]):
+                    self.on_joined(begun.versions or {})
                 self._tell(part, is_done=False)
-                for _, agreement in read_all([self._shared]) if self._agreement.versions else ():
-                    if agreement.num_parts > 1:
-                        self.on_joined(agreement.versions or {})
                 resumed = self._carry_out(part, directory)
                 self._tell(part, is_done=True)
         except (OSError, ShardkitError) as error:
-            if self._is_open():
+            if self.place.is_open:
                 if isinstance(error, OSError):
                     raise self._cannot_write(error) from error
                 raise
-            if not self._has_another_committed():
-                raise self._given_up() from error
+            if not self.place.another_has_made():
+                raise given_up(self._destination) from error
             return self.result(part, is_committed=True)  # by others, who had this part's files too
         return self.result(part, resumed_files=resumed)
+
+    def compared(self) -> CheckedSource:
+        """Return how much of what was read was compared with what the source records."""
+        return compared_with(self.check, self._plan, self._options)
 
     def all_done(self, part: Part) -> PartResult:
         """Return the outcome of a part whose output was there before it began."""
@@ -270,7 +305,7 @@ class Divided(ABC):
     def _missing(self) -> list[int]:
         """Return the numbers of the files without a note, as far as this machine sees them."""
         noted = self._shared.noted()
-        return [number for number in range(len(self._images)) if number not in noted]
+        return [n for n, image in enumerate(self._images) if n not in noted and image.name not in self._own]
 
     def _other_plan(self, others: Sequence[Agreement]) -> UsageError:
         problems = [
@@ -290,7 +325,7 @@ class Divided(ABC):
     def _tell(self, part: Part, *, is_done: bool) -> None:
         """Note for people who carries out a part."""
         content = {"host": socket.gethostname(), "pid": os.getpid(), "found": part.found, "is_done": is_done}
-        self._say(f"{part.number}-of-{part.count}.json", json.dumps(content).encode())
+        self.place.say(f"{part.number}-of-{part.count}.json", json.dumps(content).encode())
 
     @property
     def _computed(self) -> str | None:
@@ -310,7 +345,7 @@ class Divided(ABC):
             return self._move(mine, directory, label)
         for versions in self._phase.look_through() if self._is_run else ():
             self.on_joined(versions)
-        with self._room_for_records() as work:
+        with self.place.room_for_records() as work:
             self._resumed_weights = self._phase.compute(
                 self.weights_of(part), work, self.check, self._progress, f"{label}, factors"
             )
@@ -329,9 +364,47 @@ class Divided(ABC):
         """Return what the progress of a part is called."""
         return self._agreement.command.verb if self._is_run else f"part {part}"
 
+    def _notes(self, numbers: Sequence[int]) -> Iterator[tuple[int, Note]]:
+        """Yield number and note of those files that are finished and still there."""
+        own = {
+            number: note
+            for number in numbers
+            if (note := self._own.get(self._images[number].name)) is not None and self.place.has(number)
+        }
+        yield from own.items()
+        for number, content in self.place.notes([number for number in numbers if number not in own]):
+            note = self._parsed(number, content)
+            if note is not None:
+                yield number, note
+
+    def _parsed(self, number: int, content: Mapping[str, Any]) -> Note | None:
+        """Return a note that was read; None if it is damaged, or its file counts no more."""
+        image = self._images[number]
+        note = load_note(content, image.name, image.size)
+        return note if note is not None and self._counts(note) else None
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        """Remove notes: the files are written anew."""
+        for number in numbers:
+            self._own.pop(self._images[number].name, None)
+        self.place.forget(numbers)
+
+    def _publish(self, directory: str, number: int, note: Note) -> None:
+        """Put a finished file where all parts have theirs, and note it. May be called from any thread."""
+        self.place.publish(
+            directory,
+            number,
+            note.dump(),
+            crc32=note.digest.crc32,
+            counts=lambda there: self._parsed(number, there) is not None,
+        )
+        if self._is_run:
+            self._own[note.digest.name] = note
+
     def _is_whole(self, note: Note) -> bool:
-        """True if a file that was finished before may be taken as it is."""
-        return self._load(note)
+        """True if a file that was finished before may be taken as it is: no run reads twice what it has written."""
+        is_read = self._is_run and not self.place.vouches and note is not self._own.get(note.digest.name)
+        return (not is_read or is_intact(note.digest, self.place.data)) and self._load(note)
 
     def _is_another_at_work(self, part: Part) -> bool:
         """True if another part has begun and has not said that it ended; it may have died."""
@@ -422,12 +495,28 @@ class Divided(ABC):
             IntegrityError: what the parts read is not what the source records, or they read different things.
             UsageError: something is at the destination.
         """
+        lacks = 0
+        for _ in range(_MOST_TRIES if self._is_run else 0):
+            try:
+                return self._unless_taken(self._commit)
+            except (OSError, ShardkitError) as error:
+                is_here = self.place.is_open or self.place.has_made
+                lacks += is_here and isinstance(error, IncompleteError)
+                if is_here and (lacks > 1 or not isinstance(error, IncompleteError)):
+                    raise
+            # A note could not be read, or a twin has removed it; or all of this was removed, by a twin or with its commit.
+            self._begin_again()
+            if self.run(ALL).is_committed:
+                return False
+        return self._unless_taken(self._commit)
+
+    def _commit(self) -> bool:
         try:
-            with self._writing() as directory:
+            with self.place.workplace() as directory:
                 self._write_rest(directory)
                 return self._make(directory)
         except (OSError, ShardkitError) as error:
-            if self._has_another_committed():
+            if self.place.another_has_made():
                 return False
             if isinstance(error, OSError):
                 raise self._cannot_write(error) from error
@@ -449,13 +538,49 @@ class Divided(ABC):
         if rest:
             self._move(rest, directory, "files")
 
-    def _given_up(self) -> IncompleteError:
-        return IncompleteError(
-            f"{escape(self._destination)} was given up meanwhile", hint="run all parts again to begin anew"
-        )
-
     def _cannot_write(self, error: OSError) -> ResourceError:
         return ResourceError(f"cannot write to {escape(self._shared.path)}: {error.strerror}")
+
+    def _make(self, directory: str) -> bool:
+        """Describe what all parts wrote, and let the output appear; False if another process has made it."""
+        if self.place.another_has_made():
+            return False
+        digests, scattered = self._finished()
+        with self.place.describing(directory) as beside:
+            with self._describe(beside.path, shards=beside.shards) as descriptions:
+                for digest in digests.values():
+                    if digest.name not in beside.linked:
+                        descriptions.add_file(digest)
+                self._finish(directory, descriptions, digests, scattered)
+            return self.place.commit(beside.path)
+
+    def describe_again(self, plan: TransferPlan) -> None:
+        """Describe the output that is there, made of these very files, where its description goes to another place.
+
+        Args:
+            plan: of the job with all records open. Its source is read once more, for its digests.
+
+        Raises:
+            IntegrityError, ResourceError: as `Execution.run`.
+        """
+        with (
+            tempfile.TemporaryDirectory(prefix="shardkit-") as directory,
+            self._describe(directory, shards=self.place.data) as descriptions,
+        ):
+            self._progress.start(plan.hole_bytes, "describing")
+            execution = ReadingExecution(
+                plan,
+                self.place.data,
+                self._options,
+                finished={},
+                on_finished=lambda digest, _: descriptions.add_file(digest),
+                progress=self._progress,
+                check=SourceCheck(plan.catalog) if self._options.check_source else None,
+            )
+            try:
+                descriptions.finish(*execution.run())
+            finally:
+                self._progress.finish()
 
     def _finish(
         self,
@@ -498,9 +623,24 @@ class Divided(ABC):
         )
         return {**scattered, **computed}
 
+    def interrupted(self, interrupt: KeyboardInterrupt) -> Interrupted:
+        """Return the error of a process that a signal has ended: what became of the output, and what to type."""
+        shown, give_up = in_shell(self._destination), ""
+        became = "is not whole; the files that were finished are kept"
+        if self._is_run:
+            became = f"was not made; {self.place.left}"
+            if self.place.vouches:
+                give_up = f", or give it up: `shardkit status {shown} --abort`"
+        return Interrupted(
+            f"interrupted: {escape(self._destination)} {became}",
+            signum=getattr(interrupt, "signum", signal.SIGINT),
+            hint=f"run the same command again to resume{give_up}",
+        )
+
     def warnings(self) -> tuple[str, ...]:
         """Return the notes about the work of all parts, and about all factors."""
-        return () if self._phase is None else tuple(self._phase.warnings())
+        of_factors = () if self._phase is None else tuple(self._phase.warnings())
+        return (*of_factors, *(self.place.warnings() if self.was_there else ()))
 
     def _finished(self) -> tuple[dict[str, FileDigest], dict[str, int | None]]:
         """Return the digest of every file, and the CRC-32 of every scattered tensor."""

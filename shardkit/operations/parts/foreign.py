@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import cache
 
 from shardkit.core.text import escape, listed
-from shardkit.errors import ShardkitError, UsageError
+from shardkit.errors import ShardkitError
 from shardkit.files import manifest, storage
 from shardkit.files.shared import GONE, NOTHING, runs_of
 from shardkit.files.staging import IS_THERE, OWNER, Owner, abandoned, nothing, rename_noreplace
@@ -129,15 +129,6 @@ def _listed(directory: str) -> Callable[[str], bool]:
 def stays(path: str, foreign: Collection[str]) -> str:
     """Return the warning that files of a directory stay, given its path and theirs."""
     return f"{escape(path)}: not shardkit's, so this stays: {listed([*map(escape, foreign)])}"
-
-
-def kept(error: UsageError, place: str) -> UsageError:
-    """Return why an output is not replaced, of a run whose files are kept at a place: it goes on once that is made good."""
-    return UsageError(
-        error.message,
-        problems=error.problems,
-        hint=f"move that somewhere else and run the same command again: what was written is kept in {escape(place)}",
-    )
 
 
 def name_foreign(destination: str) -> Iterator[str]:

@@ -153,7 +153,11 @@ def machine_of(job: Job) -> str:
 
 
 def agreement_of(
-    job: Job, command: Command, share: Share | None, weights: Sequence[tuple[str, int]]
+    job: Job,
+    command: Command,
+    share: Share | None,
+    weights: Sequence[tuple[str, int]],
+    replaces: str | None,
 ) -> Agreement:
     """Return what all processes agree on that share a job: the plan, and the content of the descriptions.
 
@@ -161,7 +165,7 @@ def agreement_of(
         job: what is to be carried out.
         command: the call that others may repeat.
         share: what of it this process does; None if it does all, alone.
-        weights: as `Agreement` has them.
+        weights, replaces: as `Agreement` has them.
     """
     made_of = {
         **shared_ingredients(job, is_run=share is None),
@@ -186,4 +190,5 @@ def agreement_of(
         files=[(image.name, image.size) for image in job.output],
         weights=weights,
         versions=versions_of(job),
+        replaces=replaces,
     )

@@ -5,16 +5,10 @@ Whoever finishes a file writes the note, whatever part it belongs to; so parts m
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardkit.errors import ShardkitError
-from shardkit.files import storage
-from shardkit.files.shared import SharedStaging, note_name
-from shardkit.files.strict_json import parse_object
 from shardkit.transfer.digests import parse_digest, parse_versions
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.fill import CrcPiece
@@ -35,28 +29,10 @@ class Note:
     versions: Mapping[str, str] | None = None
     """Of packages that decided the plan, where it was written; None if none had a say."""
 
-    def dump(self) -> bytes:
-        """Return the note as it is written."""
+    def dump(self) -> dict[str, Any]:
+        """Return the note as plain data."""
         fields = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps({**fields, "digest": asdict(self.digest)}).encode()
-
-
-def read_note(staging: SharedStaging, number: int, name: str, size: int) -> Note | None:
-    """Return the note of a file that is finished and lies in `data` with its size.
-
-    Args:
-        staging: where.
-        number: of the file in the plan.
-        name: of the file.
-        size: in bytes.
-    """
-    try:
-        if storage.lstat(os.path.join(staging.data, name)).st_size != size:
-            return None
-        content = parse_object(staging.notes([number])[number], note_name(number))
-    except (KeyError, OSError, ShardkitError):
-        return None
-    return load_note(content, name, size)
+        return {**fields, "digest": asdict(self.digest)}
 
 
 def load_note(content: Mapping[str, Any], name: str, size: int) -> Note | None:

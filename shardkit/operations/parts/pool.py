@@ -15,9 +15,9 @@ from shardkit.files import storage
 from shardkit.files.location import location_of
 from shardkit.files.shared import remove_marks
 from shardkit.operations.parts.agreement import Command, Committing, NotThere
-from shardkit.operations.parts.divided import PartResult
 from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.parts.ray_pool import connected, import_ray
+from shardkit.operations.parts.results import PartResult
 
 RAY = "ray"
 """The engine that has a name: no object of it is needed."""

@@ -36,12 +36,13 @@ from shardkit.operations.destination import check_space, default_output
 from shardkit.operations.holdings import Holdings
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.parts.pool import in_pool
+from shardkit.operations.parts.results import WriteResult
 from shardkit.operations.preshard.held import hold_job
 from shardkit.operations.preshard.job import PreshardJob, build_job
 from shardkit.operations.preshard.options import PreshardOptions
 from shardkit.operations.preshard.profiles import write_companions
 from shardkit.operations.resolve import stands_for
-from shardkit.operations.write import Writer, WriteResult
+from shardkit.operations.write import Writer, Writing
 from shardkit.osft.compute import factored_job
 from shardkit.osft.cost import OsftResult, osft_result
 from shardkit.osft.job import FactoredJob
@@ -168,7 +169,7 @@ def preshard(options: PreshardOptions) -> PreshardResult:
     checkpoint = _open(source, options, writer)
     model = checkpoint.hub
     assert model is not None  # what was asked for
-    writer.can_read = not (writer.exists and model.download_bytes)
+    can_read = not (writer.exists and model.download_bytes)
     writer.find_manifests([model.catalog], local or model.directory)
     as_dtype = dequantized_as(options.cast, options.rules)
     plain = take_plain(checkpoint, dequantize=options.dequantize, dtype=as_dtype, by_content=True)
@@ -183,15 +184,18 @@ def preshard(options: PreshardOptions) -> PreshardResult:
         job.records,
         jobs=writer.options.jobs,
         max_memory=options.max_memory,
-        sending_bytes=writer.sending_bytes,
+        sending_bytes=writer.destination.sending_bytes(),
     )
     writer.warn(job.warnings)
     writer.write(
-        job,
-        partial(_describe, job, factors, sha256=options.sha256),
-        needed_bytes=room.needed_bytes,
-        share_extents=room.shared_bytes > 0,
-        factors=factors,
+        Writing(
+            job=job,
+            describe=partial(_describe, job, factors, sha256=options.sha256),
+            needed_bytes=room.needed_bytes,
+            share_extents=room.shared_bytes > 0,
+            factors=factors,
+            can_read=can_read,
+        )
     )
     facts = {**writer.facts(job.warnings), "osft": None}
     became = facts["part"]

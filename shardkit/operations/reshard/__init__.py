@@ -20,11 +20,12 @@ from shardkit.operations.describe import OutputFiles
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.destination import default_output, label_of
 from shardkit.operations.parts.pool import in_pool
+from shardkit.operations.parts.results import WriteResult
 from shardkit.operations.reshard.job import Parts, ReshardJob, build_job, take_apart
 from shardkit.operations.reshard.options import ReshardOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, adapter_file, take
 from shardkit.operations.uploading.place import check_one_folder
-from shardkit.operations.write import Writer, WriteResult
+from shardkit.operations.write import Writer, Writing
 
 
 def copy_files(
@@ -128,7 +129,9 @@ def reshard(options: ReshardOptions) -> ReshardResult:
     chosen = default_output(label_of(named), named, options.ranks) if output is None else output
     writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
     parts = take_apart(taken, options)
-    writer.check_beside({}, {f"{folder}/": () for folder in parts.empty})  # no manifest lists them
+    writer.destination.check_beside(
+        {}, {f"{folder}/": () for folder in parts.empty}
+    )  # no manifest lists them
     writer.warn(parts.warnings)
     manifests = writer.find_manifests([part.catalog for part in parts.parts], resolved.path)
     if not location_of(writer.path).renames:
@@ -137,14 +140,16 @@ def reshard(options: ReshardOptions) -> ReshardResult:
     chunks = sum(len(part.output.catalog.chunks) for part in job.folders.values())
     copied = sum(file.stamp.size for file in parts.files)
     writer.write(
-        job,
-        partial(
-            FolderDescriptions,
-            job.folders,
-            partial(copy_files, home_of(resolved.path), parts, manifests),
-            sha256=options.sha256,
-        ),
-        needed_bytes=job.plan.written_bytes + chunks * DESCRIPTION_BYTES + copied,
+        Writing(
+            job=job,
+            describe=partial(
+                FolderDescriptions,
+                job.folders,
+                partial(copy_files, home_of(resolved.path), parts, manifests),
+                sha256=options.sha256,
+            ),
+            needed_bytes=job.plan.written_bytes + chunks * DESCRIPTION_BYTES + copied,
+        )
     )
     return _result(job, source, resolved, writer.facts((*resolved.warnings, *parts.warnings)))
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from shardkit.core.threads import at_once
 from shardkit.files.home import is_data_folder
+from shardkit.files.place.store import PROBE
+from shardkit.files.place.store_notes import is_shared_folder
 from shardkit.files.remote.contract import Underway
 from shardkit.files.remote.writers import writer_of
-from shardkit.files.shared_store import is_shared_folder
 from shardkit.formats.dcp import METADATA
-from shardkit.formats.owned import HUB_INDEX, MARKED_WEIGHTS, PROBE
+from shardkit.formats.owned import HUB_INDEX, MARKED_WEIGHTS
 
 MARKERS = (METADATA, HUB_INDEX)
 
@@ -30,25 +30,19 @@ class StoredStatus:
     """Of their parts."""
 
 
-class _Found(NamedTuple):
-    files: list[tuple[str, int]]
-    """Path and size."""
-    uploads: list[Underway]
-
-
 def uncommitted(path: str) -> StoredStatus:
     """Tell what lies at a place in a store beside the output, and is no part of it.
 
     Raises:
         ResourceError: the store does not answer.
     """
-    found = _look(path)
+    files, uploads = _look(path)
     store = writer_of(path)
-    parts = at_once(lambda each: store.sent_parts(each.path, each.upload) or {}, found.uploads)
+    parts = at_once(lambda each: store.sent_parts(each.path, each.upload) or {}, uploads)
     return StoredStatus(
-        num_files=len(found.files),
-        file_bytes=sum(size for _, size in found.files),
-        num_uploads=len(found.uploads),
+        num_files=len(files),
+        file_bytes=sum(size for _, size in files),
+        num_uploads=len(uploads),
         sent_bytes=sum(part.size for sent in parts for part in sent.values()),
     )
 
@@ -60,13 +54,13 @@ def remove_uncommitted(path: str) -> None:
         ResourceError: the store does not answer.
     """
     store = writer_of(path)
-    at_once(lambda each: store.abort(each.path, each.upload), _look(path).uploads)
-    at_once(
-        store.delete, [each for each, _ in _look(path).files]
-    )  # something may have been committed meanwhile
+    at_once(lambda each: store.abort(each.path, each.upload), _look(path)[1])
+    files, _ = _look(path)  # something may have been committed meanwhile
+    at_once(store.delete, [each for each, _ in files])
 
 
-def _look(path: str) -> _Found:
+def _look(path: str) -> tuple[list[tuple[str, int]], list[Underway]]:
+    """Return path and size of each file that no marker names, and the uploads under way."""
     store = writer_of(path)
     markers = at_once(store.get, [os.path.join(path, name) for name in MARKERS])
     named = b"".join(found[0] for found in markers if found is not None)
@@ -78,7 +72,7 @@ def _look(path: str) -> _Found:
         if (top := data_name(name)) and top not in whole and top.encode() not in named
     ]
     under_way = [each for each in store.uploads(path) if upload_name(each.path.removeprefix(path + "/"))]
-    return _Found(files, under_way)
+    return files, under_way
 
 
 def is_marker_of_folder(name: str) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from shardkit.cli.preshard import render
 from shardkit.core.text import format_size
 from shardkit.errors import IncompleteError, SourceError, UsageError
 from shardkit.files import shared, storage
+from shardkit.files.place.contract import Beside
+from shardkit.files.place.disk import DiskPlace
 from shardkit.files.shared import SharedStaging
 from shardkit.operations import commit as commit_verb
 from shardkit.operations import consolidate as consolidate_verb
-from shardkit.operations import write
+from shardkit.operations import places
 from shardkit.operations.parts.agreement import Agreement
 from shardkit.operations.parts.divided import Divided
-from shardkit.operations.parts.on_disk import DividedOnDisk
 from shardkit.transfer.execute import Execution
 from tests.operations.consolidate.checkpoints import hub, save, weights
 
@@ -250,7 +252,7 @@ def test_an_output_that_another_process_makes_meanwhile(
         run(**others)
         return inner(*args, **options)
 
-    where, name = (write, "check_space") if when == "before it begins" else (Execution, "run")
+    where, name = (places, "check_space") if when == "before it begins" else (Execution, "run")
     inner = getattr(where, name)
     monkeypatch.setattr(where, name, meddle)
     if is_same:
@@ -394,18 +396,19 @@ def test_what_has_become_the_output_is_not_made_again_by_who_is_slow(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is about to copy a file into a folder when a twin commits and removes what the parts wrote."""
-    out, base, inner = tmp_path / "out", tmp_path / "base", DividedOnDisk._link_images
+    out, base, inner = tmp_path / "out", tmp_path / "base", DiskPlace.describing
     (hub(base, weights()) / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
 
-    def overtaken(divided: DividedOnDisk, directory: str) -> Collection[str]:
+    @contextlib.contextmanager
+    def overtaken(place: DiskPlace, directory: str) -> Iterator[Beside]:
         monkeypatch.undo()
-        linked = inner(divided, directory)
-        assert not shardkit.commit(out).by_another
-        return linked
+        with inner(place, directory) as beside:
+            assert not shardkit.commit(out).by_another
+            yield beside
 
     consolidate(trained, out, "1/2", base=base)
-    monkeypatch.setattr(DividedOnDisk, "_link_images", overtaken)
+    monkeypatch.setattr(DiskPlace, "describing", overtaken)
     last = consolidate(trained, out, "2/2", base=base)
     assert last.part is not None
     assert last.part.by_another

@@ -17,7 +17,7 @@ import shardkit
 from shardkit.cli import main
 from shardkit.core.threads import NoProgress
 from shardkit.formats.dcp import directory as dcp_module
-from shardkit.operations.write import Converted
+from shardkit.operations.parts.results import Converted
 
 # torch's own: a save without a process group, and the ShardedTensor that its converter still looks for.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled")

@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save_file
 import shardkit
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, SourceError, UsageError
 from shardkit.files import storage, uploads
+from shardkit.files.place.store import StorePlace
+from shardkit.files.place.store_notes import StoredStaging
 from shardkit.files.remote.writers import writer_of
 from shardkit.operations import consolidate
 from shardkit.operations.parts.agreement import Agreement
-from shardkit.operations.uploading import in_store
 from tests.operations.uploading.conftest import MIB, WRITES, Served, fetch, objects
 from tests.torture.stores import Runs
 from tests.worlds import stores as servers
@@ -319,13 +320,13 @@ def test_status_shows_parts_and_gives_them_up(
 
 def test_a_part_that_is_given_up_meanwhile(served: Served, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends with an error, and leaves neither a note nor an upload."""
-    inner = in_store.StoredStaging.write_note
+    inner = StoredStaging.write_note
 
-    def aborted(staging: in_store.StoredStaging, number: int, content: bytes) -> None:
+    def aborted(staging: StoredStaging, number: int, content: bytes) -> None:
         shardkit.status(out, abort=True)
         inner(staging, number, content)
 
-    monkeypatch.setattr(in_store.StoredStaging, "write_note", aborted)
+    monkeypatch.setattr(StoredStaging, "write_note", aborted)
     with pytest.raises(IncompleteError, match="given up meanwhile"):
         WRITES["preshard"](served.home, out, part="1/3", jobs=1)
     assert not [name for name in objects(out) if ".shardkit-parts" in name or name == ".metadata"]
@@ -362,16 +363,16 @@ def test_a_commit_that_is_given_up_meanwhile(
 ) -> None:
     """It vouches for no file that was removed."""
     leave_uncommitted(served, runs, "preshard", out)
-    send, turns, lock = in_store.StoredFiles._send, [1], threading.Lock()
+    send, turns, lock = StorePlace._send, [1], threading.Lock()
 
-    def aborted(files: in_store.StoredFiles, file: str, path: str) -> None:
+    def aborted(place: StorePlace, file: str, path: str) -> None:
         with lock:
             if turns:
                 turns.clear()
                 shardkit.status(out, abort=True)
-        send(files, file, path)
+        send(place, file, path)
 
-    monkeypatch.setattr(in_store.StoredFiles, "_send", aborted)
+    monkeypatch.setattr(StorePlace, "_send", aborted)
     with pytest.raises(IncompleteError, match="given up meanwhile"):
         shardkit.commit(out)
     assert not turns

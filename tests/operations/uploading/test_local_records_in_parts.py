@@ -18,10 +18,10 @@ from shardkit.cli import preshard as preshard_command
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, UsageError
 from shardkit.files import storage, uploads
 from shardkit.files.digest import crc32
+from shardkit.files.place.store import StorePlace
+from shardkit.files.place.store_notes import StoredRecords
 from shardkit.files.remote.writers import writer_of
-from shardkit.files.shared_store import StoredRecords
 from shardkit.operations.parts import divided
-from shardkit.operations.uploading import run as uploading
 from shardkit.osft import compute
 from shardkit.osft.plan import OsftPlan
 from tests.operations.uploading.conftest import NUM_WEIGHTS, Served, check_bytes, objects
@@ -536,7 +536,7 @@ def test_one_process_leaves_an_output_that_appears_while_it_computes(
         if call == "_move":
             patch.setattr(divided.Divided, call, once(divided.Divided._move, others))
         else:
-            patch.setattr(uploading.StoredFiles, call, lambda _: others())
+            patch.setattr(StorePlace, call, lambda _: others())
         told = preshard(source, out)
     assert told.was_there
     check_done(whole, out, tmp_path)
@@ -563,7 +563,7 @@ def test_parts_leave_an_output_that_one_process_has_made_meanwhile(
         if call == "_move":
             patch.setattr(divided.Divided, call, once(divided.Divided._move, alone))
         else:
-            patch.setattr(uploading.StoredFiles, call, lambda _: alone())
+            patch.setattr(StorePlace, call, lambda _: alone())
         told = preshard(source, out, "2/2")
     assert (told.part.is_committed, told.part.by_another) == (True, True)
     check_done(whole, out, tmp_path)

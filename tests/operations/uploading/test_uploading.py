@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 import shardkit
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, UsageError
 from shardkit.files import storage, stores, uploads
+from shardkit.files.place.store import StorePlace
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared import SharedStaging
 from shardkit.formats.owned import OutputKind
 from shardkit.operations.uploading.place import check_target
-from shardkit.operations.uploading.run import StoredFiles
 from tests.operations.uploading.conftest import MIB, WRITES, Served, fetch, local, objects
 from tests.training import models
 from tests.worlds import stores as servers
@@ -130,13 +130,13 @@ def test_nothing_is_visible_before_the_marker(served: Served, out: str) -> None:
 
 def test_memory_is_a_few_parts(served: Served, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files in memory and parts on their way stay within what the result says."""
-    held, inner = list[int](), uploads.Session.room
+    held, send = list[int](), uploads._File._send
 
-    def room(session: uploads.Session) -> Any:
-        held.append(session.held_nbytes())
-        return inner(session)
+    def counted(file: uploads._File, number: int) -> None:
+        held.append(file.session.held_nbytes())
+        send(file, number)
 
-    monkeypatch.setattr(uploads.Session, "room", room)
+    monkeypatch.setattr(uploads._File, "_send", counted)
     result = shardkit.consolidate(served.home / "dcp", out, jobs=1)
     assert max(held) <= 2 * uploads.PART_NBYTES + MIB
     assert len(held) == -(-result.file_bytes[0] // uploads.PART_NBYTES)
@@ -237,13 +237,13 @@ def test_what_somebody_puts_there_meanwhile_stays(
     """Under a name that the output has a file of, too: nothing of it was sent yet."""
     WRITES["consolidate"](served.home, out)
     before = objects(out)
-    check_all = StoredFiles.check_all
+    check_all = StorePlace.check_all
 
-    def meanwhile(files: StoredFiles) -> None:
-        check_all(files)
+    def meanwhile(place: StorePlace) -> None:
+        check_all(place)
         writer_of(out).put(f"{out}/README.md", b"mine", uploads.crc32(b"mine"))
 
-    monkeypatch.setattr(StoredFiles, "check_all", meanwhile)
+    monkeypatch.setattr(StorePlace, "check_all", meanwhile)
     with pytest.raises(UsageError, match="holds what shardkit did not write") as caught:
         WRITES["consolidate"](served.home, out, overwrite=True, dtype="bf16", **options)
     assert [each.partition(":")[0] for each in caught.value.problems] == ["README.md"]
@@ -323,14 +323,14 @@ def test_a_run_whose_twin_was_faster_ends_well(
     """Both have sent all files when one of them commits; nothing of the other one is left, in the store or here."""
     if overwrite:
         shardkit.preshard(served.home / "hub", out, world_size=4, wrap="none")
-    told, inner = list[Any](), StoredFiles.check_all
+    told, inner = list[Any](), StorePlace.check_all
 
-    def late(files: StoredFiles) -> None:
-        monkeypatch.setattr(StoredFiles, "check_all", inner)
+    def late(place: StorePlace) -> None:
+        monkeypatch.setattr(StorePlace, "check_all", inner)
         told.append(WRITES["preshard"](served.home, out, overwrite=overwrite))
-        inner(files)
+        inner(place)
 
-    monkeypatch.setattr(StoredFiles, "check_all", late)
+    monkeypatch.setattr(StorePlace, "check_all", late)
     told.append(WRITES["preshard"](served.home, out, overwrite=overwrite))
     assert [(result.was_there, result.resumed_files) for result in told] == [(False, 3), (True, 0)]
     assert shardkit.verify(out, full=True).problems == ()
@@ -341,18 +341,18 @@ def test_a_run_whose_twin_was_faster_ends_well(
 def test_an_error_removes_nothing_that_a_twin_goes_on_with(
     served: Served, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = StoredFiles.check_all
+    inner = StorePlace.check_all
 
-    def fails(_: StoredFiles) -> None:
+    def fails(_: StorePlace) -> None:
         raise IntegrityError("the memory fails")
 
-    def others_fail(files: StoredFiles) -> None:
-        monkeypatch.setattr(StoredFiles, "check_all", fails)
+    def others_fail(place: StorePlace) -> None:
+        monkeypatch.setattr(StorePlace, "check_all", fails)
         with pytest.raises(IntegrityError, match="the memory fails"):
             WRITES["preshard"](served.home, out)
-        inner(files)
+        inner(place)
 
-    monkeypatch.setattr(StoredFiles, "check_all", others_fail)
+    monkeypatch.setattr(StorePlace, "check_all", others_fail)
     assert not WRITES["preshard"](served.home, out).was_there
     assert shardkit.verify(out, full=True).problems == ()
     with pytest.raises(IntegrityError, match="the memory fails"):
@@ -387,7 +387,7 @@ def test_notes_that_cannot_be_joined_are_read(
 ) -> None:
     """The disk of the cache is full by the time at which a run that failed is started again."""
 
-    def stop(_: StoredFiles) -> None:
+    def stop(_: StorePlace) -> None:
         raise IncompleteError("stopped")
 
     def full(path: str, *mode: int) -> None:
@@ -396,7 +396,7 @@ def test_notes_that_cannot_be_joined_are_read(
         mkdir(path, *mode)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StoredFiles, "check_all", stop)
+        patch.setattr(StorePlace, "check_all", stop)
         with pytest.raises(IncompleteError, match="stopped"):
             WRITES["preshard"](served.home, out)
     mkdir = os.mkdir
@@ -494,8 +494,6 @@ def test_a_run_that_failed_leaves_an_output_of_the_same_names(
     served: Served, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same job once more, over its own output, fails when its files are there."""
-    from shardkit.operations.uploading import run
-
     WRITES["consolidate"](served.home, out)
     whole = objects(out)
 
@@ -503,7 +501,7 @@ def test_a_run_that_failed_leaves_an_output_of_the_same_names(
         raise IntegrityError("the source is damaged")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.StoredFiles, "check_all", fails)
+        patch.setattr(StorePlace, "check_all", fails)
         with pytest.raises(IntegrityError):
             WRITES["consolidate"](served.home, out, overwrite=True)
     assert objects(out) == whole
@@ -550,16 +548,14 @@ def test_a_run_that_failed_is_resumed(served: Served, tmp_path: Path, out: str) 
 def test_a_file_that_somebody_removed_is_missed(
     served: Served, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardkit.operations.uploading import run
-
-    inner = run.StoredFiles.check_all
+    inner = StorePlace.check_all
 
     def removed(self: Any) -> None:
-        writer_of(out).delete(self.path("__1_0.distcp"))
+        writer_of(out).delete(self.path_of("__1_0.distcp"))
         inner(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.StoredFiles, "check_all", removed)
+        patch.setattr(StorePlace, "check_all", removed)
         with pytest.raises(IncompleteError, match=r"removed or replaced[^$]*__1_0\.distcp"):
             WRITES["preshard"](served.home, out)
     assert ".metadata" not in objects(out)

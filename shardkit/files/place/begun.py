@@ -10,9 +10,10 @@ import hashlib
 import json
 import os
 import threading
+from collections.abc import Callable
 
 from shardkit.files import cache, storage
-from shardkit.files.uploads import Begun
+from shardkit.files.uploads import Begun, Session
 
 _FOLDER = "uploads"
 _MAX_AT_ONCE = 4  # processes of one plan on one machine that have notes; the others do without
@@ -73,6 +74,10 @@ class UploadNotes:
         with self._lock, contextlib.suppress(OSError):  # a full disk costs a later run time, and nothing else
             if self._fd >= 0:
                 storage.append(self._fd, b"\n" + line.encode())
+
+    def session(self, directory: str, before_object: Callable[[], object]) -> Session:
+        """Return a session that goes on with these uploads, and notes those that it begins; arguments as `Session`."""
+        return Session(directory, known=self.begun, on_begin=self.add_upload, before_object=before_object)
 
     def close(self) -> None:
         """Leave the notes to the next process."""

@@ -1,4 +1,4 @@
-"""What several processes share that write one output into a store; what `shared` is on a disk.
+"""What several processes share that write one output into a store; what `files/shared` is on a disk.
 
     OUT/.shardkit-parts-<hash>/    the same for all who carry out one plan
         plan.json                  what they agree on; whoever is first writes it
@@ -6,10 +6,9 @@
         factors/                   a record and a note for each weight whose factors are computed, for preshard --osft
         parts/                     who began and who ended, for people
 
-The files themselves lie where those of one process would. No reader looks into this folder. Nothing is locked: an object
-appears whole, whoever writes a file of a name writes the same bytes, and a note counts only while the store has the object
-that it tells of. Without `plan.json` all is over. So that is removed first, and whoever has written a note looks once more
-whether it is there: nothing is left behind.
+No reader looks into this folder. Nothing is locked: an object appears whole, whoever writes a file of a name writes the
+same bytes, and a note counts only while the store has the object that it tells of. Without `plan.json` all is over. So
+that is removed first, and whoever has written a note looks once more whether it is there: nothing is left behind.
 """
 
 from __future__ import annotations
@@ -17,15 +16,17 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from shardkit.core.text import escape
 from shardkit.core.threads import at_once
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.files import storage, stores
 from shardkit.files.digest import crc32
+from shardkit.files.place.contract import Notebook
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared import RecordStat, note_name, numbers_in
+from shardkit.files.staging import Owner
 from shardkit.files.uploads import NUM_SENDERS, PART_NBYTES, Session
 
 _HASH_DIGITS = 16
@@ -41,7 +42,7 @@ def is_shared_folder(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-class StoredStaging:
+class StoredStaging(Notebook):
     """What the parts of one plan share in a store.
 
     Args:
@@ -54,7 +55,7 @@ class StoredStaging:
         self._store = writer_of(destination)
         self.record = os.path.join(path, "plan.json")
         self._done, self._parts = os.path.join(path, "done"), os.path.join(path, "parts")
-        self.factors = StoredRecords(os.path.join(path, "factors"), self._check_open)
+        self._factors = StoredRecords(os.path.join(path, "factors"), self._check_open)
 
     @classmethod
     def of_plan(cls, destination: str, plan_hash: str) -> StoredStaging:
@@ -62,37 +63,28 @@ class StoredStaging:
         return cls(destination, os.path.join(destination, _PREFIX + plan_hash[:_HASH_DIGITS]))
 
     @property
+    def factors(self) -> StoredRecords:
+        return self._factors
+
+    @property
     def exists(self) -> bool:
-        """True until all of it is removed."""
         return next(iter(self._store.objects(self.path)), None) is not None
 
     @property
     def is_open(self) -> bool:
-        """True until a commit, or until it was given up."""
         return self._store.head(self.record) is not None
 
-    def create(self, record: bytes) -> bool:
-        """Write `plan.json`, unless another process has; return whether it was written here."""
+    def create(self, record: bytes, folders: Collection[str] = (), owner: Owner | None = None) -> bool:
         return self._store.create(self.record, record, int(crc32(record)))
 
     def read_record(self) -> bytes:
-        """Return the content of `plan.json`.
-
-        Raises:
-            SourceError: it is missing.
-        """
         found = self._store.get(self.record)
         if found is None:
             raise SourceError(f"{escape(self.record)}: no such object")
         return found[0]
 
     def noted(self) -> set[int]:
-        """Return the numbers of the files that have a note."""
         return numbers_in(os.path.basename(path) for path, _ in self._store.objects(self._done))
-
-    def has_note(self, number: int) -> bool:
-        """Return False: unlike on network file systems, what is there is listed."""
-        return False
 
     def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
         """Return the notes of those files that have one; several are asked for at a time."""
@@ -116,7 +108,6 @@ class StoredStaging:
         self._write(os.path.join(self._parts, name), content)
 
     def told(self) -> Iterator[tuple[str, bytes]]:
-        """Yield (name, content) of what parts said of themselves."""
         paths = [path for path, _ in self._store.objects(self._parts)]
         for path, found in zip(paths, at_once(self._store.get, paths), strict=True):
             if found is not None:
@@ -140,36 +131,14 @@ class StoredStaging:
                 self._store.delete(path)
             raise FileNotFoundError(f"{self.record} is gone")
 
-    @property
-    def is_attended(self) -> bool:
-        """Return False: that cannot be known."""
-        return False
-
-    @property
-    def is_left(self) -> bool:
-        """Return False: what a commit has left is open, as long as nobody has removed it."""
-        return False
-
-    def check_owner(self) -> None:
-        """Do nothing: a store does not tell who wrote an object."""
-
-    def reopen(self) -> bool:
-        """Return False: a commit takes nothing away."""
-        return False
-
     def close(self) -> None:
         """Remove `plan.json`: parts that are still at work end."""
         self._store.delete(self.record)
 
     def remove(self) -> None:
-        """Remove all of it, and end uploads of records."""
-        self.close()
+        self.close()  # and uploads of records end
         at_once(lambda each: self._store.abort(each.path, each.upload), self._store.uploads(self.path))
         at_once(self._store.delete, [path for path, _ in self._store.objects(self.path)])
-
-    def give_up(self) -> None:
-        """Remove all of it."""
-        self.remove()
 
 
 class StoredRecords:

@@ -1,0 +1,1 @@
+"""Where an output comes to be: on a disk, or in a store."""
