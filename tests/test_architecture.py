@@ -202,6 +202,7 @@ TOPICS = {
     "operations/consolidate/trainers": "from each trainer's run directory",
     "operations/manifest/written": "the manifests that other verbs write",
     "operations/opened_once": "every verb parses a source once",
+    "operations/parts/third_place": "verbs that write into a kind of place of the tests",
     "operations/preshard/decompose": "factors of weights, computed and described",
     "operations/preshard/dequantize": "plain weights of quantised ones",
     "operations/preshard/names": "models with other names in memory than in files, there and back",

@@ -5,15 +5,15 @@
     commit     describing -> commit -> clean_up; or give_up
 
 A run is part k of n, and all parts share a `Notebook`: what they agree on, a note of each finished file, and the records
-of computed factors. A `Place` has the files themselves, and makes an output of them. One object may be both. Contents of
-notes are plain data of the run's, which a place keeps and does not understand.
+of computed factors. A `Place` has the files themselves, and makes an output of them; it has a notebook, and is none: both are
+open, and both can be given up, in two senses. Contents of notes are plain data, which a place does not understand.
 
 No locks. Several processes may do the same at the same time, since whoever writes a file of a name writes the same bytes:
 what one of them has published is as good as what another one would. A note vouches for a file that is durable, and is
 given only while the place has that file. `commit` makes the output visible at one moment, whole, and once.
 
-`disk` and `store` are the two kinds of place. Another kind derives from both classes here, which have the answers of a place
-where nothing needs to be done. `tests/files/place` has the tests that each kind has to pass.
+`disk` and `store` are the two kinds of place. Another kind is a class for each of the two here, which have the answers of a
+place where nothing needs to be done. `tests/files/place` has the tests that each kind has to pass.
 """
 
 from __future__ import annotations

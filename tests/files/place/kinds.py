@@ -16,6 +16,7 @@ from shardkit.files.place.store import PartsInStore, RunInStore, StoredOutput
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared import SharedStaging
 from shardkit.files.staging import identity_of, nothing
+from tests.files.place.sqlite import Database, Entries, SqlitePlace
 
 FILES = (("a.bin", 3), ("b.bin", 5), ("c.bin", 0))
 """Name and size of each file of a plan."""
@@ -50,6 +51,10 @@ class Kind(ABC):
     @abstractmethod
     def beside(self) -> list[str]:
         """Return the names of what lies there besides an output."""
+
+    def lose(self, place: Place, name: str) -> None:
+        """Let a published file be gone."""
+        storage.unlink(os.path.join(place.data, name))
 
 
 class Disk(Kind):
@@ -155,4 +160,32 @@ class StoreOfOne(Store):
         return [*super().beside(), *(path.name for path in self._home.glob(".here*"))]
 
 
-KINDS: Sequence[Callable[[Path, str], Kind]] = (Disk, DiskOfOne, Store, StoreOfOne)
+class Sqlite(Kind):
+    """A file of SQLite; parts share it."""
+
+    def __init__(self, home: Path, root: str) -> None:
+        self._db = Database(str(home / "out"))
+
+    def place(self, plan: str = "0" * 16, *, overwrite: bool = False) -> Place:
+        return SqlitePlace(self._db, plan, FILES, overwrite=overwrite)
+
+    def output(self) -> dict[str, bytes] | None:
+        for plan, _ in self._db.output():
+            return {
+                name: data for name, data in Entries(self._db, plan).all("file").items() if name != MARKER
+            }
+        return None
+
+    def put(self, content: bytes) -> None:
+        Entries(self._db, "mine").put("file", MARKER, content)
+        Entries(self._db, "").put("output", 0, "mine")
+
+    def beside(self) -> list[str]:
+        with self._db() as do:
+            return [row[0] for row in do("SELECT kind FROM entry WHERE kind NOT IN ('file', 'output')", [])]
+
+    def lose(self, place: Place, name: str) -> None:
+        Entries(self._db, "0" * 16).drop("file", [name])
+
+
+KINDS: Sequence[Callable[[Path, str], Kind]] = (Disk, DiskOfOne, Store, StoreOfOne, Sqlite)

@@ -235,7 +235,7 @@ def test_the_bytes_are_those_that_were_written(there: Kind) -> None:
     place = there.place()
     begin(place)
     write(place)
-    storage.unlink(os.path.join(place.data, "b.bin"))
+    there.lose(place, "b.bin")
     stores.forget()
     assert {number for number, _ in there.place().notes(ALL)} == {0, 2}
     with pytest.raises((AssertionError, IncompleteError)):
