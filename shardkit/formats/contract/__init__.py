@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from shardkit.core.catalog import Catalog
 from shardkit.core.factored import Target
 from shardkit.core.text import escape, nearest
-from shardkit.errors import ShardkitError, SourceError
+from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.home import names_in
 from shardkit.files.links import read_inside
 from shardkit.files.manifest import Manifest
 from shardkit.files.remote.hub import SCHEME, address_of, names_repo
 from shardkit.files.stores import READ_FROM, is_other_address
+from shardkit.files.strict_json import parse_object
 
 if TYPE_CHECKING:
     from shardkit.core.regions import Region
@@ -350,6 +351,14 @@ def has_model_config(path: str) -> bool:
     except (ShardkitError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and ("model_type" in content or "architectures" in content)
+
+
+def settings_in(directory: str, name: str, max_bytes: int = _MAX_CONFIG) -> dict[str, object]:
+    """Return the JSON object in a file of a directory; an empty one if it is missing or cannot be read."""
+    try:
+        return parse_object(read_inside(directory, name, max_bytes), name)
+    except (SourceError, ResourceError):
+        return {}
 
 
 def heads_of(catalog: Catalog, num_steps: int) -> dict[tuple[str | int, ...], None]:

@@ -35,10 +35,10 @@ from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, find_tiling_error
 from shardkit.core.text import count, escape, listed
-from shardkit.errors import ResourceError, SourceError
-from shardkit.files.links import locate, read_inside
+from shardkit.errors import SourceError
+from shardkit.files.links import locate
 from shardkit.files.strict_json import open_regular, parse_object, read_exactly, stamp_of
-from shardkit.formats.contract import Checkpoint, Opener, asset_directories, inner, listing
+from shardkit.formats.contract import Checkpoint, Opener, asset_directories, inner, listing, settings_in
 from shardkit.formats.dcp.metadata import DcpMetadata
 from shardkit.formats.hub.directory import is_hub_directory, open_hub_directory
 from shardkit.formats.hub.safetensors import (
@@ -137,15 +137,7 @@ def _config(path: str, directory: str) -> Mapping[str, object]:
     places = (
         (home, name) for name in (f"{_HF_METADATA}/config.json", "config.json") for home in (directory, path)
     )
-    return next((config for home, name in places if (config := _read_json(home, name))), {})
-
-
-def _read_json(directory: str, name: str) -> Mapping[str, object]:
-    """Return a JSON object that lies beside the weights; an empty one if it is missing or cannot be read."""
-    try:
-        return parse_object(read_inside(directory, name, _MAX_JSON), name)
-    except (SourceError, ResourceError):
-        return {}
+    return next((config for home, name in places if (config := settings_in(home, name))), {})
 
 
 def _open_consolidated(path: str) -> Checkpoint | None:
@@ -230,10 +222,10 @@ def _absent(home: _ShardDirectory, catalog: Catalog) -> Iterator[str]:
 
 def _lists_of_names(home: _ShardDirectory) -> Iterator[tuple[str, Mapping[str, object]]]:
     for directory in dict.fromkeys((home.directory, home.path)):
-        mapping = _read_json(directory, f"{_HF_METADATA}/{_MAPPING}")
+        mapping = settings_in(directory, f"{_HF_METADATA}/{_MAPPING}", _MAX_JSON)
         if mapping:
             yield f"{_HF_METADATA}/{_MAPPING}", mapping
-        names = _read_json(directory, _INDEX).get("weight_map")
+        names = settings_in(directory, _INDEX, _MAX_JSON).get("weight_map")
         if isinstance(names, dict):
             yield _INDEX, names
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardkit.core.text import in_shell
-from shardkit.errors import ShardkitError
 from shardkit.files import storage
-from shardkit.files.links import locate, read_inside
+from shardkit.files.links import locate
 from shardkit.files.strict_json import parse_object, read_small
+from shardkit.formats.contract import settings_in
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = "PEFT adapter"
@@ -43,11 +43,7 @@ def is_adapter(names: Collection[str]) -> bool:
 
 def adapted_model(directory: str) -> str | None:
     """Return the path or repo of the model that an adapter was trained on, as it says; None if it does not."""
-    try:
-        config = parse_object(read_inside(directory, ADAPTER_CONFIG, _MAX_CONFIG_BYTES), ADAPTER_CONFIG)
-    except ShardkitError:  # it is missing, or whoever needs the rest of it says what is wrong
-        return None
-    name = config.get("base_model_name_or_path")
+    name = settings_in(directory, ADAPTER_CONFIG).get("base_model_name_or_path")
     return name if isinstance(name, str) and name else None
 
 

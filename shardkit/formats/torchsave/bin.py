@@ -87,12 +87,8 @@ class BinTensor(NamedTuple):
     """Gives the bytes if there is no `start`: read-only, row-major, contiguous, little-endian. Else None."""
 
 
-class _BinContent(NamedTuple):
-    """The entries of a file, as in `BinFile`."""
-
-    tensors: tuple[BinTensor, ...]
-    objects: tuple[str, ...]
-    unreadable: Mapping[str, str]
+_Entries = tuple[tuple[BinTensor, ...], tuple[str, ...], Mapping[str, str]]
+"""The tensors, the objects and the unreadable entries of a file, as in `BinFile`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +134,14 @@ def read_bin(path: str, name: str) -> BinFile:
     checksums = None
     if is_zip:
         checksum, checksums, screened = _screen(path, name)
-        content = _read_zip(path, name, screened)
+        tensors, objects, unreadable = _read_zip(path, name, screened)
     else:
-        content = _split(_load(path, name), name)
+        tensors, objects, unreadable = _split(_load(path, name), name)
     note = f"{escape(name)} has the format from before torch 1.6: it is held in memory as a whole"
     return BinFile(
-        tensors=content.tensors,
-        objects=content.objects,
-        unreadable=content.unreadable,
+        tensors=tensors,
+        objects=objects,
+        unreadable=unreadable,
         size=size,
         crc32=checksum,
         notes=() if is_zip else (note,),
@@ -182,7 +178,7 @@ def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...] | Sou
     return crc32(json.dumps(rows).encode()), stretches, screened
 
 
-def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> _BinContent:
+def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> _Entries:
     """Take the entries of a zip; nothing is unpickled.
 
     Args:
@@ -221,7 +217,7 @@ def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> 
     return _content_of(file)
 
 
-def _content_of(file: TorchFile) -> _BinContent:
+def _content_of(file: TorchFile) -> _Entries:
     """Return the entries of what a zip holds."""
     path, name = file.path, file.name
     if not isinstance(file.tree, dict):
@@ -241,7 +237,7 @@ def _content_of(file: TorchFile) -> _BinContent:
         else:
             objects.append(str(key))
     _check_content(name, len(file.tree), bool(tensors or unreadable), objects, problems)
-    return _BinContent(tuple(tensors), tuple(objects), unreadable)
+    return tuple(tensors), tuple(objects), unreadable
 
 
 def _whole(value: object) -> object:
@@ -308,7 +304,7 @@ def _refusal(error: Exception, path: str, name: str) -> SourceError:
     return SourceError(f"{escape(name)}: torch cannot load it: {escape(reason)}", hint=DOWNLOAD_AGAIN)
 
 
-def _split(entries: Mapping[object, object], name: str) -> _BinContent:
+def _split(entries: Mapping[object, object], name: str) -> _Entries:
     """Return the tensors, and the names of everything else."""
     import torch
 
@@ -324,7 +320,7 @@ def _split(entries: Mapping[object, object], name: str) -> _BinContent:
         except ValueError as error:
             problems.append(f"{escape(key)}: {error}")
     _check_content(name, len(entries), bool(tensors), objects, problems)
-    return _BinContent(tuple(tensors), tuple(objects), {})
+    return tuple(tensors), tuple(objects), {}
 
 
 def _check_content(

@@ -13,10 +13,9 @@ import re
 from dataclasses import replace
 
 from shardkit.core.text import escape
-from shardkit.errors import ResourceError, ShardkitError, SourceError
-from shardkit.files.links import locate, read_inside
-from shardkit.files.strict_json import parse_object
-from shardkit.formats.contract import Checkpoint, Opener, asset_directories, listing
+from shardkit.errors import ShardkitError, SourceError
+from shardkit.files.links import locate
+from shardkit.formats.contract import Checkpoint, Opener, asset_directories, listing, settings_in
 from shardkit.formats.dcp.directory import is_dcp, open_dcp_checkpoint
 from shardkit.formats.torchsave.file import open_torch_file
 from shardkit.keys.rule_sets import Padding
@@ -25,7 +24,6 @@ from shardkit.pickles.policies import Fields
 _CONFIG = "metadata.json"
 _COMMON = "common.pt"
 _BACKEND = "torch_dist"
-_MAX_CONFIG = 1 << 20
 _ONE_LAYER = re.compile(r"\.layers\.[0-9]+\.")
 
 
@@ -89,11 +87,7 @@ def _padding(path: str) -> Padding | None:
 
 def _backend(path: str) -> str | None:
     """Return `sharded_backend` of the directory's `metadata.json`, None if there is none."""
-    try:
-        content = parse_object(read_inside(path, _CONFIG, _MAX_CONFIG), _CONFIG)
-    except (SourceError, ResourceError):
-        return None
-    backend = content.get("sharded_backend")
+    backend = settings_in(path, _CONFIG).get("sharded_backend")
     return backend if isinstance(backend, str) else None
 
 
