@@ -108,7 +108,7 @@ _HOMES = {
     "shardkit.operations.inspect": ("InspectResult", "inspect"),
     "shardkit.operations.keys": ("KeysResult", "check_keys", "show_keys"),
     "shardkit.operations.manifest": ("ManifestResult", "write_manifest"),
-    "shardkit.operations.parts.divided": ("PartResult",),
+    "shardkit.operations.parts.results": ("PartResult",),
     "shardkit.operations.preshard": ("PreshardResult", "preshard"),
     "shardkit.operations.reshard": ("ReshardResult", "reshard"),
     "shardkit.operations.resolve": ("ResolvedCheckpoint", "resolve_checkpoint"),
