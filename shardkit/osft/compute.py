@@ -128,10 +128,7 @@ class _Publishing:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._pool.shutdown()
         if error is None or isinstance(error, CancelledError):
@@ -236,10 +233,7 @@ class FactorRun:
     def _compute(self, numbers: Sequence[int]) -> None:
         catalog, weights = self.job.records.catalog, self.job.records.weights
         largest = max(catalog.tensors[weights[number].source].nbytes for number in numbers)
-        with (
-            SourceFiles(catalog.files, check=self.check) as files,
-            contextlib.ExitStack() as workers,
-        ):
+        with SourceFiles(catalog.files, check=self.check) as files, contextlib.ExitStack() as workers:
             with _Publishing(self, self._stop) as publishing:
                 jobs = [
                     partial(self._compute_one, number, files, largest, workers, publishing)

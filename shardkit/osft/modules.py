@@ -41,11 +41,7 @@ class OsftLinear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        target: Target,
-        bias: nn.Parameter | None = None,
-        *,
-        device: torch.device | str | None = None,
+        self, target: Target, bias: nn.Parameter | None = None, *, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
         self.path = target.path

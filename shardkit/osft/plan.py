@@ -183,10 +183,7 @@ ARGUMENT = PlanWording("OsftPlan.targets", "targets='{}'", "OsftPlan.ranks", "ra
 
 
 def choose_targets(
-    plan: OsftPlan,
-    weights: Mapping[str, Candidate],
-    model_type: str | None,
-    wording: PlanWording = OPTIONS,
+    plan: OsftPlan, weights: Mapping[str, Candidate], model_type: str | None, wording: PlanWording = OPTIONS
 ) -> tuple[tuple[Target, ...], tuple[str, ...]]:
     """Return the targets of a plan, in the order of the weights, and notes.
 

@@ -214,10 +214,7 @@ class Execution:
         self._left, self._skipped = frozenset(left), frozenset(finished) | frozenset(left)
         self._on_finished, self._source_check, self._progress = on_finished, check, progress
         self._controls = Controls(
-            digests=options.digests,
-            check=self._check,
-            advance=progress.advance,
-            infinite=options.infinite,
+            digests=options.digests, check=self._check, advance=progress.advance, infinite=options.infinite
         )
         self._stop, self._is_over, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._states: dict[int, _ImageState] = {}

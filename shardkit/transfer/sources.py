@@ -14,14 +14,7 @@ from contextlib import suppress
 from itertools import dropwhile, islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardkit.core.catalog import (
-    Catalog,
-    Computed,
-    Decoded,
-    OnRead,
-    SourceFile,
-    TensorEntry,
-)
+from shardkit.core.catalog import Catalog, Computed, Decoded, OnRead, SourceFile, TensorEntry
 from shardkit.core.regions import (
     Region,
     Shape,

@@ -26,12 +26,7 @@ _PIECE_NBYTES = 16 * MIB
 _IN_FLIGHT = 3  # pieces
 
 
-def fill_direct(
-    wanted: Sequence[Wanted],
-    weights: Weights,
-    *,
-    check_source: bool = True,
-) -> Filled:
+def fill_direct(wanted: Sequence[Wanted], weights: Weights, *, check_source: bool = True) -> Filled:
     """Fill shards from storage; every rank calls it.
 
     Args:

@@ -100,11 +100,7 @@ class PreshardedSource:
         rows: dict[str, list[tuple[int, ListedChunk]]] = {}
         for number, (listed, stamp) in lists.items():
             stored = ((chunk.data_start, chunk.data_nbytes, chunk.crc32) for chunk in listed.chunks)
-            catalog.files[number] = replace(
-                whole.files[number],
-                stamp=stamp,
-                checksums=Checksums.of(stored),
-            )
+            catalog.files[number] = replace(whole.files[number], stamp=stamp, checksums=Checksums.of(stored))
             for chunk in listed.chunks:
                 rows.setdefault(chunk.fqn, []).append((number, chunk))
         for fqn in self.layout.tensors:

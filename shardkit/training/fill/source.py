@@ -29,14 +29,7 @@ from shardkit.formats.hub.directory import read_config
 from shardkit.formats.quantised import why_quantised, why_scales
 from shardkit.formats.recorded import add_checksums
 from shardkit.keys.check import refuse_factors
-from shardkit.keys.expressions import (
-    Expression,
-    Opaque,
-    Stored,
-    leaves,
-    to_json,
-    under_names,
-)
+from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, to_json, under_names
 from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
