@@ -23,7 +23,7 @@ from typing import Any
 import numpy
 import torch
 
-from shardkit.core.factored import Svd, Target
+from shardkit.core.factored import Target
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError
 from shardkit.files import storage
@@ -80,20 +80,15 @@ def serve(request: dict[str, Any], memory: int) -> dict[str, Any]:
     """
     target = Target(**{key: request[key] for key in ("path", "rows", "columns", "rank")})
     dtype: torch.dtype = getattr(torch, request["dtype"])
-    factors = _factors(
-        mmap.mmap(memory, target.rows * target.columns * dtype.itemsize), dtype, target, request["svd"]
-    )
+    mapped = mmap.mmap(memory, target.rows * target.columns * dtype.itemsize)
+    weight = torch.frombuffer(mapped, dtype=dtype).reshape(target.rows, target.columns)
+    factors = check_factors(factorise(weight, target, request["svd"]), target, request["svd"])
     return {
         "whole": write(factors, request["record"], request["starts"], request["hint"]),
         "algorithm": factors.algorithm,
         "error": factors.error,
         "orthogonality": factors.orthogonality,
     }
-
-
-def _factors(mapped: mmap.mmap, dtype: torch.dtype, target: Target, svd: Svd) -> Factors:
-    weight = torch.frombuffer(mapped, dtype=dtype).reshape(target.rows, target.columns)
-    return check_factors(factorise(weight, target, svd), target, svd)
 
 
 def write(factors: Factors, path: str, starts: Sequence[tuple[str, int]], hint: str) -> dict[str, int]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from shardkit.core.factored import Target
@@ -127,9 +126,7 @@ class _Publishing:
     def __enter__(self) -> _Publishing:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._pool.shutdown()
         if error is None or isinstance(error, CancelledError):
             for each in self._published:
@@ -185,7 +182,7 @@ class FactorRun:
     @property
     def hint(self) -> str:
         """What to do where a record cannot be written."""
-        needed = sum(self.job.records.images[number].size for number in self.numbers)
+        needed = sum(self.job.records.sizes[number] for number in self.numbers)
         return (
             f"the files there take {format_size(needed)}: free some space or {self.another_place}, then run the same "
             "command again"
@@ -193,7 +190,7 @@ class FactorRun:
 
     def path(self, number: int) -> str:
         """Return the path of the record of a weight."""
-        return os.path.join(self.directory, self.job.records.images[number].name)
+        return os.path.join(self.directory, str(number))
 
     @contextlib.contextmanager
     def writing(self, number: int) -> Iterator[str]:
@@ -222,7 +219,7 @@ class FactorRun:
             with self.writing(number) as path:
                 fd = storage.open_fd(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
                 try:
-                    storage.ftruncate(fd, self.job.records.images[number].size)
+                    storage.ftruncate(fd, self.job.records.sizes[number])
                 finally:
                     storage.close_fd(fd)
         weights = self.job.records.weights

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.factored import FACTOR_DTYPE, FACTORS, Svd, Target
@@ -48,20 +48,16 @@ def factored_weight(target: Target, sources: Mapping[str, str]) -> FactoredWeigh
     return FactoredWeight(target=target, source=sources[target.weight], factors=names)
 
 
-class RecordFile(NamedTuple):
-    """A file with the six factors of one weight, one after another, each from a whole block on."""
-
-    name: str
-    size: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactorRecords:
-    """Records of all weights that become factors. Whoever fills their holes has computed all that files are made of."""
+    """Records of all weights that become factors. Whoever fills their holes has computed all that files are made of.
+
+    A record has the six factors of one weight, one after another, each from a whole block on.
+    """
 
     weights: Sequence[FactoredWeight]
-    images: Sequence[RecordFile]
-    """Of each weight, named after its number."""
+    sizes: Sequence[int]
+    """Bytes of the record of each weight."""
     holes: Mapping[str, Hole]
     """Where each factor lies in the record of its weight, by its name in the catalog."""
     catalog: Catalog
@@ -70,7 +66,7 @@ class FactorRecords:
     @property
     def nbytes(self) -> int:
         """Size of all records."""
-        return sum(image.size for image in self.images)
+        return sum(self.sizes)
 
     @property
     def made_of(self) -> dict[str, str]:
@@ -85,7 +81,7 @@ class FactorRecords:
     def lie_at(self, paths: Sequence[str]) -> None:
         """Let the catalog say where the records lie, by the number of their weight."""
         files = self.catalog.files
-        for at, path in enumerate(paths, len(files) - len(self.images)):
+        for at, path in enumerate(paths, len(files) - len(self.weights)):
             files[at] = replace(files[at], path=path)
 
 
@@ -97,11 +93,11 @@ def plan_records(catalog: Catalog, weights: Sequence[FactoredWeight]) -> FactorR
         weights: all that become factors.
     """
     if not weights:
-        return FactorRecords(weights=(), images=(), holes={}, catalog=catalog)
+        return FactorRecords(weights=(), sizes=(), holes={}, catalog=catalog)
     whole = replace(catalog, files=list(catalog.files), tensors={}, chunks=type(catalog.chunks)())
     for name in catalog.tensors:
         whole.copy_tensor(catalog, name, name)
-    images, holes = list[RecordFile](), dict[str, Hole]()
+    sizes, holes = list[int](), dict[str, Hole]()
     for number, weight in enumerate(weights):
         stop = 0
         for name, short in weight.factors.items():
@@ -114,12 +110,12 @@ def plan_records(catalog: Catalog, weights: Sequence[FactoredWeight]) -> FactorR
                 name, FACTOR_DTYPE, shape, iter([(len(whole.files) + number, start, nbytes, region)])
             )
             holes[name] = Hole(name, region, FACTOR_DTYPE, start, nbytes)
-        images.append(RecordFile(str(number), stop))
+        sizes.append(stop)
     whole.files += [
-        SourceFile(name=f"factors of {weight.target.path}", path="", size=image.size)
-        for weight, image in zip(weights, images, strict=True)
+        SourceFile(name=f"factors of {weight.target.path}", path="", size=size)
+        for weight, size in zip(weights, sizes, strict=True)
     ]
-    return FactorRecords(weights=weights, images=images, holes=holes, catalog=whole)
+    return FactorRecords(weights=weights, sizes=sizes, holes=holes, catalog=whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

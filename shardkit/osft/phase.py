@@ -25,7 +25,6 @@ from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.place.contract import Records
-from shardkit.files.shared import RecordStat
 from shardkit.files.strict_json import parse_object
 from shardkit.osft.compute import FactorRun
 from shardkit.osft.job import FactoredJob, measured_of
@@ -104,9 +103,7 @@ class FactorPhase:
 
     def __post_init__(self) -> None:
         # `take` gives the names. Until then the place stands for the files that are read, and for their memory.
-        self.job.records.lie_at(
-            [os.path.join(self.place.path, image.name) for image in self.job.records.images]
-        )
+        self.job.records.lie_at([os.path.join(self.place.path, str(number)) for number in self._numbers])
 
     @property
     def digest(self) -> str | None:
@@ -128,7 +125,7 @@ class FactorPhase:
     def bytes_left(self, numbers: Sequence[int]) -> int:
         """Return the size of the records of weights that are still to be computed."""
         there = self._read(numbers)
-        return sum(self.job.records.images[number].size for number in numbers if number not in there)
+        return sum(self.job.records.sizes[number] for number in numbers if number not in there)
 
     def _read(self, numbers: Sequence[int]) -> dict[int, FactorNote]:
         """Return the notes of those weights whose record is there as it was computed, as far as its place knows."""
@@ -141,7 +138,9 @@ class FactorPhase:
         return {
             number: note
             for (number, note), there in zip(notes.items(), stats, strict=True)
-            if there is not None and self._is_record(number, note, there)
+            if there is not None
+            and there.size == self.job.records.sizes[number]
+            and (there.crc32 is None or there.crc32 == self._crc_of(number, note))
         }
 
     def _parsed(self, number: int, data: bytes) -> FactorNote | None:
@@ -154,18 +153,13 @@ class FactorPhase:
     def _path(self, number: int) -> str:
         return self.job.records.weights[number].target.path
 
-    def _is_record(self, number: int, note: FactorNote, there: RecordStat) -> bool:
-        """True if a record has the size and the CRC-32 of what was computed."""
-        is_whole = there.size == self.job.records.images[number].size
-        return is_whole and (there.crc32 is None or there.crc32 == self._crc_of(number, note))
-
     def _crc_of(self, number: int, note: FactorNote) -> int:
         """Return the CRC-32 of a record: of its factors, and of zeros between them."""
         records = self.job.records
         segments = [
             (hole.start, hole.nbytes, note.target["whole"][short]) for hole, short in records.holes_of(number)
         ]
-        return image_crc(records.images[number].size, segments)
+        return image_crc(records.sizes[number], segments)
 
     # What a process computes
 
@@ -265,7 +259,7 @@ class FactorPhase:
             OSError: the system refuses, or the place of records is gone.
         """
         self._measure(number, target, is_resumed=False)
-        path = os.path.join(work, self.job.records.images[number].name)
+        path = os.path.join(work, str(number))
         if self._read([number]):
             storage.unlink(path)
             return

@@ -17,7 +17,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from types import TracebackType
 from typing import Any
 
 from shardkit import errors
@@ -62,9 +61,7 @@ class FactorWorker:
     def __enter__(self) -> FactorWorker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def _start(self, opened: contextlib.ExitStack, nbytes: int) -> None:

@@ -416,10 +416,12 @@ def _open_together(plain: _Plain, asked: PrepareOptions) -> _FoundSource:
     with agreed(_OPENING):
         if holders[0] == world()[0] and mine is not None:  # it reads the values of ties, for all ranks
             untied = _untied(plain, mine[0])
-    untied, fit = broadcast_json(
-        [untied, None if mine is None else _fit_to_json(mine[1])], holders[0], phase=_OPENING
+    plain_fit = None if mine is None else {**asdict(mine[1]), "initialised": sorted(mine[1].initialised)}
+    untied, seen = broadcast_json([untied, plain_fit], holders[0], phase=_OPENING)
+    weights, fit = mine or (
+        None,
+        ModelFit(initialised=frozenset(seen["initialised"]), grown=seen["grown"], notes=tuple(seen["notes"])),
     )
-    weights, fit = mine or (None, _fit_from_json(fit))
     return _FoundSource(weights=weights, fit=fit, absent=error, untied=tuple(untied))
 
 
@@ -463,16 +465,6 @@ def _is_absent(source: str | RankSource, error: BaseException) -> bool:
     except (OSError, ShardkitError):
         pass
     return False
-
-
-def _fit_to_json(fit: ModelFit) -> dict[str, Any]:
-    return {**asdict(fit), "initialised": sorted(fit.initialised)}
-
-
-def _fit_from_json(content: Mapping[str, Any]) -> ModelFit:
-    return ModelFit(
-        initialised=frozenset(content["initialised"]), grown=content["grown"], notes=tuple(content["notes"])
-    )
 
 
 def _untied(plain: _Plain, weights: Weights) -> list[str]:

@@ -407,7 +407,11 @@ def find_aliases(model: nn.Module) -> dict[str, str]:
         kept = first.setdefault(id(tensor), fqn)
         if kept != fqn:
             aliases[fqn] = kept
-    return aliases | _flat_aliases(model)
+    for path, module in _state_paths(model):  # modules may lack what is in FSDP1's flat parameters
+        unit = fsdp1_unit(module) if isinstance(module, FullyShardedDataParallel) else None
+        for name, kept in unit.shared if unit else ():
+            aliases[clean_name(_joined(path, name))] = clean_name(_joined(path, kept))
+    return aliases
 
 
 def _state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -429,16 +433,6 @@ def _state_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name else path or name
-
-
-def _flat_aliases(model: nn.Module) -> dict[str, str]:
-    """Return further names of tensors in FSDP1's flat parameters; modules may lack these as parameters."""
-    aliases: dict[str, str] = {}
-    for path, module in _state_paths(model):
-        unit = fsdp1_unit(module) if isinstance(module, FullyShardedDataParallel) else None
-        for name, kept in unit.shared if unit else ():
-            aliases[clean_name(_joined(path, name))] = clean_name(_joined(path, kept))
-    return aliases
 
 
 class SaveWriter(FileSystemWriter):

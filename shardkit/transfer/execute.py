@@ -241,10 +241,10 @@ class Execution:
             KeyboardInterrupt: once no thread writes any more.
             CancelledError: after `stop`.
         """
-        files = self.plan.catalog.files
+        files, held = self.plan.catalog.files, self._options.held_bytes(self.plan)
         with (
             one_thread_each(self.plan.needs_torch),
-            self._holding(),
+            storage.hold_at_most(held) if held else contextlib.nullcontext(),
             SourceFiles(files, self._options.recent_bytes, check=self._source_check) as sources,
         ):
             try:
@@ -324,10 +324,6 @@ class Execution:
             else:
                 groups.setdefault(group, []).append(fqn)
         return [partial(one_by_one, [*chain(*groups.values())]), *jobs] if groups else jobs
-
-    def _holding(self) -> contextlib.AbstractContextManager[None]:
-        held = self._options.held_bytes(self.plan)
-        return storage.hold_at_most(held) if held else contextlib.nullcontext()
 
     def _tasks(self, sources: SourceFiles) -> Sequence[Task]:
         """Return the tasks in the order in which they are carried out.

@@ -18,7 +18,17 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region, blocks, flat_offset, intersect, is_contiguous, relative_to, runs
+from shardkit.core.regions import (
+    Region,
+    blocks,
+    flat_offset,
+    intersect,
+    is_contiguous,
+    relative_to,
+    runs,
+    shifted,
+    window,
+)
 from shardkit.core.text import KIB
 from shardkit.files import storage
 from shardkit.files.digest import combine, crc32, crc32_combine, zeros
@@ -349,14 +359,13 @@ class Scatter:
                     else region.num_elements
                 )
                 for block in blocks(region.sizes, max(self._band_bytes // itemsize, 1)):
-                    corner = tuple(a + b for a, b in zip(region.offsets, block.offsets, strict=True))
-                    here = Region(corner, block.sizes)
+                    here = shifted(block, region.offsets)
                     spans = _everything(here) if reads_all else _needed(here, holes, least)
                     start = table.start[chunk] + flat_offset(block.offsets, region.sizes) * itemsize
                     band = self._read(reader, table.file[chunk], start, fqn, here, spans, target)
                     self._deal_out(band, here, holes)
                     if are_runs:
-                        first = flat_offset(corner, entry.shape)
+                        first = flat_offset(here.offsets, entry.shape)
                         pieces += self._crcs(band, spans, first, target.itemsize)
             crc, _ = crc_of(pieces, entry.num_elements * target.itemsize)
             if crc is not None:
@@ -409,9 +418,8 @@ class Scatter:
             if part is None:
                 continue
             elements = numpy.frombuffer(band, dtype=f"V{hole.dtype.itemsize}").reshape(block.sizes)
-            inside = relative_to(part, block.offsets)
-            window = elements[tuple(slice(o, o + s) for o, s in zip(*inside, strict=True))]
-            data = numpy.ascontiguousarray(window).view(numpy.uint8).reshape(-1).data
+            values = elements[window(relative_to(part, block.offsets))]
+            data = numpy.ascontiguousarray(values).view(numpy.uint8).reshape(-1).data
             self._write(image, hole, relative_to(part, hole.region.offsets), data)
             self._controls.advance(len(data))
 

@@ -211,7 +211,9 @@ class _Exchange:
         cut = dict[tuple[str, Region], torch.Tensor]()
         if target is not None:
             assert factors is not None
-            self._keep(target, factors)
+            with torch.no_grad():
+                for name, region, memory in self._parts(target):
+                    memory.copy_(factors.tensors[name][window(region)])
         for first in range(1, num_ranks, _NUM_PEERS):
             moves, staged = list[dist.P2POp](), list[tuple[torch.Tensor, torch.Tensor]]()
             # Each rank sends to the one that is `shift` above it: every pair meets in the same step.
@@ -220,15 +222,13 @@ class _Exchange:
                 if target is not None and factors is not None:
                     for key in self._regions[above][target.path]:
                         if key not in cut:
-                            cut[key] = self._slice(factors, *key)
+                            part = factors.tensors[key[0]][window(key[1])]
+                            cut[key] = part.to(self._device).contiguous()
                         moves.append(dist.P2POp(dist.isend, flat_bytes(cut[key]), above))
                 for arriving, memory in self._memory(targets[below]):
                     moves.append(dist.P2POp(dist.irecv, flat_bytes(arriving), below))
                     staged.append((arriving, memory))
             self._move(moves, staged)
-
-    def _slice(self, factors: Factors, name: str, region: Region) -> torch.Tensor:
-        return factors.tensors[name][window(region)].to(self._device).contiguous()
 
     def _move(self, moves: list[dist.P2POp], staged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Carry out sends and receives, and put what arrived beside its place into it."""
@@ -257,11 +257,6 @@ class _Exchange:
                 memory.is_contiguous() and memory.dtype is torch.float32 and memory.device == self._device
             )
             yield (memory if is_straight else torch.empty(region.sizes, device=self._device)), memory
-
-    def _keep(self, target: Target, factors: Factors) -> None:
-        with torch.no_grad():
-            for name, region, memory in self._parts(target):
-                memory.copy_(factors.tensors[name][window(region)])
 
 
 Slices = Mapping[str, Sequence[tuple[str, Region]]]

@@ -11,7 +11,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -91,9 +90,7 @@ class PhaseMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._thread is not None
         self._stop.set()
         self._thread.join()

@@ -193,7 +193,10 @@ class SafeReader(StorageReader):
         check = SourceCheck(raw) if self.check_source else None
         with SourceFiles(raw.files, check=check) as sources:
             for group in by_file.values():
-                _fill(raw, group, planner, sources)
+                targets = [(item, row, planner.resolve_tensor(item).detach()) for item, row in group]
+                run_reads(_reads(raw, targets), sources)
+                for item, _, target in targets:
+                    planner.commit_tensor(item, target)
             sources.finish(hint=DAMAGED)
 
 
@@ -266,16 +269,6 @@ def _part(opened: DcpDirectory, needed: Mapping[str, Iterable[int]]) -> tuple[Dc
         part.add_tensor(fqn, entry.dtype, entry.shape, chosen)
     transforms = {new: opened.transforms[row] for row, new in new_rows.items() if row in opened.transforms}
     return DcpDirectory(catalog=part, transforms=transforms, objects={}), new_rows
-
-
-def _fill(
-    raw: Catalog, group: Iterable[tuple[ReadItem, int]], planner: LoadPlanner, sources: SourceFiles
-) -> None:
-    """Fill and commit the targets of items whose chunks lie in one file."""
-    targets = [(item, row, planner.resolve_tensor(item).detach()) for item, row in group]
-    run_reads(_reads(raw, targets), sources)
-    for item, _, target in targets:
-        planner.commit_tensor(item, target)
 
 
 def _reads(raw: Catalog, targets: Iterable[tuple[ReadItem, int, torch.Tensor]]) -> Iterator[Read]:

@@ -60,7 +60,10 @@ class PreshardedSource:
             SourceError: a chunk list cannot be read.
         """
         if wanted is not None:
-            wanted = _by_record(wanted, self.ties)
+            by_record: dict[str, list[Region]] = {}
+            for fqn, regions in wanted.items():
+                by_record.setdefault(self.ties.get(fqn, fqn), []).extend(regions)
+            wanted = by_record
         files = self.said.files
         numbers = range(len(files)) if wanted is None else self._files_of(wanted)
         lists = _read_lists(self.catalog.directory, {n: files[n] for n in numbers})
@@ -148,14 +151,6 @@ def _are_apart(parts: Sequence[Region], region: Region) -> bool:
         return True
     moved = [relative_to(part, region.offsets) for part in kept]
     return find_tiling_error(region.sizes, moved) is None
-
-
-def _by_record(wanted: Mapping[str, Sequence[Region]], ties: Mapping[str, str]) -> dict[str, list[Region]]:
-    """Return the wanted regions under the names that have records."""
-    found: dict[str, list[Region]] = {}
-    for fqn, regions in wanted.items():
-        found.setdefault(ties.get(fqn, fqn), []).extend(regions)
-    return found
 
 
 def open_presharded(directory: str) -> PreshardedSource | None:

@@ -207,9 +207,12 @@ class Read(NamedTuple):
 
     @property
     def is_straight(self) -> bool:
-        """True if its bytes are read into the target as they are."""
-        return _is_straight(self.target, self.dtype) and _goes_straight(
-            self.part, self.sizes, self.dtype.itemsize, self.target
+        """True if its bytes are read into the target as they are: its runs are worth a system call each."""
+        if not _is_straight(self.target, self.dtype) or not self.target.is_contiguous():
+            return False
+        return (
+            is_contiguous(self.part, self.sizes)
+            or next(runs(self.part, self.sizes)).length * self.dtype.itemsize >= BLOCK
         )
 
     @property
@@ -355,13 +358,6 @@ def plan_reads(
 def _is_straight(target: torch.Tensor, dtype: DType) -> bool:
     """True for memory into which bytes of a dtype can be read as they are."""
     return type(target) is torch.Tensor and target.device.type == "cpu" and target.dtype == torch_dtype(dtype)
-
-
-def _goes_straight(part: Region, sizes: Shape, itemsize: int, target: torch.Tensor) -> bool:
-    """True if runs of a chunk are worth a system call each, and follow each other in the target."""
-    return target.is_contiguous() and (
-        is_contiguous(part, sizes) or next(runs(part, sizes)).length * itemsize >= BLOCK
-    )
 
 
 def _boxes(part: Region, sizes: Shape, limit: int) -> Iterator[Region]:

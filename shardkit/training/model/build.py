@@ -81,7 +81,9 @@ def align_vocab(model: nn.Module, tokenizer: Sized | int, *, multiple: int = MUL
     old = weight.shape[0]
     if tokens <= old:
         return {}
-    longer = [weight, *_output_parameters(inner.get_output_embeddings(), old)]
+    head = inner.get_output_embeddings()
+    outputs = head.parameters(recurse=False) if isinstance(head, nn.Module) else ()
+    longer = [weight, *(param for param in outputs if param.shape[:1] == (old,))]
     _refuse_own_way(inner)
     _refuse_other_rows(inner, old, longer)
     grown = _lengthen(model, longer, rows)
@@ -98,12 +100,6 @@ def _embedding_model(model: nn.Module) -> Any:
             hint="build the model with as many rows as the tokenizer needs",
         )
     return inner
-
-
-def _output_parameters(head: Any, old: int) -> list[nn.Parameter]:
-    if not isinstance(head, nn.Module):
-        return []
-    return [param for param in head.parameters(recurse=False) if param.shape[:1] == (old,)]
 
 
 def _refuse_own_way(inner: Any) -> None:

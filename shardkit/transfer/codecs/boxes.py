@@ -80,12 +80,14 @@ def fill_computed(made: Computed, reader: SourceReader, start: int, buffer: memo
 
     Both `start` and the buffer's length are multiples of the item size.
     """
+    import numpy
+
     itemsize, done = made.codec.dtype.itemsize, 0
     stop = start + len(buffer)
     for box in flat_range_boxes(made.codec.shape, start // itemsize, stop // itemsize):
         nbytes = box.num_elements * itemsize
-        target = _as_elements(buffer[done : done + nbytes], box.sizes, itemsize)
-        copy_array(computed_box(made, reader, box, fqn), target)
+        target = numpy.frombuffer(buffer[done : done + nbytes], kind_of(itemsize))
+        copy_array(computed_box(made, reader, box, fqn), target.reshape(box.sizes))
         done += nbytes
 
 
@@ -231,9 +233,3 @@ def flat_bytes(values: numpy.ndarray) -> numpy.ndarray:
 def kind_of(itemsize: int) -> str:
     """Return numpy's name of the elements of boxes."""
     return f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}"
-
-
-def _as_elements(memory: memoryview, sizes: Shape, itemsize: int) -> numpy.ndarray:
-    import numpy
-
-    return numpy.frombuffer(memory, dtype=kind_of(itemsize)).reshape(sizes)
