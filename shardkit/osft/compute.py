@@ -129,8 +129,8 @@ class _Publishing:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._pool.shutdown()
         if error is None or isinstance(error, CancelledError):
-            for each in self._published:
-                each.result()
+            for published in self._published:
+                published.result()
 
     def add(self, number: int, target: Mapping[str, Any], source: Mapping[str, Any] | None) -> None:
         """Publish the record of a weight. May be called from any thread.

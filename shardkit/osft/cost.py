@@ -82,9 +82,9 @@ def osft_result(job: FactoredJob, numbers: Sequence[int] | None, *, record_bytes
         expected_s=round(max([sum(seconds) / workers, *seconds]), 3),
         operations_per_s=OPERATIONS_PER_S,
         record_bytes=record_bytes,
-        num_resumed=sum(each.is_resumed for each in measured),
-        max_error=max(each.error for each in measured) if is_known else None,
-        max_orthogonality=max(each.orthogonality for each in measured) if is_known else None,
+        num_resumed=sum(factors.is_resumed for factors in measured),
+        max_error=max(factors.error for factors in measured) if is_known else None,
+        max_orthogonality=max(factors.orthogonality for factors in measured) if is_known else None,
     )
 
 
@@ -101,14 +101,14 @@ def kinds_of(targets: Iterable[Target]) -> list[OsftKind]:
     return [
         OsftKind(
             name=name,
-            num_targets=len(each),
+            num_targets=len(alike),
             rows=rows,
             columns=columns,
             rank=rank,
-            factor_bytes=sum(target.factors_nbytes for target in each),
-            num_operations=sum(num_operations(target) for target in each),
-            memory_bytes=svd_nbytes(each[0]),
-            expected_s=round(sum(map(_expected_s, each)), 3),
+            factor_bytes=sum(target.factors_nbytes for target in alike),
+            num_operations=sum(num_operations(target) for target in alike),
+            memory_bytes=svd_nbytes(alike[0]),
+            expected_s=round(sum(map(_expected_s, alike)), 3),
         )
-        for (name, rows, columns, rank), each in groups.items()
+        for (name, rows, columns, rank), alike in groups.items()
     ]

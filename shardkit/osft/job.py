@@ -81,8 +81,8 @@ class FactorRecords:
     def lie_at(self, paths: Sequence[str]) -> None:
         """Let the catalog say where the records lie, by the number of their weight."""
         files = self.catalog.files
-        for at, path in enumerate(paths, len(files) - len(self.weights)):
-            files[at] = replace(files[at], path=path)
+        for number, path in enumerate(paths, len(files) - len(self.weights)):
+            files[number] = replace(files[number], path=path)
 
 
 def plan_records(catalog: Catalog, weights: Sequence[FactoredWeight]) -> FactorRecords:
@@ -167,7 +167,7 @@ class FactoredJob:
     @property
     def crcs(self) -> dict[str, int]:
         """CRC-32 of each factor, by its name in the catalog."""
-        return {name: crc for each in self.measured.values() for name, crc in each.whole.items()}
+        return {name: crc for measured in self.measured.values() for name, crc in measured.whole.items()}
 
     def take_over(
         self, manifests: Mapping[str, object], catalog: Catalog, jobs: int, /, *, is_known: bool
@@ -191,7 +191,7 @@ class FactoredJob:
         if any(weight.target.path not in known for weight in weights):
             return ["its manifest has no such factors"]
         if not is_known:
-            if any(each.weight_crc32 is None for each in known.values()):
+            if any(measured.weight_crc32 is None for measured in known.values()):
                 raise Unproven(
                     "no record says what its factors were computed of (--digest none keeps none, nor did earlier versions)"
                 )
@@ -218,7 +218,7 @@ def _recorded(
         if module is None or module.algorithm is None or module.error is None or module.orthogonality is None:
             continue
         stored = {name: recorded.tensors.get(f"{path}.{short}") for name, short in weight.factors.items()}
-        crcs = {name: each.crc32 for name, each in stored.items() if each is not None}
+        crcs = {name: tensor.crc32 for name, tensor in stored.items() if tensor is not None}
         yield (
             path,
             Measured(

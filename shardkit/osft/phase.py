@@ -70,7 +70,7 @@ def _parsed(content: Mapping[str, Any], path: str) -> FactorNote | None:
     ):
         return None
     if not all(type(crc) is int and 0 <= crc < 1 << 32 for crc in whole.values()) or not all(
-        type(each) is float for each in numbers
+        type(number) is float for number in numbers
     ):
         return None
     if type(target.get("weight_crc32")) is not int or not (source is None or isinstance(source, dict)):

@@ -71,7 +71,7 @@ class OsftPlan:
             problems.append(
                 f"targets says only what stays dense: begin with {AUTO}, or a glob: '{AUTO},{escape(','.join(self.globs))}'"
             )
-        said = [each for each in problems if each]
+        said = [problem for problem in problems if problem]
         UsageError.raise_for(
             said,
             "this is no plan for OSFT",

@@ -164,8 +164,8 @@ def _rounded(triplets: Triplets, target: Target) -> dict[str, torch.Tensor]:
     The triplets are used up: two in float64 and their copies would be the peak of all.
     """
     right, sizes, left = triplets.pop(), triplets.pop(), triplets.pop()
-    at = _largest_rows(left)
-    signs = left.gather(0, at[None])[0].sign()
+    rows = _largest_rows(left)
+    signs = left.gather(0, rows[None])[0].sign()
     signs[signs == 0] = 1
     k, parts = target.rank, {}
     parts[FACTORS[0]], parts[FACTORS[3]] = _halves(left.mul_(signs).float(), k, dim=1)

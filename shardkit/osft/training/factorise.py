@@ -43,8 +43,8 @@ def deal(targets: Sequence[Target], num_ranks: int) -> list[Round]:
     All of it takes at most the largest target's time more than an equal share of the operations.
     """
     order = sorted(targets, key=lambda target: -num_operations(target))  # stable: the model's order
-    rounds = (order[at : at + num_ranks] for at in range(0, len(order), num_ranks))
-    return [(*each, *[None] * (num_ranks - len(each))) for each in rounds]
+    rounds = (order[first : first + num_ranks] for first in range(0, len(order), num_ranks))
+    return [(*dealt, *[None] * (num_ranks - len(dealt))) for dealt in rounds]
 
 
 def fill_factors(
@@ -85,12 +85,13 @@ def fill_factors(
             reader, entries = _reader(stack, supply, sources, rounds, check_source=check_source)
         dtypes = broadcast_json(_dtypes(supply, targets), min(sources), phase=_PHASE)
         sent = {
-            each.path: _sent(each, entries.get(each.path), BY_NAME[dtypes[each.path]]) for each in targets
+            target.path: _sent(target, entries.get(target.path), BY_NAME[dtypes[target.path]])
+            for target in targets
         }
-        for number, each in enumerate(rounds):
+        for number, of_ranks in enumerate(rounds):
             _say_progress(number, rounds)
-            target, factors = each[rank], None
-            weight, error = _deliver(reader, sources, [sent[one.path] for one in each if one], read)
+            target, factors = of_ranks[rank], None
+            weight, error = _deliver(reader, sources, [sent[one.path] for one in of_ranks if one], read)
             with agreed(_PHASE):
                 if error is not None:
                     raise error
@@ -98,7 +99,7 @@ def fill_factors(
                     factors = check_factors(factorise(weight, target, svd), target, svd)
                     measured.append((factors.algorithm, factors.error, factors.orthogonality))
                 weight = None
-            exchange.run(each, factors)
+            exchange.run(of_ranks, factors)
         with agreed(_PHASE):
             checked = reader.finish() if reader is not None else CheckedSource()
     filled = Filled(elements=exchange.elements, read_bytes=read.read_bytes)
@@ -129,7 +130,7 @@ def _dtypes(supply: Supply, targets: Sequence[Target]) -> dict[str, str]:
     weights = supply.weights
     if weights is None:
         return {}
-    return {each.path: weights.entry(weights.names[each.weight]).dtype.name for each in targets}
+    return {target.path: weights.entry(weights.names[target.weight]).dtype.name for target in targets}
 
 
 def _reader(
@@ -148,8 +149,8 @@ def _reader(
     assert weights is not None
     names = {
         target.path: weights.names[target.weight]
-        for each in rounds
-        for target, source in zip(each, sources, strict=True)
+        for of_ranks in rounds
+        for target, source in zip(of_ranks, sources, strict=True)
         if target is not None and source == rank
     }
     wanted = {name: [full_region(weights.entry(name).shape)] for name in names.values()}
@@ -269,8 +270,8 @@ def _gather_regions(held: Held, targets: Sequence[Target]) -> list[Slices]:
     listed = list[object]()
     for target in targets:
         mine = [
-            [at, part.region.offsets, part.region.sizes]
-            for at, name in enumerate(FACTORS)
+            [index, part.region.offsets, part.region.sizes]
+            for index, name in enumerate(FACTORS)
             for part in held[f"{target.path}.{name}"].parts
             if part.region.num_elements
         ]
@@ -280,7 +281,7 @@ def _gather_regions(held: Held, targets: Sequence[Target]) -> list[Slices]:
     slices_of_ranks = list[Slices]()
     for kinds_of_rank, numbers_of_rank in gather_json([listed, numbers], phase=_PHASE):
         slices = [
-            [(FACTORS[at], Region(tuple(offsets), tuple(sizes))) for at, offsets, sizes in kind]
+            [(FACTORS[index], Region(tuple(offsets), tuple(sizes))) for index, offsets, sizes in kind]
             for kind in kinds_of_rank
         ]
         slices_of_ranks.append(
@@ -297,14 +298,12 @@ def _say_progress(number: int, rounds: Sequence[Round]) -> None:
 
 def _say_how_good(measured: Sequence[tuple[str, float, float]]) -> None:
     """Log once for all ranks how good the factors are."""
-    every = [each for told in gather_json(measured, phase=_PHASE) for each in told]
+    every = [numbers for told in gather_json(measured, phase=_PHASE) for numbers in told]
     if not every:
         return
-    algorithms = ", ".join(
-        f"{number} by {name}" for name, number in Counter(name for name, _, _ in every).items()
-    )
-    error, orthogonality = max(error for _, error, _ in every), max(each for _, _, each in every)
+    names, errors, distances = zip(*every, strict=True)
+    algorithms = ", ".join(f"{number} by {name}" for name, number in Counter(names).items())
     say(
-        f"weights: {count(len(every), 'weight')} decomposed ({algorithms}): they fold back to {error:.1e}, and are "
-        f"orthogonal to {orthogonality:.1e}"
+        f"weights: {count(len(every), 'weight')} decomposed ({algorithms}): they fold back to {max(errors):.1e}, and are "
+        f"orthogonal to {max(distances):.1e}"
     )

@@ -36,7 +36,7 @@ class Factoring:
         return (
             frozenset()
             if self.svd is None
-            else frozenset(name for each in self.targets for name in each.shapes)
+            else frozenset(name for target in self.targets for name in target.shapes)
         )
 
     def read(self, expected: Mapping[str, ExpectedTensor]) -> dict[str, ExpectedTensor]:
@@ -93,9 +93,9 @@ def factor_model(
         model_type = getattr(getattr(transformers_model(model), "config", None), "model_type", None)
         planned, notes = choose_targets(plan, _dense_candidates(model, own), model_type, ARGUMENT)
     said = [
-        (what, each)
-        for what, each in (("the source", stored), ("the model", own), ("osft=", planned))
-        if each
+        (what, named)
+        for what, named in (("the source", stored), ("the model", own), ("osft=", planned))
+        if named
     ]
     if not said:
         return Factoring()
@@ -138,13 +138,13 @@ def dense_names(model: nn.Module, expected: Mapping[str, ExpectedTensor]) -> dic
 
 def _dense_candidates(model: nn.Module, own: Iterable[Target]) -> dict[str, Candidate]:
     """Return a model's parameters as if it had no factors yet."""
-    dense = {name: each for name, each in candidates(model).items() if factor_of(name) is None}
+    dense = {name: weight for name, weight in candidates(model).items() if factor_of(name) is None}
     return dense | {target.weight: Candidate((target.rows, target.columns), "Linear") for target in own}
 
 
 def _compare(one: str, targets: Iterable[Target], other: str, others: Iterable[Target]) -> None:
     """Refuse two accounts of which weights are factors that differ."""
-    mine, theirs = ({target.path: target for target in each} for each in (targets, others))
+    mine, theirs = ({target.path: target for target in side} for side in (targets, others))
     problems = []
     for path in dict.fromkeys((*mine, *theirs)):
         left, right = _shown(mine.get(path)), _shown(theirs.get(path))

@@ -157,7 +157,7 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     refuse_copies(model, optimizer)
     _check_parameters(layers.values(), optimizer)
     hooked = _HOOKED.setdefault(optimizer, [])
-    if any(each() is model for each in hooked):
+    if any(known() is model for known in hooked):
         return given
     hooked.append(ref(model))
 
@@ -165,7 +165,7 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
         _: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = [
-            each for each in (*args[1:], kwargs.get("closure")) if each is not None
+            value for value in (*args[1:], kwargs.get("closure")) if value is not None
         ]  # the first is the optimizer
         if not given:
             project_gradients_(model)
@@ -210,13 +210,13 @@ def _projecting(closure: Callable[[], Any], model: nn.Module) -> Callable[[], An
 def _check_parameters(layers: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     stepped = {id(parameter) for parameter in stepped_by(optimizer)}
     factors = [factors_of(layer) for layer in layers]
-    every = (parameter for each in factors for parameter in each.values())
+    every = (parameter for of_layer in factors for parameter in of_layer.values())
     if not any(id(parameter) in stepped for parameter in every if parameter.requires_grad):
         raise UsageError(
             "the optimizer has none of the model's trained factors",
             hint="make it after wrap and finalize, of model.parameters()",
         )
-    if any(each[name].requires_grad for each in factors for name in (_U_HIGH, _V_HIGH)):
+    if any(of_layer[name].requires_grad for of_layer in factors for name in (_U_HIGH, _V_HIGH)):
         raise UsageError(
             "frozen factors (osft_U_high, osft_V_high) have requires_grad=True and would be trained",
             hint="give them requires_grad_(False); after requires_grad_(True) on the whole model too",
@@ -330,7 +330,7 @@ def _buckets(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
     """Put pairs together that ranks sum at once. A basis that is gathered is alone: it takes memory."""
     bucket: list[_Pair] = []
     for pair in pairs:
-        size = sum(each.numel for each in bucket)
+        size = sum(other.numel for other in bucket)
         is_other = bucket and (bucket[0].groups, bucket[0].device) != (pair.groups, pair.device)
         if bucket and (is_other or pair.gathered is not None or size + pair.numel > _BUCKET_NUMEL):
             yield bucket

@@ -98,7 +98,7 @@ def fill_broadcast(
     with contextlib.ExitStack() as stack:
         if sources[rank] == rank:
             assert supply.weights is not None
-            names = list(dict.fromkeys(each.entry.fqn for each in sent))
+            names = list(dict.fromkeys(tensor.entry.fqn for tensor in sent))
             reader = WeightReader(stack, supply.weights, names, check_source=check_source)
         error = send_parts(reader, sources, sent, mine, filled)
         if reader is not None and error is None:
@@ -134,10 +134,10 @@ def _described(rows: Sequence[Any]) -> Weights:
 
 def _by_tensor(wanted: Sequence[Wanted]) -> dict[str, list[Wanted]]:
     """Return the parts of each tensor, by FQN: one, or several of a packed dim."""
-    found: dict[str, list[Wanted]] = {}
+    by_tensor: dict[str, list[Wanted]] = {}
     for item in wanted:
-        found.setdefault(item.shard.fqn, []).append(item)
-    return found
+        by_tensor.setdefault(item.shard.fqn, []).append(item)
+    return by_tensor
 
 
 def _in_rows_order(wanted: Sequence[Wanted], rows: Sequence[Any]) -> list[list[Wanted]]:
@@ -225,13 +225,13 @@ def packed_layout(
         regions: what the rank holds of each, by number.
     """
     parts: list[PackedPart] = []
-    at = _ALIGN  # behind the status
+    stop = _ALIGN  # behind the status
     for number, box in step.packed:
         for part in _within(regions.get(number, ()), box):
             nbytes = part.num_elements * tensors[number].dtype.itemsize
-            parts.append(PackedPart(number, part, at, at + nbytes))
-            at += -(-nbytes // _ALIGN) * _ALIGN
-    return parts, at
+            parts.append(PackedPart(number, part, stop, stop + nbytes))
+            stop += -(-nbytes // _ALIGN) * _ALIGN
+    return parts, stop
 
 
 def _within(regions: Iterable[Region], band: Region) -> Iterator[Region]:
@@ -380,8 +380,8 @@ class _Receiver:
                 work = dist.irecv(flat_bytes(target) if staged is None else staged, self._source)
             assert work is not None
             pending.append((work, number, part, staged))
-        for each in pending:
-            self._finish(*each)
+        for received in pending:
+            self._finish(*received)
 
     def _room(self, turn: int, nbytes: int) -> torch.Tensor:
         if len(self._staged[turn % _IN_FLIGHT]) < nbytes:

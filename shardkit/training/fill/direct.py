@@ -156,8 +156,8 @@ def copy_to_replicas(shared: Sequence[Shared], filled: Filled) -> None:
     pending: list[dist.Work] = []
     with wire("copying shards to their replicas"):
         for item, reader in shared:
-            for at, (group, source) in enumerate(_steps(item, reader)):
-                if at:  # this group passes on what the last one brought
+            for step, (group, source) in enumerate(_steps(item, reader)):
+                if step:  # this group passes on what the last one brought
                     _finish(pending)
                 _broadcast(item.target, group, source, pending)
             if reader != _index(item):
@@ -185,8 +185,8 @@ def _steps(item: Wanted, reader: int) -> list[tuple[dist.ProcessGroup | None, in
     for axis in reversed(axes):
         reader, there[axis] = divmod(reader, mesh.size(axis))
     steps: list[tuple[dist.ProcessGroup | None, int]] = []
-    for at, axis in enumerate(axes):
-        if all(here[later] == there[later] for later in axes[at + 1 :]) and mesh.size(axis) > 1:
+    for place, axis in enumerate(axes):
+        if all(here[later] == there[later] for later in axes[place + 1 :]) and mesh.size(axis) > 1:
             group = mesh.get_group(axis)
             steps.append((group, dist.get_global_rank(group, there[axis])))
     return steps

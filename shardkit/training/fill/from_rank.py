@@ -89,12 +89,12 @@ def check_sources(source: object) -> None:
     if not any(told):
         return
     hint = "rank R: shardkit.from_rank(state_dict, rank=R); all others: shardkit.from_rank(None, rank=R)"
-    if not all(told) or any(each[0] != told[0][0] for each in told):
+    if not all(told) or any(named[0] != told[0][0] for named in told):
         raise UsageError(
             "the ranks do not name the same holder of the state dict",
             problems=[
-                f"rank {here}: {f'from_rank(..., rank={each[0]})' if each else 'another kind of source'}"
-                for here, each in enumerate(told)
+                f"rank {here}: {f'from_rank(..., rank={named[0]})' if named else 'another kind of source'}"
+                for here, named in enumerate(told)
             ],
             hint=hint,
         )

@@ -83,7 +83,7 @@ class PreshardedSource:
                 hint="copy the directory again, or preshard again",
             )
         by_name = {file.name: number for number, file in enumerate(self.catalog.files)}
-        found, known = set[int](), set[object]()
+        numbers, known = set[int](), set[object]()
         for fqn, regions in wanted.items():
             shape, placements = self.catalog.tensors[fqn].shape, self.layout.tensors[fqn].placements
             mesh = self.meshes[fqn]
@@ -94,8 +94,8 @@ class PreshardedSource:
                 for rank, owned in mesh.owners(shape, placements):
                     number = by_name.get(f"__{rank}_0.distcp")
                     if number is not None and intersect(owned, region) is not None:
-                        found.add(number)
-        return sorted(found)
+                        numbers.add(number)
+        return sorted(numbers)
 
     def _with_chunks(self, lists: Mapping[int, tuple[ChunkList, FileStamp]]) -> Catalog:
         whole = self.catalog
@@ -174,21 +174,21 @@ def open_presharded(directory: str) -> PreshardedSource | None:
             hint="copy all of the directory; or preshard again",
         )
     try:
-        found = _opened(directory, said)
+        source = _opened(directory, said)
     except (ValueError, LayoutError) as error:
         raise SourceError(
             f"{escape(os.path.join(directory, manifest.NAME))} does not describe shards as this version does",
             problems=[error.message if isinstance(error, ShardkitError) else str(error)],
             hint="preshard again",
         ) from error
-    names = (name for file in found.catalog.files for name in (file.name, chunk_list.name_for(file.name)))
+    names = (name for file in source.catalog.files for name in (file.name, chunk_list.name_for(file.name)))
     missing = [escape(name) for name in names if name not in there]
     IntegrityError.raise_for(
         missing,
         f"{escape(directory)}: {count(len(missing), 'file')} missing that {manifest.NAME} lists",
         hint="copy all of the directory; or preshard again",
     )
-    return found
+    return source
 
 
 def _opened(directory: str, said: manifest.Presharded) -> PreshardedSource:
@@ -217,7 +217,7 @@ def _opened(directory: str, said: manifest.Presharded) -> PreshardedSource:
 
 def _ties(groups: Sequence[Sequence[str]], tensors: Mapping[str, object]) -> dict[str, str]:
     """Return other name -> the name that has the records."""
-    found: dict[str, str] = {}
+    name_of: dict[str, str] = {}
     for group in groups:
         if not group or group[0] not in tensors:
             raise ValueError(
@@ -225,9 +225,9 @@ def _ties(groups: Sequence[Sequence[str]], tensors: Mapping[str, object]) -> dic
             )
         name, *others = group
         for other in others:
-            if other in tensors or found.setdefault(other, name) != name:
+            if other in tensors or name_of.setdefault(other, name) != name:
                 raise ValueError(f"ties: {escape(other)} has bytes of its own, or of two tensors")
-    return found
+    return name_of
 
 
 def _read_lists(
@@ -240,14 +240,14 @@ def _read_lists(
             return error
 
     lists = dict(zip(files, at_once(read, files, location_of(directory).connections), strict=True))
-    errors = [each for each in lists.values() if isinstance(each, ShardkitError)]
+    errors = [answer for answer in lists.values() if isinstance(answer, ShardkitError)]
     if errors:
         raise IntegrityError(
             f"{escape(directory)}: {count(len(errors), 'file')} not as {manifest.NAME} describes",
             problems=[error.message for error in errors],
             hint="copy the directory again, or preshard again",
         )
-    return {number: each for number, each in lists.items() if not isinstance(each, ShardkitError)}
+    return {number: answer for number, answer in lists.items() if not isinstance(answer, ShardkitError)}
 
 
 def _read_list(directory: str, file: manifest.ShardFile) -> tuple[ChunkList, FileStamp]:

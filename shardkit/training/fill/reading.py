@@ -145,8 +145,8 @@ class Weights:
             for region in regions if are_boxes else [full_region(made.shape)]:
                 for part, below in read_regions(made, region):
                     stored.setdefault(part, []).append(below)
-        found = replace(self, catalog=self.open_chunks(stored, self.opened), open_chunks=None)
-        return found.located()
+        opened = replace(self, catalog=self.open_chunks(stored, self.opened), open_chunks=None)
+        return opened.located()
 
     def stored_names(self) -> set[str]:
         """Return the stored names that the model is filled from."""
@@ -292,7 +292,7 @@ def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
         if entry is None:
             problems.append(f"{escape(shard.fqn)}: not in the source")
             continue
-        rows = next((supply.grown[each] for each in shard.names if each in supply.grown), None)
+        rows = next((supply.grown[fqn] for fqn in shard.names if fqn in supply.grown), None)
         shape = shard.shape if rows is None else (rows, *shard.shape[1:])
         if entry.shape != shape:
             problems.append(
@@ -318,7 +318,7 @@ def converts(source: DType, target: torch.dtype) -> bool:
 def _want(shard: LocalShard, entry: TensorEntry) -> Iterator[Wanted]:
     """Yield each part of a shard that the stored tensor has, or an empty one."""
     overlaps = [
-        each for part in shard.parts if (each := shard.cut(part, full_region(entry.shape))) is not None
+        overlap for part in shard.parts if (overlap := shard.cut(part, full_region(entry.shape))) is not None
     ]
     for region, target in overlaps:
         yield Wanted(shard, entry, region, target)
@@ -519,12 +519,12 @@ def _ranges(reads: Iterable[Read]) -> Ranges:
     by_file = Ranges()
     for read in reads:
         itemsize, ranges = read.dtype.itemsize, by_file.setdefault(read.file, [])
-        each = list(islice(runs(read.part, read.sizes), 2))
-        if len(each) > 1 and each[1].source - each[0].source >= _APART_NBYTES // itemsize:
-            each = list(runs(read.part, read.sizes))
+        box_runs = list(islice(runs(read.part, read.sizes), 2))
+        if len(box_runs) > 1 and box_runs[1].source - box_runs[0].source >= _APART_NBYTES // itemsize:
+            box_runs = list(runs(read.part, read.sizes))
             ranges.extend(
                 (read.place + run.source * itemsize, read.place + (run.source + run.length) * itemsize)
-                for run in each
+                for run in box_runs
             )
         else:
             start, stop = _rows(read.part, read.sizes)
@@ -688,26 +688,26 @@ def compare_together(check: SourceCheck, sources: SourceFiles, names: Iterable[s
     return checked if size == 1 else together([checked])
 
 
-def together(found: Iterable[CheckedSource]) -> CheckedSource:
+def together(checked: Iterable[CheckedSource]) -> CheckedSource:
     """Return the sum of what all ranks found, each in what it read; every rank calls it."""
-    told = gather_json([asdict(each) for each in found], phase=_PHASE)
+    told = gather_json([asdict(part) for part in checked], phase=_PHASE)
     return CheckedSource.of_all(
         CheckedSource(
             checked_bytes=part["checked_bytes"],
-            unchecked=tuple(Unchecked(**each) for each in part["unchecked"]),
+            unchecked=tuple(Unchecked(**unchecked) for unchecked in part["unchecked"]),
         )
         for each_rank in told
         for part in each_rank
     )
 
 
-def say_checked(found: CheckedSource, *, check_source: bool) -> None:
+def say_checked(checked: CheckedSource, *, check_source: bool) -> None:
     """Log once for all ranks how much was compared, or warn that nothing was."""
     if not check_source:
         say("weights: not compared with the checksums in the source (check_source=False)", logging.WARNING)
         return
-    if found.checked_bytes:
-        say(f"weights: {format_size(found.checked_bytes)} compared with the CRC-32s in the source")
-    for part in found.unchecked:
+    if checked.checked_bytes:
+        say(f"weights: {format_size(checked.checked_bytes)} compared with the CRC-32s in the source")
+    for part in checked.unchecked:
         what = count(part.num_entries, "tensor or storage", "tensors or storages")
         say(f"weights: not compared: {what}, {format_size(part.entry_bytes)}: {part.reason}")

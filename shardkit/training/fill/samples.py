@@ -46,10 +46,10 @@ def versions(weights: Weights) -> str | None:
     if not files or not all(location_of(file.path).has_versions for file in files):
         return None
     try:
-        found = [storage.stat(file.path).st_ino for file in files]  # of path and version
+        identities = [storage.stat(file.path).st_ino for file in files]  # of path and version
     except OSError as error:
         raise ResourceError(f"{escape(weights.path)}: {error.strerror}") from error
-    return hashlib.sha256(repr(found).encode()).hexdigest()
+    return hashlib.sha256(repr(identities).encode()).hexdigest()
 
 
 def take_samples(weights: Weights) -> str:
@@ -107,10 +107,10 @@ def _places(catalog: Catalog, identity: str, most_files: int) -> Iterator[tuple[
     files = set(_draw(sorted({file for file, _, _ in parts}), most_files, identity))
     parts = [part for part in parts if part[0] in files]
     pieces = -(-_NUM_PLACES // max(len(parts), 1))
-    for at, (file, first, nbytes) in enumerate(_draw(parts, 2 * _NUM_PLACES - 1, identity)):
+    for index, (file, first, nbytes) in enumerate(_draw(parts, 2 * _NUM_PLACES - 1, identity)):
         for piece in range(pieces):
-            start, stop = (first + nbytes * each // pieces for each in (piece, piece + 1))
-            place = start + _number(identity, at, piece) % max(stop - start - _PLACE_NBYTES + 1, 1)
+            start, stop = (first + nbytes * number // pieces for number in (piece, piece + 1))
+            place = start + _number(identity, index, piece) % max(stop - start - _PLACE_NBYTES + 1, 1)
             yield file, place, min(_PLACE_NBYTES, stop - place)
 
 

@@ -148,14 +148,14 @@ def find_targets(
     dense = {name: shape for name, shape in shapes.items() if factor_of(name) is None}
     dense |= {name: (target.rows, target.columns) for name, target in targets.items()}
     match = match_names(dense, wanted, model=model)
-    found = {fqn: targets[name] for fqn, name in match.names.items() if name in targets}
-    known = {target.path for target in found.values()}
+    by_fqn = {fqn: targets[name] for fqn, name in match.names.items() if name in targets}
+    known = {target.path for target in by_fqn.values()}
     LayoutError.raise_for(
         [f"{escape(target.path)}" for target in targets.values() if target.path not in known],
         f"{escape(source.path)} has OSFT factors of weights that the model does not have",
         hint="is it this model's source?",
     )
-    return tuple(replace(found[fqn], path=fqn.removesuffix(".weight")) for fqn in wanted if fqn in found)
+    return tuple(replace(by_fqn[fqn], path=fqn.removesuffix(".weight")) for fqn in wanted if fqn in by_fqn)
 
 
 def first_dtype(source: Source) -> str | None:

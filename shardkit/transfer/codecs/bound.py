@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, ClassVar
 
 from shardkit.core.catalog import Catalog, StoredParts, beside
@@ -102,7 +102,9 @@ def _open_of(
     """Open the records that some tensors are made of, at once; see `OpenRecords`."""
     made = {name: targets[name] for name in targets if name in names}
     assert catalog.open_records is not None
-    opened = catalog.open_records({*names, *(leaf.name for each in made.values() for leaf in leaves(each))})
+    opened = catalog.open_records(
+        {*names, *(leaf.name for expression in made.values() for leaf in leaves(expression))}
+    )
     return beside(bind(opened, made, convert), bound)
 
 
@@ -144,9 +146,9 @@ def _chunks(
     """Yield the chunks (file, first byte, bytes, region of the target) of a piece."""
     if piece.is_box:
         assert isinstance(piece.of, Stored)
-        found = list(_stored_chunks(catalog, piece.of.name, piece, dtype.itemsize))
-        if None not in found:
-            yield from (chunk for chunk in found if chunk is not None)
+        stretches = list(_stored_chunks(catalog, piece.of.name, piece, dtype.itemsize))
+        if None not in stretches:
+            yield from (chunk for chunk in stretches if chunk is not None)
             return
     view = View(piece.of if not piece.is_box else Cut(piece.of, piece.part), dtype)
     bound.files.append(computed_file(catalog, view))
@@ -170,34 +172,22 @@ def _stored_chunks(
             continue
         inner, file = relative_to(part, held.offsets), table.file[row]
         box = relative_to(part, piece.part.offsets)
-        if is_contiguous(inner, held.sizes) and (is_same or is_contiguous(box, piece.part.sizes)):
-            place = table.start[row] + flat_offset(inner.offsets, held.sizes) * itemsize
-            start = flat_offset(box.offsets, piece.part.sizes)
-            if is_same:
-                found = [_moved(box, piece)]
-            else:
-                found = flat_range_boxes(piece.region.sizes, start, start + box.num_elements)
-            for each in found:
-                nbytes = each.num_elements * itemsize
-                yield file, place, nbytes, shifted(each, piece.region.offsets)
-                place += nbytes
-            continue
-        if not catalog.files[file].is_raw:
-            yield None
-            return
-        # Several runs of the chunk, each a range of the box too.
-        found_runs = list(runs(inner, held.sizes)) if inner.num_elements else []
-        is_worth = len(found_runs) <= _MAX_RUNS and is_contiguous(box, piece.part.sizes)
-        if not is_worth:
+        spans = list(islice(runs(inner, held.sizes), _MAX_RUNS + 1))
+        is_one_box = is_same and len(spans) == 1
+        is_worth = len(spans) == 1 or (len(spans) <= _MAX_RUNS and catalog.files[file].is_raw)
+        if not is_worth or not (is_one_box or is_contiguous(box, piece.part.sizes)):
             yield None
             return
         start = flat_offset(box.offsets, piece.part.sizes)
-        for run in found_runs:
-            place = table.start[row] + run.source * itemsize
-            first = start + run.target
-            for each in flat_range_boxes(piece.region.sizes, first, first + run.length):
-                nbytes = each.num_elements * itemsize
-                yield file, place, nbytes, shifted(each, piece.region.offsets)
+        for run in spans:  # each a range of the box too
+            place, first = table.start[row] + run.source * itemsize, start + run.target
+            if is_one_box:
+                targets = [_moved(box, piece)]
+            else:
+                targets = flat_range_boxes(piece.region.sizes, first, first + run.length)
+            for target in targets:
+                nbytes = target.num_elements * itemsize
+                yield file, place, nbytes, shifted(target, piece.region.offsets)
                 place += nbytes
 
 
@@ -262,12 +252,12 @@ class View:
             case Zeros():
                 return numpy.zeros(region.sizes, kind_of(self.dtype.itemsize))
             case Concat():
-                found = numpy.empty(region.sizes, kind_of(self.dtype.itemsize))
+                joined = numpy.empty(region.sizes, kind_of(self.dtype.itemsize))
                 for part, place in made.placed():
                     inner = intersect(place, region)
                     if inner is not None:
                         values = self._read(parts, part, relative_to(inner, place.offsets))
-                        copy_array(values, found[window(relative_to(inner, region.offsets))])
-                return found
+                        copy_array(values, joined[window(relative_to(inner, region.offsets))])
+                return joined
             case Opaque():
                 raise AssertionError("an opaque tensor is whole, and a target of its own")

@@ -107,7 +107,7 @@ def read_box(
 
     entry, table, shown = catalog.tensors[name], catalog.chunks, name if fqn is None else fqn
     itemsize = entry.dtype.itemsize
-    found, left = numpy.empty(region.sizes, kind_of(itemsize)), region.num_elements
+    box, left = numpy.empty(region.sizes, kind_of(itemsize)), region.num_elements
     for row, held in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
         part = intersect(region, held)
         if part is None:
@@ -117,21 +117,21 @@ def read_box(
         place_in = window(relative_to(part, region.offsets))
         made = catalog.files[place.file].made
         if isinstance(made, Computed) and made.codec.shape == held.sizes:  # one box costs less than its runs
-            found[place_in] = computed_box(made, reader, inner, shown)
+            box[place_in] = computed_box(made, reader, inner, shown)
             left -= part.num_elements
             continue
         if part == region:
-            _read_part(reader, place, inner, found, shown)
-            return found
+            _read_part(reader, place, inner, box, shown)
+            return box
         values = numpy.empty(part.sizes, kind_of(itemsize))
         _read_part(reader, place, inner, values, shown)
-        found[place_in] = values
+        box[place_in] = values
         left -= part.num_elements
     if left:
         raise IntegrityError(
             f"{escape(name)}: {left} elements that {escape(shown)} is made of are in no chunk"
         )
-    return found
+    return box
 
 
 class _ChunkPlace(NamedTuple):
@@ -157,15 +157,15 @@ def _read_part(
         return
     itemsize = target.dtype.itemsize
     _, span = place.span(part)
-    run = next(runs(part, place.sizes)).length
-    num_runs = part.num_elements // run
-    if num_runs > 1 and run * itemsize < _SHORT_NBYTES and span * itemsize <= num_runs * _MAX_STRIDE:
+    length = next(runs(part, place.sizes)).length
+    num_runs = part.num_elements // length
+    if num_runs > 1 and length * itemsize < _SHORT_NBYTES and span * itemsize <= num_runs * _MAX_STRIDE:
         _read_spans(reader, place, part, target, fqn)
         return
     memory = flat_bytes(target).data
-    for each in runs(part, place.sizes):
-        into = memory[each.target * itemsize : (each.target + each.length) * itemsize]
-        reader.read_into(place.file, into, place.start + each.source * itemsize, fqn)
+    for run in runs(part, place.sizes):
+        into = memory[run.target * itemsize : (run.target + run.length) * itemsize]
+        reader.read_into(place.file, into, place.start + run.source * itemsize, fqn)
 
 
 def copy_array(source: numpy.ndarray, target: numpy.ndarray) -> None:

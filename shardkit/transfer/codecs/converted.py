@@ -46,7 +46,7 @@ def group_nbytes(catalog: Catalog, group: Iterable[Opaque]) -> int:
     members = list(group)
     parts = {leaf.name: leaf for _, part in members[0].parts for leaf in leaves(part)}
     itemsize = catalog.tensors[next(iter(parts))].dtype.itemsize
-    shapes = [*(part.shape for part in parts.values()), *(each.shape for each in members)]
+    shapes = [*(part.shape for part in parts.values()), *(member.shape for member in members)]
     return itemsize * sum(map(prod, shapes))
 
 

@@ -90,7 +90,7 @@ def made_by(catalog: Catalog, name: str, codec: type) -> bool:
     rows = catalog.tensors[name].chunk_ids
     computed = (catalog.files[file].made for file in set(catalog.chunks.file[rows.start : rows.stop]))
     return any(
-        isinstance(made.codec, codec) or any(made_by(made.catalog, each, codec) for each in made.codec.of)
+        isinstance(made.codec, codec) or any(made_by(made.catalog, part, codec) for part in made.codec.of)
         for made in computed
         if isinstance(made, Computed)
     )
@@ -103,14 +103,14 @@ def _paths(
     gone: Collection[str],
 ) -> dict[str, Path]:
     """Return the path of each tensor in the state dict that was saved, as if the made ones had been in it."""
-    found = dict[str, Path]()
+    derived = dict[str, Path]()
     for stored, path in paths.items():
         if stored not in place and stored not in gone:
-            found[stored] = path
+            derived[stored] = path
         for name in place.get(stored, ()):
             if name == stored:
-                found[name] = path
+                derived[name] = path
             elif path and stored == made[name].of[0]:
                 before = stored.removesuffix(str(path[-1]))
-                found[name] = (*path[:-1], name.removeprefix(before))
-    return found
+                derived[name] = (*path[:-1], name.removeprefix(before))
+    return derived
