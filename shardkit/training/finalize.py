@@ -236,7 +236,7 @@ def _open(
         wanted = {**factoring.read(expected), **extra_states(model)}
         return find_weights(opened, wanted, ties, model=model, rules=rules), factoring
 
-    share_listings((source,), open_given, phase=_OPENING)
+    share_listings((source,), open_given)
     seen, error, able = look_where_possible(
         look,
         lambda error: is_read_elsewhere and isinstance(error, (SourceError, ResourceError)),

@@ -150,11 +150,8 @@ class Kept:
         """Note where a finished save has the files: the Hub model's directory may be gone by the next one."""
         if self._holder is not None:
             module = self._holder[1]
-            setattr(
-                module,
-                _ATTRIBUTE,
-                getattr(module, _ATTRIBUTE)._replace(last=os.path.join(path, SAVED_ASSETS)),
-            )
+            files = getattr(module, _ATTRIBUTE)
+            setattr(module, _ATTRIBUTE, files._replace(last=os.path.join(path, SAVED_ASSETS)))
 
     def _files(self, problems: list[str]) -> tuple[_Files, Asset | None]:
         """Return the files, and the config of the Hub model, which the live model's may replace."""

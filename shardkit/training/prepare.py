@@ -238,7 +238,6 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
     share_listings(
         (options.model_place, options.place),
         partial(_look, options),
-        phase=_OPENING,
         revision=options.revision,
         variant=options.variant,
     )

@@ -145,13 +145,8 @@ class Existing:
         try:
             problems = self._other_factors(is_known=is_known) or list(self._differences(check))
         except Differs as differs:
-            name = escape(differs.name)
-            what = (
-                f"{name}: other bytes at {escape(differs.fqn)}"
-                if differs.fqn
-                else f"{name}: another size, or missing"
-            )
-            problems = [what]
+            what = f"other bytes at {escape(differs.fqn)}" if differs.fqn else "another size, or missing"
+            problems = [f"{escape(differs.name)}: {what}"]
         return [*(self.otherwise() if problems else ()), *problems]
 
     def _differences(self, check: SourceCheck | None) -> Iterator[str]:

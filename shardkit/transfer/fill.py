@@ -389,11 +389,8 @@ class Scatter:
         raw = memoryview(result) if converter is None else None
         for first, stop in spans:
             self._controls.check()
-            nbytes, into = (
-                (stop - first) * source.itemsize,
-                slice(first * target.itemsize, stop * target.itemsize),
-            )
-            view = memoryview(bytearray(nbytes)) if raw is None else raw[into]
+            into = slice(first * target.itemsize, stop * target.itemsize)
+            view = memoryview(bytearray((stop - first) * source.itemsize)) if raw is None else raw[into]
             reader.read_into(file, view, start + first * source.itemsize, fqn)
             if converter is not None and converter(view, memoryview(result)[into]):
                 self._controls.infinite(fqn, target)

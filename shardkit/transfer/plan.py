@@ -301,10 +301,8 @@ def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_orde
         ]
     ranges, num_places = Ranges(), 1
     # The tasks of a large tensor follow one another: where it lies in several files, these are read once for all of them.
-    together, files_of = (
-        dict[tuple[int, str], list[tuple[tuple[int, int], Task]]](),
-        dict[tuple[int, str], set[int]](),
-    )
+    together = dict[tuple[int, str], list[tuple[tuple[int, int], Task]]]()
+    files_of = dict[tuple[int, str], set[int]]()
     for task in tasks:
         image = plan.images[task.image]
         read = sorted(_task_ranges(plan, image, task))

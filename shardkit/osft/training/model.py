@@ -33,11 +33,8 @@ class Factoring:
     @property
     def computed(self) -> frozenset[str]:
         """FQNs of the factors that are not read."""
-        return (
-            frozenset()
-            if self.svd is None
-            else frozenset(name for target in self.targets for name in target.shapes)
-        )
+        computed = self.targets if self.svd is not None else ()
+        return frozenset(name for target in computed for name in target.shapes)
 
     def read(self, expected: Mapping[str, ExpectedTensor]) -> dict[str, ExpectedTensor]:
         """Return what the source must have for a model: dense weights in the place of factors that are computed.

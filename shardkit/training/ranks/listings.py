@@ -16,24 +16,24 @@ from shardkit.formats.hub.directory import open_model
 from shardkit.formats.hub.repo import cached_model
 from shardkit.training.ranks.agree import agreed, broadcast_json, world
 
+_OPENING = "opening the source"
+
 
 def share_listings(
     paths: Iterable[object],
     look: Callable[[], object],
     *,
-    phase: str,
     revision: str | None = None,
     variant: str | None = None,
 ) -> None:
     """Have the first rank look at a source, and the others know what it has found; every rank calls it.
 
-    Paths elsewhere than in a store, without safetensors files, and without `.metadata`, cost two messages and nothing
+    Paths elsewhere than in a store, without safetensors files, and without `.metadata`, cost one `agreed` and nothing
     else. So do pre-sharded directories: their ranks open no `.metadata`.
 
     Args:
         paths: of this rank: what it will look at.
         look: opens them. If that fails, each rank will see for itself.
-        phase: for the message if a rank died.
         revision, variant: of a repo. What of it is not in the cache is not looked at: the others would wait for the
             download.
 
@@ -44,21 +44,26 @@ def share_listings(
     if size == 1:
         return
     given = [os.fspath(path) for path in paths if isinstance(path, (str, os.PathLike))] if rank == 0 else []
-    is_told = False
-    with agreed(phase), contextlib.suppress(ShardkitError, OSError), shared_reads.noted() as notes:
-        is_told = any(map(is_looked_at, given))
-        if is_told:
+    with (
+        agreed(_OPENING) as exchanged,
+        contextlib.suppress(ShardkitError, OSError),
+        shared_reads.noted() as notes,
+    ):
+        exchanged.mine = any(map(is_looked_at, given))
+        if exchanged.mine:
             look()
         for path in given:
             if (folder := cached_model(path, revision, variant)) is not None:
-                is_told = True
+                exchanged.mine = True
                 open_model(folder, variant=variant)
-    said = [stores.known(), home.known(), notes.plain()] if is_told else None
-    told = broadcast_json(said, 0, phase=phase)
-    if told is not None and rank != 0:
-        stores.learn(told[0])
-        home.learn(told[1])
-        shared_reads.learn(told[2])
+    if not exchanged.of_all[0]:
+        return
+    said = [stores.known(), home.known(), notes.plain()] if rank == 0 else None
+    known, homes, reads = broadcast_json(said, 0, phase=_OPENING)
+    if rank != 0:
+        stores.learn(known)
+        home.learn(homes)
+        shared_reads.learn(reads)
 
 
 def is_looked_at(path: object) -> bool:
