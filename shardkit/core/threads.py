@@ -136,11 +136,8 @@ def until_done(futures: Collection[Future[Any]]) -> None:
     """
     if futures:
         over = Outcome[object]()
-
-        def watch() -> None:
-            over.settle(lambda: wait(futures, return_when=FIRST_EXCEPTION))
-
-        _thread.start_new_thread(watch, ())  # a Thread takes locks while it starts
+        watch = partial(wait, futures, return_when=FIRST_EXCEPTION)
+        _thread.start_new_thread(over.settle, (watch,))  # a Thread takes locks while it starts
         over.wait()
 
 

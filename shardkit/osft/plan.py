@@ -94,7 +94,7 @@ def as_plan(osft: float | OsftPlan | Mapping[str, Any] | None) -> OsftPlan | Non
     if osft is None or isinstance(osft, OsftPlan):
         return osft
     if isinstance(osft, Mapping):
-        return from_config(osft)
+        return OsftPlan(**osft)
     if isinstance(osft, bool) or not isinstance(osft, (int, float)):
         raise UsageError(
             f"osft is a {type(osft).__name__}",
@@ -332,8 +332,3 @@ def as_plain(osft: float | OsftPlan | Mapping[str, Any] | None) -> float | dict[
     if plan is None or plan == OsftPlan(ratio=plan.ratio):
         return None if plan is None else plan.ratio
     return as_config(plan)
-
-
-def from_config(config: Mapping[str, Any]) -> OsftPlan:
-    """Return the plan that `as_config` made JSON of."""
-    return OsftPlan(**config)

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardkit.layout import trace_child
 from shardkit.osft.modules import candidates, factor_modules, placement_fn
-from shardkit.osft.plan import choose_targets, from_config
+from shardkit.osft.plan import OsftPlan, choose_targets
 
 
 def main() -> None:
@@ -21,6 +21,6 @@ def main() -> None:
 def divide(model: nn.Module, plan: Mapping[str, Any]) -> trace_child.DividedModel:
     """Put factors in the place of a plan's targets; see `layout.trace_child.Divide`."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    targets, notes = choose_targets(from_config(plan), candidates(model), model_type)
+    targets, notes = choose_targets(OsftPlan(**plan), candidates(model), model_type)
     factor_modules(model, targets)
     return trace_child.DividedModel(targets, notes, partial(placement_fn, model))

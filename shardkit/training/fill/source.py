@@ -375,7 +375,7 @@ def _stored(source: Source, wanted: list[str]) -> _Stored:
     if source.checkpoint is None:
         return _of_records(source, wanted)
     if source.checkpoint.hub is not None:
-        return _of_hub(source.checkpoint, source.checkpoint.hub)
+        return _of_hub(source.checkpoint.hub)
     return _of_checkpoint(source, source.checkpoint, wanted)
 
 
@@ -421,7 +421,7 @@ def _other_versions(presharded: PreshardedSource) -> Iterator[str]:
             yield f"pre-sharded with {name} {escape(there)}, and this job has {escape(here)}: modules may differ"
 
 
-def _of_hub(checkpoint: Checkpoint, model: OpenedHubModel) -> _Stored:
+def _of_hub(model: OpenedHubModel) -> _Stored:
     names = {name: name for name in model.catalog.tensors}
     return _Stored(
         names=names,
