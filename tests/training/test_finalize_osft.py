@@ -377,7 +377,7 @@ class Kill(NamedTuple):
         if self.place == "decomposing":
             factorise.factorise = kill
         else:
-            factorise._Exchange._keep = kill
+            factorise._Exchange._move = kill
 
 
 @two.test_each_killing({each.place: each for each in (Kill("decomposing"), Kill("sending"))})
