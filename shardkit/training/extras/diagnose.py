@@ -172,13 +172,10 @@ def diagnose(model: nn.Module) -> Diagnosis:
 
 
 def _kind(model: nn.Module) -> str:
-    modules = list(model.modules())
-    if any(isinstance(module, FullyShardedDataParallel) for module in modules):
-        return "fsdp1"
-    if any(isinstance(module, FSDPModule) for module in modules):
-        return "fsdp2"
-    if any(isinstance(module, DistributedDataParallel) for module in modules):
-        return "ddp"
+    kinds = {FullyShardedDataParallel: "fsdp1", FSDPModule: "fsdp2", DistributedDataParallel: "ddp"}
+    for kind, name in kinds.items():
+        if any(isinstance(module, kind) for module in model.modules()):
+            return name
     return "tensor-parallel" if any(isinstance(p, DTensor) for p in model.parameters()) else "plain"
 
 

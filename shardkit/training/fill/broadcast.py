@@ -149,12 +149,11 @@ def _in_rows_order(wanted: Sequence[Wanted], rows: Sequence[Any]) -> list[list[W
     by_fqn = _by_tensor(wanted)
     differ = {fqn for fqn, *_ in rows} ^ by_fqn.keys()
     differ |= {row[0] for row in rows if row[0] in by_fqn and _row(by_fqn[row[0]][0]) != row}
-    if differ:
-        raise LayoutError(
-            "the ranks' models have other tensors or dtypes than the source rank's",
-            problems=sorted(differ),
-            hint="every rank must build and wrap the same model; stages of a pipeline read for themselves: strategy='direct'",
-        )
+    LayoutError.raise_for(
+        sorted(differ),
+        "the ranks' models have other tensors or dtypes than the source rank's",
+        hint="every rank must build and wrap the same model; stages of a pipeline read for themselves: strategy='direct'",
+    )
     return [by_fqn[row[0]] for row in rows]
 
 

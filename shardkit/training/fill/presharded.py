@@ -240,13 +240,12 @@ def _read_lists(
             return error
 
     lists = dict(zip(files, at_once(read, files, location_of(directory).connections), strict=True))
-    errors = [answer for answer in lists.values() if isinstance(answer, ShardkitError)]
-    if errors:
-        raise IntegrityError(
-            f"{escape(directory)}: {count(len(errors), 'file')} not as {manifest.NAME} describes",
-            problems=[error.message for error in errors],
-            hint="copy the directory again, or preshard again",
-        )
+    problems = [answer.message for answer in lists.values() if isinstance(answer, ShardkitError)]
+    IntegrityError.raise_for(
+        problems,
+        f"{escape(directory)}: {count(len(problems), 'file')} not as {manifest.NAME} describes",
+        hint="copy the directory again, or preshard again",
+    )
     return {number: answer for number, answer in lists.items() if not isinstance(answer, ShardkitError)}
 
 

@@ -226,12 +226,9 @@ def meta_attributes(model: nn.Module) -> Iterator[_Attribute]:
 def _tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield "", value
-    elif isinstance(value, (list, tuple)):
-        yield from (
-            (f"[{index}]", item) for index, item in enumerate(value) if isinstance(item, torch.Tensor)
-        )
-    elif isinstance(value, dict):
-        yield from ((f"[{key!r}]", item) for key, item in value.items() if isinstance(item, torch.Tensor))
+    elif isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        yield from ((f"[{key!r}]", item) for key, item in items if isinstance(item, torch.Tensor))
 
 
 def _follow(on_meta: list[ModuleTensor], attributes: list[_Attribute]) -> None:

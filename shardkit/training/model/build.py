@@ -466,12 +466,9 @@ def _refuse_wrapped(model: nn.Module) -> None:
         for path, module in model.named_modules()
         if isinstance(module, kinds)
     ]
-    if not wrapped:
-        wrapped = [
-            f"{escape(name)}: a DTensor" for name, p in model.named_parameters() if isinstance(p, DTensor)
-        ]
+    cut = [f"{escape(name)}: a DTensor" for name, p in model.named_parameters() if isinstance(p, DTensor)]
     UsageError.raise_for(
-        wrapped,
+        wrapped or cut,
         "the model is wrapped already, and prepare needs the plain one",
         hint="prepare first and wrap ctx.model; a model that is wrapped with fully_shard is filled by load_into",
     )

@@ -201,13 +201,12 @@ def check_untied(broken: Iterable[BrokenTie], weights: Weights | None) -> None:
         IntegrityError, ResourceError: a file cannot be read as described.
     """
     apart = [tie for tie in broken if weights is None or not diverged_ties([tie], weights)]
-    if apart:
-        raise LayoutError(
-            "the model's class ties parameters that are several in this model: they would train apart",
-            problems=[f"{escape(other)} and {escape(kept)}" for kept, other in apart],
-            hint="call model.tie_weights() before the model is wrapped, and wrap tied modules in one unit; if they are"
-            " meant to be two, set model.config.tie_word_embeddings = False",
-        )
+    LayoutError.raise_for(
+        [f"{escape(other)} and {escape(kept)}" for kept, other in apart],
+        "the model's class ties parameters that are several in this model: they would train apart",
+        hint="call model.tie_weights() before the model is wrapped, and wrap tied modules in one unit; if they are"
+        " meant to be two, set model.config.tie_word_embeddings = False",
+    )
 
 
 def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple[str, str, str]]:

@@ -131,13 +131,12 @@ def _make(modules: dict[str, nn.Module], path: str, seed: int) -> dict[str, torc
     if any(map(_may_be_unwritten, first.values())):
         second = _run(modules, path, seed, FILLS[1])
         lost = [name for name, value in first.items() if not same_bits(value, second[name])]
-        if lost:
-            raise LayoutError(
-                f"nothing initialises {count(len(lost), 'parameter')} of"
-                f" {escape(path) or 'the model'} ({type(modules[path]).__name__})",
-                problems=[escape(full_name(path, name)) for name in lost],
-                hint="give the module a reset_parameters() that does it, or give a source that has them",
-            )
+        LayoutError.raise_for(
+            [escape(full_name(path, name)) for name in lost],
+            f"nothing initialises {count(len(lost), 'parameter')} of"
+            f" {escape(path) or 'the model'} ({type(modules[path]).__name__})",
+            hint="give the module a reset_parameters() that does it, or give a source that has them",
+        )
     return first
 
 
