@@ -40,7 +40,7 @@ class Unproven(Exception):
 
 
 class Factored(Protocol):
-    """Weights that become factors, as `transfer.factors.job.FactoredJob` has it."""
+    """Weights that become factors, as `osft.job.FactoredJob` has it."""
 
     @property
     def crcs(self) -> Mapping[str, int]:
