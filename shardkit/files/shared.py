@@ -165,7 +165,7 @@ class SharedStaging:
     def is_committed(self) -> bool:
         """True if the destination is what was committed here, and has not been touched since."""
         places = (self.path + _DONE,) if self.is_open else (self.path, self.path + _DONE)
-        return any(_is_record_of(os.path.join(place, _COMMITTED), self.destination) for place in places)
+        return any(_is_untouched(os.path.join(place, _COMMITTED), self.destination) for place in places)
 
     def create(self, record: bytes, folders: Collection[str] = (), owner: Owner | None = None) -> bool:
         """Make it, unless another process has; return whether it was made here.
@@ -378,7 +378,7 @@ class SharedStaging:
     def is_left(self) -> bool:
         """True after a commit whose process is not known to be alive: what comes after the output may not have been done."""
         is_over = not self.is_open and storage.isdir(self._work)  # which goes once all is done
-        return is_over and not self.is_attended and _is_record_of(self._committed, self.destination)
+        return is_over and not self.is_attended and _is_untouched(self._committed, self.destination)
 
     @property
     def is_attended(self) -> bool:
@@ -524,7 +524,7 @@ class SharedStaging:
             own = os.path.join(self.path, _TAKEN + str(owner))
             try:
                 storage.rename(path, own)
-                if _is_record_of(self._committed, own):
+                if _is_untouched(self._committed, own):
                     storage.rename(own, self.data)
                     storage.sync_directory(self.path)
                     return True
@@ -779,8 +779,8 @@ def _state(path: str) -> list[int]:
     return [status.st_size, status.st_mtime_ns // 1000]
 
 
-def _is_record_of(path: str, directory: str) -> bool:
-    """True if all files that a record lists are in a directory, in the state that it says."""
+def _is_untouched(path: str, directory: str) -> bool:
+    """True if every file that a `committed.json` lists is in a directory, with the size and time of the commit."""
     try:
         files = parse_object(read_small(path, _COMMITTED, _MAX_BYTES, follow=False), _COMMITTED)
         return all(_state(os.path.join(directory, name)) == state for name, state in files.items())
@@ -820,7 +820,7 @@ def remove_marks(destination: str, kept: Kept, *, only_old: bool = False) -> Non
         ResourceError: the system refuses.
     """
     for path in _beside(destination, _DONE):
-        if not (only_old and _is_record_of(os.path.join(path, _COMMITTED), destination)):
+        if not (only_old and _is_untouched(os.path.join(path, _COMMITTED), destination)):
             _remove(destination, path, kept)
 
 

@@ -150,3 +150,12 @@ def test_whoever_is_at_work_is_left_alone(place: Path) -> None:
     run.leave(owner)
     remove_runs(str(place), nothing, but="")
     assert names(place.parent) == []
+
+
+def test_what_was_touched_since_is_not_what_was_committed(place: Path) -> None:
+    run = begun(place)
+    with run.workplace() as work:
+        assert run.commit(work, ["new"], overwrite=False)
+    assert run.is_committed
+    os.utime(place / "new", (1, 1))  # its size stays
+    assert not run.is_committed

@@ -139,6 +139,7 @@ class Divided:
         place, closed = self.place, list[str]()
         for _ in range(_MOST_TRIES):
             self._shared.reopen()
+            # With --overwrite too: else late parts would write again what others have just committed.
             if place.is_committed:
                 return False
             closed = [escape(path) for path in place.closed()]

@@ -514,6 +514,23 @@ def test_a_file_that_is_gone_is_written_again(model: Path, tmp_path: Path, whole
     assert files(tmp_path / "out") == whole
 
 
+def test_an_output_that_was_touched_since_is_written_again_by_parts(
+    model: Path, tmp_path: Path, whole: dict[str, bytes]
+) -> None:
+    """Its mark no longer stands for it: a file has its size, and neither its time nor its bytes."""
+    out = tmp_path / "out"
+    for part in ("1/2", "2/2"):
+        preshard(model, out, part, sha256=True)
+    damaged = next(out.glob("*.distcp"))
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    os.utime(damaged, (1, 1))
+    for part in ("1/2", "2/2"):
+        assert not preshard(model, out, part, sha256=True, overwrite=True).was_there
+    assert files(out) == whole
+    late = preshard(model, out, "1/2", sha256=True, overwrite=True)
+    assert late.was_there  # the mark is a new one
+
+
 def test_a_cache_of_the_hub_on_each_machine(make_hub: Callable[..., Path], tmp_path: Path) -> None:
     """The files have other times there, and the names of their content."""
     model = make_hub({f"layers.{n}.weight": torch.randn(8, 6) for n in range(4)})
