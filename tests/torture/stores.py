@@ -34,7 +34,7 @@ FACTORS = "preshard factors"
 """What parts do besides."""
 MARKERS = {"consolidate": "model.safetensors.index.json"}
 _CHILD = """
-import json, os, signal, sys
+import gc, json, os, signal, sys
 from shardkit.cli import main
 import boto3, obstore, click
 from shardkit.files import uploads
@@ -42,10 +42,14 @@ import shardkit.operations.commit
 import torch
 from shardkit.osft import compute
 from tests.worlds.factors import WorkerHere
+from tests.worlds.stores import read_models_once
 torch.set_num_threads(1)
 compute.FactorWorker = WorkerHere  # so that a part is one process
 for verb in ("preshard", "consolidate", "reshard"):
     main.get_command(click.Context(main), verb)
+read_models_once()
+boto3.session.Session().client("s3", region_name="us-east-1")
+gc.freeze()
 uploads.PART_NBYTES = 5 << 20  # the least that stores take, so that small files have several
 for line in sys.stdin:
     children = []

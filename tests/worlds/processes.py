@@ -24,7 +24,11 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 _HANGS_S = 1200  # only what hangs takes so long, however busy the machine is
 _OF_WORLDS = (
     "accelerate",
+    "boto3",
+    "obstore",
     "safetensors.torch",
+    "shardkit.operations.consolidate",
+    "shardkit.operations.preshard",
     "shardkit.osft.trace_child",
     *sorted(
         home for home in shardkit._HOMES if home.startswith(("shardkit.osft.training.", "shardkit.training."))

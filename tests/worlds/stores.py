@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import hmac
 import http.client
@@ -409,6 +410,7 @@ def reached(kind: str, home: Path) -> Iterator[Proxy]:
     """
     for name in ("obstore", "boto3"):
         pytest.importorskip(name, reason=f"{name} is not installed: pip install 'shardkit[stores]'")
+    read_models_once()
     is_google = kind == "google"
     if kind in ("any", "google"):
         kind = next((each for each in SERVERS if command(each, 1, home)), SERVERS[-1])
@@ -427,6 +429,16 @@ def reached(kind: str, home: Path) -> Iterator[Proxy]:
         finally:
             forget()
             proxy.close()
+
+
+@functools.cache
+def read_models_once() -> None:
+    """Have boto3 read what it says of S3 once in this process and its forks: each test has a client of its own."""
+    from botocore.loaders import JSONFileLoader
+
+    loader, load_file = JSONFileLoader(), JSONFileLoader.load_file
+    loaded = functools.cache(lambda path: load_file(loader, path))
+    JSONFileLoader.load_file = lambda self, path: loaded(path)
 
 
 def forget() -> None:
