@@ -7,28 +7,29 @@ what was written takes room. Whoever writes says what is settled, that is, neith
 part that is settled as a whole is sent, a few at a time, and its memory is given back. So a file of any size passes through a few
 parts, and nothing lies on the local disk.
 
-Files are written within a `Session`, which remembers the uploads of an earlier run: a part that the store has, with the
-same bytes, is not sent again.
+Files are written within a `Session`. One that is left before its end is sent anew by the next run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import itertools
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from isal.isal_zlib import crc32, crc32_combine
 
 from shardkit.core.text import MIB
+from shardkit.core.threads import at_once
+from shardkit.errors import ShardkitError
 from shardkit.files.remote.contract import Underway, UploadedPart, WrittenObject
-from shardkit.files.remote.writers import WRITABLE, is_part, writer_of
+from shardkit.files.remote.writers import WRITABLE, writer_of
 
 FIRST_NUMBER = 1 << 40
 """Numbers of files that are written to a store begin here."""
@@ -55,13 +56,6 @@ def part_nbytes(size: int) -> int:
     return max(PART_NBYTES, -(-least // MIB) * MIB)
 
 
-class Begun(NamedTuple):
-    """An upload that an earlier run began."""
-
-    upload: str
-    part_nbytes: int
-
-
 class _File:
     """A file on its way into a store; several numbers may stand for it.
 
@@ -78,7 +72,6 @@ class _File:
         self._taken = set[int]()
         self._parts: list[Future[UploadedPart]] = []
         self._upload: str | None = None
-        self._begun: dict[int, UploadedPart] = {}
 
     # Memory of the file's size
 
@@ -118,7 +111,7 @@ class _File:
         return os.preadv(self.fd(), buffers, start)
 
     def close(self) -> None:
-        """Give the memory back. What was not completed stays in the store, for the next run."""
+        """Give the memory back."""
         with self.lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -178,18 +171,9 @@ class _File:
         self._parts.append(sending)
 
     def _begin(self) -> None:
-        """Begin the upload, or go on with the one of an earlier run."""
         with self.lock:
-            if self._upload is not None:
-                return
-            begun = self.session.known.get(self.path)
-            if begun is not None and begun.part_nbytes == self._step:
-                parts = self._store.sent_parts(self.path, begun.upload)
-                if parts is not None:
-                    self._upload, self._begun = begun.upload, parts
-                    return
-            self._upload = self._store.begin(self.path)
-            self.session.on_begin(self.path, Begun(self._upload, self._step))
+            if self._upload is None:
+                self._upload = self._store.begin(self.path)
 
     def _send_part(self, number: int, data: bytes) -> UploadedPart:
         crc = int(crc32(data))
@@ -197,9 +181,6 @@ class _File:
             self.session.before_object()
             stored = self._store.put(self.path, data, crc)
             return UploadedPart(1, len(data), stored.etag, crc)
-        sent = self._begun.get(number + 1)
-        if sent is not None and is_part(sent, data, crc):
-            return sent._replace(crc32=crc)
         return self._store.send_part(self.path, self._upload, number + 1, data, crc)
 
     def raise_failure(self) -> None:
@@ -225,10 +206,11 @@ class _File:
         return self._store.complete(self.path, self._upload, parts, crc)._replace(crc32=crc)
 
     def abort(self) -> None:
-        """End the upload, if one was begun."""
+        """End the upload, if one was begun, as far as the store lets us."""
         self.close()
         if self._upload is not None:
-            self._store.abort(self.path, self._upload)
+            with contextlib.suppress(ShardkitError):
+                self._store.abort(self.path, self._upload)
 
 
 def _take(fd: int, start: int, stop: int) -> bytes:
@@ -250,21 +232,11 @@ class Session:
 
     Args:
         directory: of a store.
-        known: uploads that an earlier run began, by path.
-        on_begin: told of each upload that is begun; called from any thread.
         before_object: called before each object is made, from any thread; raises if none may be made any more.
     """
 
-    def __init__(
-        self,
-        directory: str,
-        *,
-        known: Mapping[str, Begun] = MappingProxyType({}),
-        on_begin: Callable[[str, Begun], None] = lambda _path, _begun: None,
-        before_object: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.directory, self.known, self.on_begin = directory, known, on_begin
-        self.before_object = before_object
+    def __init__(self, directory: str, *, before_object: Callable[[], object] = lambda: None) -> None:
+        self.directory, self.before_object = directory, before_object
         self.senders = ThreadPoolExecutor(NUM_SENDERS, thread_name_prefix="shardkit-upload")
         self.is_free = threading.Semaphore(NUM_SENDERS)
         """Whether one more part may go on its way."""
@@ -284,8 +256,7 @@ class Session:
             for number in [number for number, file in _open.items() if file.session is self]:
                 del _open[number]
         self.senders.shutdown(cancel_futures=True)
-        for file in self._files.values():
-            file.close()
+        at_once(_File.abort, self._files.values())
 
     def file(self, path: str, flags: int) -> _File:
         """Return the file of a path, a new one if there is none under way."""
@@ -303,11 +274,6 @@ class Session:
             self.stored[file.path] = stored
             self._files.pop(file.path, None)
         return stored
-
-    def abort(self) -> None:
-        """End all uploads under way."""
-        for file in self._files.values():
-            file.abort()
 
     def held_nbytes(self) -> int:
         """Return the bytes of memory that files under way take."""

@@ -11,7 +11,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 from shardkit.core.text import escape
 from shardkit.core.threads import at_once
@@ -380,19 +379,17 @@ class StoreDestination(Destination):
         output = self._output(self.hash(job), is_computed)
         if share is not None:
             replaces_any = isinstance(share, Committing) and share.overwrite
-            part = str(share) if isinstance(share, Part) else ""
-            yield PartsInStore(output, plan, files, part=part, replaces_any=replaces_any)
+            yield PartsInStore(output, plan, files, replaces_any=replaces_any)
             return
         is_dry = self._options.dry_run
         beside = nullcontext(place_of_records(self.path)) if is_dry else None
         with beside or place_of_run(self.path, is_needed=is_computed) as here:
             notebook = SharedStaging.of_plan(here, plan, nothing, is_run=True)
-            run = partial(RunInStore, notebook=notebook, files=files, plan=plan, resume=self._options.resume)
-            if is_computed and self._options.overwrite and run(output).is_named:
+            if is_computed and self._options.overwrite and RunInStore(output, notebook, files).is_named:
                 # Whoever reads the output that is there must not get the factors of two machines.
                 by = f"{self.hash(job)} {agreement.ingredients.get('computed_by')}"
                 output = self._output(hashlib.sha256(by.encode()).hexdigest(), is_computed)
-            yield run(output)
+            yield RunInStore(output, notebook, files)
 
     def _output(self, plan_hash: str, is_computed: bool) -> StoredOutput:
         """Return the output whose files have a hash in their names."""

@@ -204,13 +204,8 @@ def writing_to(place: str) -> Iterator[FileSystem]:
     if not location_of(place).sends:
         yield FileSystem()
         return
-    with uploads.Session(place) as session:
-        try:
-            yield _StoreFiles()
-        except BaseException:
-            with contextlib.suppress(ShardkitError, OSError):
-                session.abort()
-            raise
+    with uploads.Session(place):
+        yield _StoreFiles()
 
 
 def expect(files: FileSystem, plan: SavePlan) -> None:

@@ -36,7 +36,6 @@ from shardkit.errors import (
 )
 from shardkit.files import storage, stores
 from shardkit.files.digest import crc32
-from shardkit.files.place.begun import UploadNotes
 from shardkit.files.place.contract import Beside, Place, given_up
 from shardkit.files.place.store_notes import StoredStaging, shared_in_store
 from shardkit.files.place.waiting import remove_records, room_for_records
@@ -256,6 +255,12 @@ class StorePlace(Place):
             hint="run the same command again; two runs of one job should not write at the same time",
         )
 
+    def _end_uploads(self) -> None:
+        """End uploads of killed processes, once the files are there."""
+        paths = {self.path_of(name) for name, _ in self._files}
+        left = [each for each in self._store.uploads(self._output.path) if each.path in paths]
+        at_once(lambda each: self._store.abort(each.path, each.upload), left)
+
     def _was_slower(self) -> UsageError:
         """Return the error of a run that finds an output where none was when it began."""
         return UsageError(
@@ -286,7 +291,6 @@ class PartsInStore(StorePlace):
     Args:
         output, files: as for `StorePlace`.
         plan: hash of what they agree on.
-        part: which of them this process is.
         replaces_any: a commit replaces whatever output is there by now, not the one that was there when the parts began.
     """
 
@@ -296,12 +300,11 @@ class PartsInStore(StorePlace):
         plan: str,
         files: Sequence[tuple[str, int]],
         *,
-        part: str,
         replaces_any: bool,
     ) -> None:
         self._shared = StoredStaging.of_plan(output.path, plan)
         super().__init__(output, self._shared, files)
-        self._plan, self._part, self._replaces_any = plan, part, replaces_any
+        self._replaces_any = replaces_any
 
     @property
     def is_left(self) -> bool:
@@ -352,21 +355,9 @@ class PartsInStore(StorePlace):
 
     @contextlib.contextmanager
     def workplace(self) -> Iterator[str]:
-        """Give the directory of the store. Uploads that this process leaves unfinished go on when it is started again."""
-        notes = UploadNotes(self._output.path, f"{self._plan} {self._part}")
-        session = self._session = notes.session(self.data, self._check_may_make)
-        try:
-            with _turns.setdefault(session.directory, threading.Lock()), session:
-                yield self.data
-        except (OSError, ShardkitError) as error:
-            if isinstance(error, IntegrityError) or not self._shared.is_open:
-                session.abort()
-                notes.remove()
-            raise
-        else:
-            notes.remove()
-        finally:
-            notes.close()
+        session = self._session = Session(self.data, before_object=self._check_may_make)
+        with _turns.setdefault(self.data, threading.Lock()), session:
+            yield self.data
 
     def _check_may_make(self) -> None:
         """Refuse to make an object once all is over: it would replace one of the output, and the source may be another by now.
@@ -420,11 +411,9 @@ class PartsInStore(StorePlace):
         )
 
     def clean_up(self, *, keeps_mark: bool) -> None:
-        """Remove what the parts shared, here too, and end uploads of lost ones: the output says it to parts that come late."""
+        """Remove what the parts shared, here too: the output says it to parts that come late."""
         self._shared.close()
-        paths = {self.path_of(name) for name, _ in self._files}
-        left = [each for each in self._store.uploads(self._output.path) if each.path in paths]
-        at_once(lambda each: self._store.abort(each.path, each.upload), left)
+        self._end_uploads()
         self._shared.remove()
         remove_records(self._output.path)
 
@@ -435,23 +424,15 @@ class RunInStore(StorePlace):
     Args:
         output, files: as for `StorePlace`.
         notebook: on this machine.
-        plan: hash of the plan.
-        resume: go on with what an earlier run has sent.
     """
 
     keeps_after = (ResourceError,)
 
     def __init__(
-        self,
-        output: StoredOutput,
-        notebook: SharedStaging,
-        files: Sequence[tuple[str, int]],
-        *,
-        plan: str,
-        resume: bool,
+        self, output: StoredOutput, notebook: SharedStaging, files: Sequence[tuple[str, int]]
     ) -> None:
         super().__init__(output, notebook, files)
-        self._local, self._plan, self._resume, self._work = notebook, plan, resume, ""
+        self._local, self._work = notebook, ""
         self.needs_notebook = output.is_computed
         if output.is_computed:
             self.left = f"what was computed is kept here, and {self.left}"
@@ -474,22 +455,9 @@ class RunInStore(StorePlace):
 
     @contextlib.contextmanager
     def workplace(self) -> Iterator[str]:
-        """Give the directory of the store. Uploads that are not finished go on when the run is started again."""
-        notes = UploadNotes(self._output.path, self._plan, resume=self._resume)
-        session = self._session = notes.session(self.data, self._check_not_read)
-        try:
-            with self._workplace_here(), session:
-                yield self.data
-        except (IncompleteError, ResourceError, KeyboardInterrupt):
-            raise
-        except BaseException:
-            session.abort()
-            notes.remove()
-            raise
-        else:
-            notes.remove()
-        finally:
-            notes.close()
+        self._session = Session(self.data, before_object=self._check_not_read)
+        with self._workplace_here(), self._session:
+            yield self.data
 
     @contextlib.contextmanager
     def _workplace_here(self) -> Iterator[None]:
@@ -535,6 +503,7 @@ class RunInStore(StorePlace):
         """Remove what the run has on this machine, once the output is there, unless another one is at work there."""
         if self._local.is_over:
             self._local.remove()
+        self._end_uploads()
 
     def give_way(self) -> None:
         remove_runs(self._local.destination, self._local.kept, but="")

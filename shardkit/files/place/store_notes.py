@@ -195,13 +195,8 @@ class StoredRecords:
 
     def _send(self, path: str, target: str, crc: int) -> None:
         with _sending:  # one at a time is what memory is reckoned with
-            session = Session(self.path, before_object=lambda: self._check_open(None))
-            try:
-                with session:
-                    storage.send(path, target)
-            except BaseException:
-                session.abort()
-                raise
+            with Session(self.path, before_object=lambda: self._check_open(None)) as session:
+                storage.send(path, target)
         if session.stored[target].crc32 != crc:
             self._store.delete(target)
             raise IntegrityError(

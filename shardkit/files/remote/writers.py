@@ -263,15 +263,6 @@ class StoreWriter:
         return [(f"{self._root}/{key}", size) for key, size in objects]
 
 
-def is_part(sent: UploadedPart, data: bytes, crc: int) -> bool:
-    """True if a part that a store has is surely this one: by its CRC-32, or by the MD5 that is its ETag."""
-    if sent.size != len(data):
-        return False
-    if sent.crc32 >= 0:
-        return sent.crc32 == crc
-    return sent.etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()
-
-
 def _checked(path: str, made: WrittenObject, crc: int) -> WrittenObject:
     """Compare what a store says of a new object with what it was sent."""
     if made.crc32 is not None and made.crc32 != crc:

@@ -126,7 +126,7 @@ class Store(Kind):
         )
 
     def place(self, plan: str = "0" * 16, *, overwrite: bool = False) -> Place:
-        return PartsInStore(self._output(plan, overwrite), plan, FILES, part="1/1", replaces_any=overwrite)
+        return PartsInStore(self._output(plan, overwrite), plan, FILES, replaces_any=overwrite)
 
     def output(self) -> dict[str, bytes] | None:
         found = self._store.get(f"{self._path}/{MARKER}")
@@ -154,7 +154,7 @@ class StoreOfOne(Store):
 
     def place(self, plan: str = "0" * 16, *, overwrite: bool = False) -> Place:
         notebook = SharedStaging.of_plan(str(self._home / "here"), plan, nothing, is_run=True)
-        return RunInStore(self._output(plan, overwrite), notebook, FILES, plan=plan, resume=True)
+        return RunInStore(self._output(plan, overwrite), notebook, FILES)
 
     def beside(self) -> list[str]:
         return [*super().beside(), *(path.name for path in self._home.glob(".here*"))]
