@@ -21,6 +21,8 @@ from tests.worlds.hints import untypable
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Nor do they share what the user who runs them has cached.
 os.environ["SHARDKIT_CACHE"] = "off"
+# Workers share the cores: threads of OpenMP that wait for each other are an eighth of the CPU of tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Hypothesis goes by the clock: an example in 200 ms, ten in a second. A busy machine is not a failing property.
 settings.register_profile("shardkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
