@@ -23,10 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardkit.files.shared import runs_of, shared_of
+from shardkit.errors import ShardkitError
+from shardkit.files.shared import SharedStaging, runs_of, shared_of
+from shardkit.files.strict_json import parse_object
 from shardkit.operations.parts.agreement import read_all
 from shardkit.operations.parts.foreign import foreign_in
-from shardkit.operations.parts.notes import read_note
+from shardkit.operations.parts.notes import load_note
 from tests.powerloss.disk import Disk, State, Tree
 from tests.powerloss.log import Log
 from tests.powerloss.scenarios import SCENARIOS, Scenario, make_sources
@@ -290,8 +292,17 @@ def noted_files(destination: str) -> list[tuple[str, str]]:
     under_way = [*shared_of(destination, foreign_in), *runs_of(destination, foreign_in)]
     for shared, agreement in read_all([each for each in under_way if each.is_open]):
         for number, (name, size) in enumerate(agreement.files):
-            found += [(shared.data, name)] if read_note(shared, number, name, size) is not None else []
+            found += [(shared.data, name)] if _is_noted(shared, number, name, size) else []
     return found
+
+
+def _is_noted(shared: SharedStaging, number: int, name: str, size: int) -> bool:
+    """True if a file has its size, and a note that is whole."""
+    try:
+        note = load_note(parse_object(shared.notes([number])[number], name), name, size)
+        return note is not None and os.lstat(os.path.join(shared.data, name)).st_size == size
+    except (KeyError, OSError, ShardkitError):
+        return False
 
 
 def _below(tree: Tree, place: str) -> Tree | None:
