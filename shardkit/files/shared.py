@@ -8,7 +8,8 @@
         parts/                        who began and who ended, for people
         work/<owner>/                 what one process is writing
         new-<owner>/                  `data` while a commit exchanges it with the destination; then what was there
-        replaced/                     where nothing can be exchanged: what was at the destination, or a note that nothing was
+        replaced/                     where nothing can be exchanged: what was at the destination, or a note that nothing was;
+                                      `data.old` in directories of earlier versions, which are named after their process
         gone-.../                     either of them once it was looked through, while it is removed
         committed.json                sizes and times of the files that became the destination
 
@@ -16,7 +17,7 @@ It appears whole, with one rename, and nothing makes a second `data`: where it i
 destination, or a commit has taken it to exchange it, and it comes back if that commit dies. Files get their names in
 `data` by a rename, and whoever writes a file of that name writes the same bytes, so that a process may work on what
 another one was believed to have lost. No locks. Only a commit moves `data`, and only a commit or a person removes the
-rest: the name is not one that `staging.abandoned` takes for a dead run's. After the commit `plan.json`, `committed.json`
+rest: the name is not one of a process. After the commit `plan.json`, `committed.json`
 and `work` lie there until what comes after the output is done; then, where a part commits, `plan.json` and
 `committed.json` stay under a name that ends in `.done`, so that parts that come late see that all is done; a person, or
 the job that comes after, removes that with a commit of its own.
@@ -42,12 +43,11 @@ from shardkit.files.staging import (
     Kept,
     Owner,
     Staging,
-    abandoned,
     nothing,
+    owned,
+    owner_of,
     place_directory,
     prefix_of,
-    recover,
-    remove_abandoned,
     remove_but,
     rename_noreplace,
 )
@@ -58,7 +58,7 @@ _HASH_DIGITS = 16
 _DONE = ".done"
 _NAME = re.compile(r"(parts|run)-[0-9a-f]{16}", re.ASCII)
 NOTHING, _COMMITTED = "nothing", "committed.json"
-_TAKEN, GONE = "new-", "gone-"
+_TAKEN, GONE, _ASIDE = "new-", "gone-", "data.old"
 _MAX_BYTES, _MAX_TOLD_BYTES, _MAX_NOTE_BYTES = 1 << 28, 1 << 16, 1 << 30
 
 
@@ -89,7 +89,7 @@ class SharedStaging:
         self.factors = SharedRecords(os.path.join(path, "factors"))
         self.parts = os.path.join(path, "parts")
         self._work = os.path.join(path, "work")
-        self._replaced = os.path.join(path, "replaced")
+        self.replaced = os.path.join(path, "replaced" if owner_of(path) is None else _ASIDE)
         self._committed = os.path.join(path, "committed.json")
         self.has_made = False
         """True once this process has made the destination, after it has looked through what was there."""
@@ -405,6 +405,8 @@ class SharedStaging:
             return []
 
     def _owners(self) -> list[Owner]:
+        if (own := owner_of(self.path)) is not None:
+            return [own]
         try:
             names = storage.listdir(self._work)
         except (FileNotFoundError, NotADirectoryError):
@@ -430,11 +432,11 @@ class SharedStaging:
     def _empty(self) -> None:
         """Remove all but what says that there was a commit, and what a person put into an output that nobody looked through."""
         if self.has_made:  # half of it must not be looked through again by whoever goes on
-            for path in (self._replaced, *self._named(_TAKEN)):
+            for path in (self.replaced, *self._named(_TAKEN)):
                 with contextlib.suppress(OSError):
                     storage.rename(path, os.path.join(self.path, GONE + os.path.basename(path)))
         foreign = self.kept(self.path)
-        old = (self._replaced, *self._named(_TAKEN), *self._named(GONE))
+        old = (self.replaced, *self._named(_TAKEN), *self._named(GONE))
         for path in (self.done, self.factors.path, self.parts, *old):
             inside = os.path.relpath(path, self.path) + os.sep
             kept = [name.removeprefix(inside) for name in foreign if name.startswith(inside)]
@@ -545,31 +547,31 @@ class SharedStaging:
             storage.mkdir(source)
             storage.write_file(os.path.join(source, NOTHING), b"")
         try:
-            storage.rename(source, self._replaced)
+            storage.rename(source, self.replaced)
         except OSError as error:
             if error.errno not in IS_THERE:
                 raise
         storage.sync_directory(self.path)
         if self.has_replaced:
             try:
-                self.look(self._replaced)
+                self.look(self.replaced)
             except ShardkitError:
-                place_directory(self._replaced, self.destination)
+                place_directory(self.replaced, self.destination)
                 raise
 
     @property
     def has_replaced(self) -> bool:
         """True if an old output lies aside."""
-        note = os.path.join(self._replaced, NOTHING)
-        return storage.lexists(self._replaced) and not storage.lexists(note)
+        note = os.path.join(self.replaced, NOTHING)
+        return storage.lexists(self.replaced) and not storage.lexists(note)
 
     def _appeared(self) -> UsageError:
         """Let the next commit try again, and say what is in the way."""
         problems = []
         if self.has_replaced:
-            problems = [f"what was there before: {escape(self._replaced)}"]
+            problems = [f"what was there before: {escape(self.replaced)}"]
         else:
-            storage.remove_tree(self._replaced)
+            storage.remove_tree(self.replaced)
         if _is_run(self.path):
             said, hint = "appeared while it was being written", None
         else:
@@ -614,7 +616,7 @@ class SharedStaging:
             ResourceError: the system refuses.
         """
         if self.put_back():
-            self.remove()
+            _remove(self.destination, self.path, self.kept)
 
     def put_back(self) -> bool:
         """Put back what a commit that did not end has moved aside; False if all of this is gone by now.
@@ -625,7 +627,7 @@ class SharedStaging:
         try:
             self.reopen()
             if self.is_open and self.has_replaced:
-                place_directory(self._replaced, self.destination)
+                place_directory(self.replaced, self.destination)
                 storage.sync_directory(os.path.dirname(self.destination))
         except OSError as error:
             if error.errno == errno.ENOENT:
@@ -633,7 +635,7 @@ class SharedStaging:
             raise UsageError(
                 f"{escape(self.destination)} was moved aside by a commit that did not end, and cannot go back: "
                 f"{error.strerror}",
-                problems=[f"what was there before: {escape(self._replaced)}"],
+                problems=[f"what was there before: {escape(self.replaced)}"],
                 hint="keep what you want of the two, and remove that directory",
             ) from error
         return True
@@ -800,6 +802,8 @@ def _remove(destination: str, path: str, kept: Kept) -> None:
         # Else a power loss would bring it back under its name, without what is removed here.
         storage.sync_directory(parent)
         remove_but(taken, kept(taken))
+        if owner_of(path) is not None and storage.lexists(taken):  # a person may have been told this path
+            storage.rename(taken, path)
     except FileNotFoundError:  # another process was faster
         return
     except OSError as error:
@@ -846,16 +850,31 @@ def destination_of_parts(path: str) -> str | None:
 
 
 def runs_of(destination: str, kept: Kept) -> list[SharedStaging]:
-    """Return the directories in which single processes carry out plans, or have until they were killed."""
-    return [SharedStaging(destination, path, kept) for path in _beside(destination, mark=_RUN)]
+    """Return the directories in which single processes work, or have until they were killed.
+
+    Those that are named after their process come first: of runs that begin or end, and of earlier versions, which wrote
+    whole outputs there. Nobody goes on with these, but what they moved aside goes back.
+    """
+    paths = [path for path, _ in owned(destination) if storage.isdir(path)]
+    return [SharedStaging(destination, path, kept) for path in (*paths, *_beside(destination, mark=_RUN))]
 
 
 def run_at(path: str, kept: Kept) -> SharedStaging | None:
-    """Return the directory of a run at an absolute path; None if it is no such thing."""
-    destination = destination_of_parts(path)
-    if destination is None or not _is_run(path):
+    """Return the directory of a run at an absolute path; None if it is no such thing.
+
+    A long name is cut in the name of its directory, and so is the destination here.
+    """
+    parent, name = os.path.split(path)
+    found = name.rpartition(".shardkit-")[0]
+    is_run = _NAME.fullmatch(name.removeprefix(found + ".shardkit-")) and _is_run(path)
+    if (
+        len(found) < 2
+        or not found.startswith(".")
+        or not (is_run or owner_of(path))
+        or not storage.isdir(path)
+    ):
         return None
-    return SharedStaging(destination, path, kept)
+    return SharedStaging(os.path.join(parent, found[1:]), path, kept)
 
 
 def _is_run(path: str) -> bool:
@@ -878,7 +897,19 @@ def remove_runs(destination: str, kept: Kept, *, but: str) -> None:
             with contextlib.suppress(OSError, ShardkitError):
                 if _is_own(run.path):
                     run.give_up()
-    remove_abandoned(destination, kept)
+
+
+def remove_abandoned(destination: str, kept: Kept) -> None:
+    """Remove what is named after a dead process; what it has moved aside goes back.
+
+    Args:
+        destination: absolute.
+        kept: what stays.
+    """
+    for path, owner in owned(destination):
+        if owner.is_provably_dead():
+            with contextlib.suppress(OSError, ShardkitError):
+                SharedStaging(destination, path, kept).give_up()
 
 
 def _is_own(path: str) -> bool:
@@ -894,8 +925,7 @@ def _is_own(path: str) -> bool:
 
 
 def recover_output(destination: str) -> None:
-    """Put back what dead runs moved aside and did not replace; errors as `staging.recover` and `put_back`."""
-    recover(destination)
+    """Put back what dead runs moved aside and did not replace; errors as `put_back`."""
     for run in runs_of(destination, nothing):
         if run.has_replaced and run.is_over and storage.access(run.path, os.W_OK):
             run.put_back()
@@ -907,8 +937,8 @@ def reclaimable_bytes(destination: str) -> int:
     Args:
         destination: absolute.
     """
-    total, runs = 0, (run.path for run in runs_of(destination, nothing) if run.is_over)
-    for path in (*abandoned(destination), *runs):
+    total = 0
+    for path in (run.path for run in runs_of(destination, nothing) if run.is_over):
         for directory, _, names in storage.walk(path):
             for name in names:
                 with contextlib.suppress(OSError):

@@ -4,12 +4,10 @@
         owner.json               whose it is, for people
         data/                    what will lie in the shared directory
         work/<owner>/            what its process writes for itself
-        data.old/                of earlier versions: the old destination, moved aside while `data` got its name
 
-A run makes its shared directory (`files/shared`) in one, and removes it under the name of one. Earlier versions wrote
-whole outputs there: nobody goes on with these, but what they moved aside goes back. Host, boot, pid namespace, pid, that
-process's start time and the run's number are in the name, so that taking over a dead owner's directory is a single rename
-and two runs cannot both win. No locks: on some network file systems every caller gets them.
+A run makes its shared directory (`files/shared`) in one, and removes it under the name of one. Host, boot, pid namespace,
+pid, that process's start time and the run's number are in the name: who finds one knows whether its run is over. No locks:
+on some network file systems every caller gets them.
 
 An `Owner` is a run of a process, told apart from all others on this and other machines.
 """
@@ -29,7 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardkit.core.text import escape
-from shardkit.errors import ResourceError, UsageError
+from shardkit.errors import ResourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 
@@ -37,7 +35,6 @@ IS_THERE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 """What a rename onto something says."""
 OWNER = "owner.json"
 _ENDING = ".shardkit-"
-_ASIDE = "data.old"
 _MAX_NAME_BYTES = 120  # of the destination's name in the staging directory's; a name has at most 255
 
 
@@ -80,24 +77,6 @@ class Staging:
             ) from error
         return staging
 
-    @classmethod
-    def take(cls, destination: str, path: str) -> Staging | None:
-        """Make a dead owner's directory ours, by renaming it."""
-        try:
-            owner = Owner.new_run()
-        except OSError:
-            return None
-        staging = cls(destination, _staging_path(destination, owner), owner)
-        try:
-            storage.rename(path, staging.path)
-            # Its run may have exchanged directories and died. Until the exchange is on the disk, a power loss would
-            # bring back to the destination what is about to be removed here.
-            storage.sync_directory(os.path.dirname(destination))
-        except OSError:
-            staging.release()
-            return None
-        return staging
-
     def _write_owner(self) -> None:
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": str(self._owner)}
         storage.write_file(os.path.join(self.path, OWNER), json.dumps(owner).encode())
@@ -119,33 +98,6 @@ class Staging:
     def release(self) -> None:
         """Leave the directory to whoever comes next, or under another name."""
         self._owner.end()
-
-    def put_back(self) -> None:
-        """Make good a replacement by an earlier version that stopped half-way: afterwards `data.old` is not there any more.
-
-        Raises:
-            UsageError: the old one could not go back, because something else is there by now.
-            OSError: the system refuses.
-        """
-        aside = os.path.join(self.path, _ASIDE)
-        if not storage.lexists(aside):
-            return
-        if not storage.lexists(self.data):  # the new one is in place; what is left of the old one may go
-            replaced = os.path.join(self.path, "replaced")
-            storage.remove_tree(replaced)  # of a run that was resumed here after it had replaced something
-            storage.rename(aside, replaced)
-            return
-        try:
-            place_directory(aside, self.destination)
-        except OSError as error:
-            if error.errno not in IS_THERE:
-                raise
-            raise UsageError(
-                f"{escape(self.destination)} was moved aside by a run that did not end, and something else is there",
-                problems=[f"what was there before: {escape(aside)}"],
-                hint="keep what you want of the two, and remove that directory",
-            ) from error
-        storage.sync_directory(os.path.dirname(self.destination))
 
     def discard(self) -> None:
         """Remove all of it, as far as the system lets us."""
@@ -195,95 +147,9 @@ def owned(destination: str) -> Iterator[tuple[str, Owner]]:
             yield os.path.join(parent, entry), owner
 
 
-def abandoned(destination: str) -> list[str]:
-    """Return the staging directories of `destination` whose owners are provably dead."""
-    return [path for path, owner in owned(destination) if owner.is_provably_dead()]
-
-
 def owner_of(path: str) -> Owner | None:
     """Return whose a staging directory is, by its name; None if it is none."""
     return Owner.parse(path.rpartition(_ENDING)[2])
-
-
-def destination_of(path: str) -> str | None:
-    """Return the destination of a staging directory, given its absolute path; None if it is no such directory.
-
-    A long name is cut in the name of its staging directory, and so it is here.
-    """
-    parent, name = os.path.split(path)
-    found = name.rpartition(_ENDING)[0]
-    if len(found) < 2 or not found.startswith(".") or owner_of(path) is None or not storage.isdir(path):
-        return None
-    return os.path.join(parent, found[1:])
-
-
-def has_aside(path: str) -> bool:
-    """True if a staging directory has what was at its destination."""
-    return storage.lexists(os.path.join(path, _ASIDE))
-
-
-def give_up(destination: str, path: str, kept: Kept) -> bool:
-    """Remove a staging directory, whoever owned it; first what it has moved aside goes back.
-
-    Args:
-        destination: absolute.
-        path: of the staging directory.
-        kept: what stays.
-
-    Returns:
-        False if more stays: another process has taken it, what was moved aside cannot go back, or the system refuses.
-    """
-    staging = Staging.take(destination, path)
-    if staging is None:
-        return False
-    try:
-        staging.put_back()
-        others = kept(staging.path)
-        if others:
-            storage.remove_all_but(staging.path, others)
-            storage.rename(staging.path, path)
-            return True
-        storage.remove_tree(staging.path)
-    except (OSError, UsageError):  # the only copy of what was at the destination, perhaps
-        with contextlib.suppress(OSError):
-            storage.rename(staging.path, path)
-        return False
-    finally:
-        staging.release()
-    return not storage.lexists(staging.path)
-
-
-def remove_abandoned(destination: str, kept: Kept) -> None:
-    """Remove what dead runs left beside `destination`; taken over first, so that nobody else can meanwhile.
-
-    Args:
-        destination: absolute.
-        kept: what stays.
-    """
-    for path in abandoned(destination):
-        give_up(destination, path, kept)
-
-
-def recover(destination: str) -> None:
-    """Put back what dead runs moved aside and did not replace.
-
-    Raises:
-        UsageError: something else has its name by now.
-        ResourceError: the system refuses.
-    """
-    for path in abandoned(destination):
-        if not has_aside(path):
-            continue
-        staging = Staging.take(destination, path)
-        if staging is None:
-            continue
-        try:
-            staging.put_back()
-        except OSError as error:
-            place = escape(os.path.join(staging.path, _ASIDE))
-            raise ResourceError(f"cannot move {place} back to its place: {error.strerror}") from error
-        finally:
-            staging.release()
 
 
 def identity_of(path: str) -> tuple[int, int] | None:

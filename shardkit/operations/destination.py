@@ -13,8 +13,8 @@ from shardkit.core.text import escape, format_size, in_shell
 from shardkit.errors import ResourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.links import is_snapshot
-from shardkit.files.shared import reclaimable_bytes, recover_output
-from shardkit.files.staging import Staging, identity_of, remove_abandoned, rename_noreplace
+from shardkit.files.shared import reclaimable_bytes, recover_output, remove_abandoned
+from shardkit.files.staging import Staging, identity_of, rename_noreplace
 from shardkit.files.stores import WRITTEN_TO
 from shardkit.formats.owned import Made, OutputKind, refusal
 from shardkit.operations.parts.foreign import foreign_in

@@ -5,6 +5,7 @@ What lies in such a directory and no run of shardkit puts there is named, and ne
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -16,15 +17,7 @@ from shardkit.core.text import count, escape, format_size, in_shell, listed
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, destination_of_parts, run_at, runs_of
-from shardkit.files.staging import (
-    OWNER,
-    Owner,
-    destination_of,
-    give_up,
-    has_aside,
-    owned,
-    owner_of,
-)
+from shardkit.files.staging import OWNER, owner_of
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.agreement import SAVE, Agreement, read_all, read_parts
 from shardkit.operations.parts.foreign import files_in, foreign_in, stays
@@ -75,24 +68,19 @@ def leftovers(destination: str) -> tuple[Leftover, ...]:
     Args:
         destination: absolute.
     """
-    found = [_look(path, owner) for path, owner in owned(destination) if storage.isdir(path)]
-    return (*found, *(_look_run(run) for run in runs_of(destination, foreign_in)))
+    return tuple(_look(run) for run in runs_of(destination, foreign_in))
 
 
 def leftover_at(path: str) -> Leftover | None:
     """Return the leftover at a path if it is the directory of a run that has not ended; else None."""
-    full = storage.absolute(path)
-    run, destination = run_at(full, foreign_in), output_of(full)
-    if run is not None:
-        return _look_run(run)
-    owner = None if destination is None else owner_of(full)
-    return None if destination is None or owner is None else _look(full, owner)
+    run = run_at(storage.absolute(path), foreign_in)
+    return None if run is None else _look(run)
 
 
 def output_of(path: str) -> str | None:
     """Return the output for which a run works in a directory, or has worked, by its absolute path; None if none has."""
     run = run_at(path, foreign_in)
-    return destination_of(path) if run is None else run.destination
+    return None if run is None else run.destination
 
 
 def remove(destination: str, found: Collection[Leftover], *, also_unknown: bool) -> tuple[Leftover, ...]:
@@ -110,7 +98,7 @@ def remove(destination: str, found: Collection[Leftover], *, also_unknown: bool)
     done = [replace(run, is_removed=run.owner in gone and _remove(destination, run.staging)) for run in found]
     UsageError.raise_for(
         [
-            escape(run.staging) + _with_old(run.staging)
+            escape(run.staging) + _with_old(destination, run.staging)
             for run in done
             if run.owner in gone and not run.is_removed and storage.lexists(run.staging)
         ],
@@ -120,22 +108,18 @@ def remove(destination: str, found: Collection[Leftover], *, also_unknown: bool)
     return tuple(done)
 
 
-def _with_old(path: str) -> str:
-    run = run_at(path, foreign_in)
-    has_old, name = (has_aside(path), "data.old") if run is None else (run.has_replaced, "replaced")
-    return f", with what was there before in {name}" if has_old else ""
+def _with_old(destination: str, path: str) -> str:
+    run = SharedStaging(destination, path, foreign_in)
+    return f", with what was there before in {os.path.basename(run.replaced)}" if run.has_replaced else ""
 
 
 def _remove(destination: str, path: str) -> bool:
     """Remove what a run left; False if more stays than what is foreign."""
-    run = run_at(path, foreign_in)
-    if run is None:
-        return give_up(destination, path, foreign_in)
     try:
-        run.give_up()
+        SharedStaging(destination, path, foreign_in).give_up()
     except ShardkitError:
         return False
-    return not run.exists
+    return set(files_in(path)) == set(foreign_in(path))
 
 
 def warn_before(
@@ -187,13 +171,13 @@ def name_unknown(destination: str, own: str) -> Iterator[str]:
         own: path of the directory of the plan that is carried out here.
     """
     for run in runs_of(destination, foreign_in):
-        if run.path != own and run.is_unknown:
+        if run.path != own and run.is_unknown and owner_of(run.path) is None:
             yield (
-                f"{_unknown(_look_run(run), 'is left alone')}; `shardkit status {in_shell(destination)} --abort` removes it"
+                f"{_unknown(_look(run), 'is left alone')}; `shardkit status {in_shell(destination)} --abort` removes it"
             )
 
 
-def _look_run(run: SharedStaging) -> Leftover:
+def _look(run: SharedStaging) -> Leftover:
     """Describe the directory of a run as its record, its notes and those who worked in it say."""
     disk_bytes, newest = _sizes(run.path)
     told = next((content for _, content in read_parts(run)), _read_owner(run.path))
@@ -203,10 +187,10 @@ def _look_run(run: SharedStaging) -> Leftover:
         pid = alive[0]
     state: Literal["dead", "alive", "unknown"] = "dead" if run.is_over else "unknown"
     state = "alive" if run.is_attended else state
-    try:
-        agreement: Agreement | None = Agreement.of(run)
-    except ShardkitError:
-        agreement = None
+    agreement: Agreement | None = None
+    if is_plan := owner_of(run.path) is None:
+        with contextlib.suppress(ShardkitError):
+            agreement = Agreement.of(run)
     files, verb = ([], "") if agreement is None else (agreement.files, agreement.command.verb)
     finished = [size for number, (_, size) in enumerate(files) if run.has_note(number)]
     weights = 0 if agreement is None else len(agreement.weights)
@@ -216,7 +200,7 @@ def _look_run(run: SharedStaging) -> Leftover:
         host=str(told.get("host", "")),
         pid=pid if isinstance(pid, int) else next((owner.pid for owner in owners), 0),
         last_written=newest,
-        kind="ended" if run.is_committed else "save" if verb == SAVE else "run",
+        kind="save" if not is_plan or verb == SAVE else "ended" if run.is_committed else "run",
         verb=verb,
         num_files=len(files),
         file_bytes=sum(size for _, size in files),
@@ -227,27 +211,6 @@ def _look_run(run: SharedStaging) -> Leftover:
         disk_bytes=disk_bytes,
         command="" if state == "alive" or agreement is None else _command(agreement.typed, agreement.cwd),
         foreign=tuple(foreign_in(run.path)),
-    )
-
-
-def _look(path: str, owner: Owner) -> Leftover:
-    """Describe a directory that is named after its process: of an earlier version, or of a run that begins or ends."""
-    told, (disk_bytes, newest) = _read_owner(path), _sizes(path)
-    pid = told.get("pid")
-    state: Literal["dead", "alive", "unknown"] = "unknown"
-    if owner.is_provably_alive():
-        state = "alive"
-    elif owner.is_provably_dead():
-        state = "dead"
-    return Leftover(
-        staging=path,
-        owner=state,
-        host=str(told.get("host", "")),
-        pid=pid if isinstance(pid, int) else owner.pid,
-        last_written=newest,
-        kind="save",
-        disk_bytes=disk_bytes,
-        foreign=tuple(foreign_in(path)),
     )
 
 
@@ -262,8 +225,10 @@ def _sizes(path: str) -> tuple[int, str]:
 def finished_in(path: str) -> dict[str, int]:
     """Return the size of each file that runs have finished in a directory, by name."""
     run = run_at(storage.absolute(path), foreign_in)
-    files = [] if run is None else [file for _, agreement in read_all([run]) for file in agreement.files]
-    return {name: size for number, (name, size) in enumerate(files) if run and run.has_note(number)}
+    if run is None or owner_of(run.path) is not None:  # nobody goes on there
+        return {}
+    files = [file for _, agreement in read_all([run]) for file in agreement.files]
+    return {name: size for number, (name, size) in enumerate(files) if run.has_note(number)}
 
 
 def _command(typed: str, cwd: str) -> str:

@@ -29,8 +29,8 @@ from shardkit.files.place.waiting import (
     remove_records,
 )
 from shardkit.files.remote.writers import writer_of
-from shardkit.files.shared import SharedStaging, has_commits, remove_marks, shared_of
-from shardkit.files.staging import identity_of, nothing, remove_abandoned
+from shardkit.files.shared import SharedStaging, has_commits, remove_abandoned, remove_marks, shared_of
+from shardkit.files.staging import identity_of, nothing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.owned import HUB_INDEX, Made, OutputKind, is_output, refusal
 from shardkit.operations.destination import (

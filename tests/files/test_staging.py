@@ -13,14 +13,8 @@ import pytest
 from shardkit.errors import UsageError
 from shardkit.files import staging as module
 from shardkit.files import storage
-from shardkit.files.shared import reclaimable_bytes
-from shardkit.files.staging import (
-    Owner,
-    Staging,
-    abandoned,
-    recover,
-    remove_abandoned,
-)
+from shardkit.files.shared import reclaimable_bytes, recover_output, remove_abandoned
+from shardkit.files.staging import Owner, Staging, owned
 
 MAKE = "import sys; from shardkit.files.staging import Staging; print(Staging.create(sys.argv[1]).path)"
 
@@ -29,6 +23,10 @@ def dead_staging(destination: Path) -> Path:
     """Make a staging directory in a process that is gone when this returns."""
     command = [sys.executable, "-c", MAKE, str(destination)]
     return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+
+
+def abandoned(destination: str) -> list[str]:
+    return [path for path, owner in owned(destination) if owner.is_provably_dead()]
 
 
 def started(pid: int) -> int:
@@ -118,7 +116,7 @@ class TestMovedAside:
         return dead
 
     def test_it_is_put_back_and_the_new_one_kept(self, between: Path, tmp_path: Path) -> None:
-        recover(str(tmp_path / "out"))
+        recover_output(str(tmp_path / "out"))
         assert names(tmp_path / "out") == ["old"]
         (left,) = abandoned(str(tmp_path / "out"))
         assert names(Path(left) / "data") == ["new"]
@@ -131,8 +129,8 @@ class TestMovedAside:
     def test_what_somebody_put_there_and_the_old_one_both_stay(self, between: Path, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "theirs").touch()
-        with pytest.raises(UsageError, match="something else is there") as caught:
-            recover(str(tmp_path / "out"))
+        with pytest.raises(UsageError, match="cannot go back") as caught:
+            recover_output(str(tmp_path / "out"))
         remove_abandoned(str(tmp_path / "out"), lambda path: ())
         assert names(tmp_path / "out") == ["theirs"]
         (old,) = tmp_path.glob(".out.shardkit-*/data.old/old")
@@ -140,7 +138,7 @@ class TestMovedAside:
 
     def test_once_the_new_one_is_in_place_it_is_removed(self, between: Path, tmp_path: Path) -> None:
         (between / "data").rename(tmp_path / "out")
-        recover(str(tmp_path / "out"))
+        recover_output(str(tmp_path / "out"))
         assert names(tmp_path / "out") == ["new"]
         remove_abandoned(str(tmp_path / "out"), lambda path: ())
         assert names(tmp_path) == ["out"]

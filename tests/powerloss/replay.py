@@ -25,6 +25,7 @@ from typing import Any
 
 from shardkit.errors import ShardkitError
 from shardkit.files.shared import SharedStaging, runs_of, shared_of
+from shardkit.files.staging import owner_of
 from shardkit.files.strict_json import parse_object
 from shardkit.operations.parts.agreement import read_all
 from shardkit.operations.parts.foreign import foreign_in
@@ -290,7 +291,9 @@ def noted_files(destination: str) -> list[tuple[str, str]]:
     """Return (directory, name) of the files under way that have a note, which another process would believe."""
     found = list[tuple[str, str]]()
     under_way = [*shared_of(destination, foreign_in), *runs_of(destination, foreign_in)]
-    for shared, agreement in read_all([each for each in under_way if each.is_open]):
+    for shared, agreement in read_all(
+        [each for each in under_way if each.is_open and owner_of(each.path) is None]
+    ):
         for number, (name, size) in enumerate(agreement.files):
             found += [(shared.data, name)] if _is_noted(shared, number, name, size) else []
     return found

@@ -15,7 +15,8 @@ import shardkit
 from shardkit.cli import main
 from shardkit.errors import SourceError
 from shardkit.files import storage
-from shardkit.files.staging import Owner, Staging
+from shardkit.files.shared import SharedStaging
+from shardkit.files.staging import Owner, Staging, nothing
 from tests.torture.divided import committing, good, parts
 from tests.torture.harness import Place, Scenario, Scenarios, Server
 
@@ -343,3 +344,16 @@ def test_what_parts_share_is_no_checkpoint_either(found: Scenarios, server: Serv
             in shown.stderr
         )
     there.remove()
+
+
+def test_an_old_output_with_a_long_name_goes_back_to_it(tmp_path: Path) -> None:
+    """Names of directories beside it have a part of such a name alone."""
+    out = tmp_path / ("x" * 200)
+    run = SharedStaging.of_plan(str(out), "0" * 16, nothing, is_run=True)
+    assert run.create(b"{}")
+    old = Path(run.path, "replaced", ".metadata")
+    old.parent.mkdir()
+    old.touch()
+    assert shardkit.status(out, abort=True).aborted
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+    assert (out / ".metadata").exists()

@@ -12,7 +12,7 @@ from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError
 from shardkit.files import manifest, storage
 from shardkit.files.shared import GONE, NOTHING, runs_of
-from shardkit.files.staging import IS_THERE, OWNER, Owner, abandoned, nothing, rename_noreplace
+from shardkit.files.staging import IS_THERE, OWNER, Owner, nothing, rename_noreplace
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.hub.assets import is_asset
 from shardkit.formats.hub.base import SAVED_ASSETS
@@ -139,8 +139,7 @@ def name_foreign(destination: str) -> Iterator[str]:
     Args:
         destination: absolute.
     """
-    runs = (run.path for run in runs_of(destination, nothing) if run.is_over)
-    for path in (*abandoned(destination), *runs):
+    for path in (run.path for run in runs_of(destination, nothing) if run.is_over):
         foreign = foreign_in(path)
         if foreign:
             yield stays(path, foreign)
