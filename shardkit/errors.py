@@ -244,3 +244,13 @@ def check_torch(what: str = "this") -> None:
     """
     if not has_torch():
         raise ResourceError(f"{what} needs torch, which is not installed", hint=_TORCH)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and what it was raised from, innermost last."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, unquote, urlsplit
 
 from shardkit.core.text import escape
-from shardkit.errors import IntegrityError, ResourceError, ShardkitError, SourceError, UsageError
+from shardkit.errors import IntegrityError, ResourceError, ShardkitError, SourceError, UsageError, causes
 from shardkit.files.remote.contract import (
     Listing,
     ObjectStat,
@@ -299,16 +299,6 @@ def explain(error: Exception, repo_id: str, revision: str | None) -> ShardkitErr
             hint="log in with `hf auth login`, or check HF_TOKEN",
         )
     return None
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and what it was raised from, innermost last."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__
 
 
 def status_of(error: BaseException) -> int | None:

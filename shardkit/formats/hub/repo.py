@@ -18,13 +18,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shardkit.core.text import escape, in_shell
-from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
+from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError, causes
 from shardkit.files import storage
 from shardkit.files.remote.hub import (
     SCHEME,
     Response,
     address_of,
-    causes,
     explain,
     named,
     names_repo,

@@ -28,6 +28,7 @@ from shardkit.errors import (
     ShardkitError,
     SourceError,
     UsageError,
+    causes,
 )
 from shardkit.files.digest import sha256_of
 from shardkit.files.place.contract import Place, given_up
@@ -193,7 +194,7 @@ class Divided:
             try:
                 return work()
             except (OSError, ShardkitError) as error:
-                is_gone = any(isinstance(each, FileNotFoundError) for each in (error, error.__cause__))
+                is_gone = any(isinstance(cause, FileNotFoundError) for cause in causes(error))
                 is_back = self._shared.reopen() or (is_gone and self.place.is_open)
                 # Asked last: that commit may have ended since the work looked.
                 if not is_back and not (is_gone and self.place.another_has_made()):

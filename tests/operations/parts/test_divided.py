@@ -27,6 +27,7 @@ from shardkit.operations import consolidate as consolidate_verb
 from shardkit.operations import places
 from shardkit.operations.parts.agreement import Agreement
 from shardkit.operations.parts.divided import Divided
+from shardkit.operations.parts.part import Part
 from shardkit.transfer.execute import Execution
 from tests.operations.consolidate.checkpoints import hub, save, weights
 
@@ -194,6 +195,35 @@ def test_a_commit_that_ends_while_another_asks_what_became_of_its_data(
     assert last.part is not None
     assert last.part.by_another
     assert results == [False]
+    assert shardkit.verify(out, full=True).ok
+
+
+def test_a_part_goes_on_where_another_put_the_data_back_before_it_looked(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit has taken the data and died, while this part was about to write; what said so is a cause of a cause."""
+    out, aside = tmp_path / "out", tmp_path / "taken"
+    preshard(model, out, "1/2")
+    carry_out = Divided._carry_out
+
+    def without_data(self: Divided, part: Part, directory: str) -> int:
+        monkeypatch.setattr(Divided, "_carry_out", carry_out)
+        os.rename(self._shared.data, aside)
+        try:
+            return os.lstat(self._shared.data).st_size
+        except FileNotFoundError as error:
+            raise shardkit.ResourceError("cannot write __1_0.distcp") from error
+
+    def reopened_by_another(staging: SharedStaging) -> bool:
+        if aside.exists():
+            os.rename(aside, staging.data)
+        return False
+
+    monkeypatch.setattr(Divided, "_carry_out", without_data)
+    monkeypatch.setattr(SharedStaging, "reopen", reopened_by_another)
+    last = preshard(model, out, "2/2")
+    assert last.part is not None
+    assert last.part.is_committed
     assert shardkit.verify(out, full=True).ok
 
 
