@@ -151,9 +151,8 @@ class Divided:
             try:
                 if is_ours:
                     self._check_alone()
-                if (
-                    place.another_has_made()
-                ):  # the last part may have committed meanwhile, and removed what it found
+                # The last part may have committed meanwhile, and removed what it found.
+                if place.another_has_made():
                     return False
                 place.check_replaced(is_ours=is_ours)
             except (IncompleteError, SourceError):
