@@ -475,9 +475,7 @@ class SharedStaging:
         try:
             try:
                 storage.renameat2(own, self.destination, storage.RENAME_EXCHANGE)
-            except (
-                FileNotFoundError
-            ):  # nothing is at the destination any more, or another process has taken it
+            except FileNotFoundError:  # nothing is there any more, or another process has taken it
                 place_directory(own, self.destination)
             else:
                 self._look_exchanged(own)

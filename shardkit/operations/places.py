@@ -288,9 +288,8 @@ class DiskDestination(Destination):
             needed_bytes = max(needed_bytes - written, 0)
         else:
             needed_bytes += record_bytes
-            if (
-                self._options.resume and not divided.place.notebook.is_over
-            ):  # else all that is there counts as free
+            # Else all that is there counts as free.
+            if self._options.resume and not divided.place.notebook.is_over:
                 needed_bytes -= written + record_bytes - divided.bytes_left(ALL)
         check_space(self.path, needed_bytes)
         return record_bytes

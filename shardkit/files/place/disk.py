@@ -16,7 +16,7 @@ from typing import Any
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.files import storage
-from shardkit.files.place.contract import Beside, Place
+from shardkit.files.place.contract import Beside, Place, given_up
 from shardkit.files.shared import SharedStaging, note_name, remove_marks, remove_runs, shared_of
 from shardkit.files.staging import identity_of
 from shardkit.files.strict_json import parse_object
@@ -239,7 +239,10 @@ class DiskPlace(Place):
             self._ask(self._check_replaceable)
         self._remember(self.data)
         names = [name for name, _ in self._files]
-        return self._staging.commit(self._work, names, overwrite=self._overwrite)
+        has_made = self._staging.commit(self._work, names, overwrite=self._overwrite)
+        if not (has_made or self.another_has_made()):  # given up, or taken by a commit that has not ended
+            raise given_up(self.destination) from FileNotFoundError(self._staging.path)
+        return has_made
 
     def attended(self) -> AbstractContextManager[None]:
         return self._staging.attended()

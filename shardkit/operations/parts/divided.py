@@ -519,6 +519,8 @@ class Divided:
         except (OSError, ShardkitError) as error:
             if self.place.another_has_made():
                 return False
+            if not (self.place.is_open or self.place.has_made):
+                raise given_up(self._destination) from error
             if isinstance(error, OSError):
                 raise self._cannot_write(error) from error
             raise

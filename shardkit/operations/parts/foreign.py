@@ -58,9 +58,7 @@ def foreign_in(path: str) -> list[str]:
             continue
         elif top in _OF_FOLDERS and _OF_FOLDERS[top].fullmatch(below) and is_shared:
             continue
-        elif (
-            top == "work" and Owner.parse(below.partition("/")[0]) is not None
-        ):  # the name alone says whose it was
+        elif top == "work" and Owner.parse(below.partition("/")[0]) is not None:  # its name says whose it was
             continue
         elif top in ("factors", "work") and _OF_FACTORS.fullmatch(below):
             continue

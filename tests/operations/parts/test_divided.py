@@ -581,3 +581,24 @@ def test_a_cache_of_the_hub_on_each_machine(make_hub: Callable[..., Path], tmp_p
     assert last.part is not None
     assert first.part.plan == last.part.plan
     assert last.part.is_committed
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("step", ["adopt", "commit"])
+def test_what_is_given_up_during_a_commit_is_not_said_to_be_there(
+    step: str, overwrite: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real = tmp_path / "out", getattr(SharedStaging, step)
+    if overwrite:
+        shardkit.preshard(model, out, world_size=2, layout="declared")
+    before = files(out) if overwrite else None
+    preshard(model, out, "1/2", overwrite=overwrite)
+
+    def late(*args: Any, **options: Any) -> Any:
+        assert shardkit.status(out, abort=True).aborted
+        return real(*args, **options)
+
+    monkeypatch.setattr(SharedStaging, step, late)
+    with pytest.raises(IncompleteError, match="was given up meanwhile"):
+        preshard(model, out, "2/2", overwrite=overwrite)
+    assert (files(out) if out.exists() else None) == before
