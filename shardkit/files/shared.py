@@ -242,6 +242,25 @@ class SharedStaging:
             owner.end()
             storage.remove_tree(path)
 
+    @property
+    def is_own(self) -> bool:
+        """False if another user made it, as the file system knows users: root may be somebody else there.
+
+        Raises:
+            OSError, ResourceError: the system refuses to say it.
+        """
+        try:
+            made_by = storage.lstat(self.path).st_uid
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        if made_by == os.geteuid():
+            return True
+        fresh = Staging.create(self.path)
+        try:
+            return storage.lstat(fresh.path).st_uid == made_by
+        finally:
+            fresh.discard()
+
     def check_owner(self) -> None:
         """Refuse what another user has put there; errors as `workplace`."""
         with self.workplace():
@@ -790,6 +809,8 @@ def _is_untouched(path: str, directory: str) -> bool:
 
 def _remove(destination: str, path: str, kept: Kept) -> None:
     """Remove a directory but what is kept: under a name of a run of this process first, so that nobody goes on in it."""
+    if not storage.lexists(path):  # where nothing can be written, a rename would say that instead
+        return
     if not storage.access(path, os.W_OK | os.X_OK) and storage.isdir(path):  # not: gone meanwhile
         raise ResourceError(f"cannot remove {escape(path)}: {os.strerror(errno.EACCES)}")
     owner = Owner.new_run()
@@ -893,7 +914,7 @@ def remove_runs(destination: str, kept: Kept, *, but: str) -> None:
     for run in runs_of(destination, kept):
         if run.path != but and run.is_over:
             with contextlib.suppress(OSError, ShardkitError):
-                if _is_own(run.path):
+                if run.is_own:
                     run.give_up()
 
 
@@ -908,18 +929,6 @@ def remove_abandoned(destination: str, kept: Kept) -> None:
         if owner.is_provably_dead():
             with contextlib.suppress(OSError, ShardkitError):
                 SharedStaging(destination, path, kept).give_up()
-
-
-def _is_own(path: str) -> bool:
-    """True if this user has made what is at a path, as the file system knows users: root may be somebody else there."""
-    made_by = storage.lstat(path).st_uid
-    if made_by == os.geteuid():
-        return True
-    fresh = Staging.create(path)
-    try:
-        return storage.lstat(fresh.path).st_uid == made_by
-    finally:
-        fresh.discard()
 
 
 def recover_output(destination: str) -> None:

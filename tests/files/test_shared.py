@@ -159,3 +159,8 @@ def test_what_was_touched_since_is_not_what_was_committed(place: Path) -> None:
     assert run.is_committed
     os.utime(place / "new", (1, 1))  # its size stays
     assert not run.is_committed
+
+
+def test_what_is_not_there_is_removed_where_nothing_can_be_written(place: Path) -> None:
+    place.touch()
+    SharedStaging.of_plan(str(place / "out"), PLAN, nothing, is_run=True).give_up()

@@ -493,7 +493,20 @@ def test_an_old_output_is_looked_through_wherever_a_twin_moves_it(
 def test_what_another_user_left_stays(source: Path, out: Path) -> None:
     left = killed_after(1, source, out)
     os.chown(left, 65534, 65534)
+    noted = sorted((left / "done").iterdir())
+    for resume in (True, False):
+        with pytest.raises(UsageError, match="belongs to another user"):
+            write(source, out, resume=resume)
+    assert sorted((left / "done").iterdir()) == noted
     write(source, out, job=copy_of(source, option="another"))
+    assert staged(out) == [left]
+    shutil.rmtree(out)
+    os.chown(left, 0, -1)
+    shutil.copytree(left, kept := out.parent / "kept", symlinks=True)
+    write(source, out)
+    kept.rename(left)
+    os.chown(left, 65534, -1)
+    assert write(source, out)["was_there"]
     assert staged(out) == [left]
 
 

@@ -109,6 +109,11 @@ class Notebook(Protocol):
         """True if all who worked in it are known to be over, or have left it."""
         return True
 
+    @property
+    def is_own(self) -> bool:
+        """False if another user has put there what is there, as far as that can be known."""
+        return True
+
     @abstractmethod
     def create(self, record: bytes, folders: Collection[str] = (), owner: Owner | None = None) -> bool:
         """Make it, unless another process has; return whether it was made here.

@@ -258,7 +258,8 @@ class DiskPlace(Place):
         remove_runs(self._staging.destination, self._staging.kept, but=self._staging.path)
 
     def give_way(self) -> None:
-        if self._staging.is_open or not self._staging.is_committed:  # else whoever commits is about to do so
+        # Once it is committed, whoever has done that is about to remove it; what another user left stays.
+        if (self._staging.is_open or not self._staging.is_committed) and self._staging.is_own:
             self._staging.remove()
 
     def give_up(self) -> None:

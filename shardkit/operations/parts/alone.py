@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from shardkit.core.text import escape
+from shardkit.core.text import escape, in_shell
 from shardkit.errors import IncompleteError, Interrupted, ResourceError, ShardkitError, UsageError
 from shardkit.files.place.contract import Place
 from shardkit.files.staging import Owner
@@ -55,6 +55,8 @@ class Alone:
         if lasts or not self._notebook.is_over:
             return
         with contextlib.suppress(OSError, ShardkitError):
+            if not self._notebook.is_own:
+                return
             if isinstance(error, Interrupted):
                 self._notebook.put_back()
             else:
@@ -76,6 +78,7 @@ class Alone:
             False if one has made the output; None if others begin and give up all the time.
 
         Raises:
+            UsageError: another user has begun.
             ResourceError: the system refuses.
         """
         assert self._owner is not None
@@ -83,6 +86,7 @@ class Alone:
             self._notebook.reopen()
             if self._notebook.is_committed:
                 return False
+            self._check_own()
             if not self._notebook.is_open and self._notebook.exists:  # its output is another one by now
                 self._notebook.remove()
             if self._notebook.create(self._agreement.dump(), self._agreement.folders, self._owner):
@@ -119,11 +123,21 @@ class Alone:
         """Remove what runs of this plan have written.
 
         Raises:
-            UsageError: one is at work; or as `Notebook.give_up`.
+            UsageError: one is at work, or they are another user's; or as `Notebook.give_up`.
         """
         if self._notebook.is_attended:
             raise UsageError(
                 f"a run of the same plan is at work in {escape(self._notebook.path)}",
                 hint="stop it first; or leave --no-resume out, and both write what is missing",
             )
+        self._check_own()
         self._notebook.give_up()
+
+    def _check_own(self) -> None:
+        """Refuse to join, or to remove, what another user has begun."""
+        if not self._notebook.is_own:
+            raise UsageError(
+                f"{escape(self._notebook.path)} belongs to another user",
+                hint="choose another destination; or have that user give it up: "
+                f"`shardkit status {in_shell(self._place.destination)} --abort`",
+            )
