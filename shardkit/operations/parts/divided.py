@@ -8,6 +8,7 @@ A `Place` (`files/place`) says where that is, and what makes an output of it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -262,6 +263,10 @@ class Divided:
                 self._tell(part, is_done=False)
                 resumed = self._carry_out(part, directory)
                 self._tell(part, is_done=True)
+            result = self.result(part, resumed_files=resumed)
+            if self._is_run or self.place.is_open:
+                return result
+            raise FileNotFoundError(errno.ENOENT, "its directory is gone", self._shared.path)
         except (OSError, ShardkitError) as error:
             if self.place.is_open:
                 if isinstance(error, OSError):
@@ -270,7 +275,6 @@ class Divided:
             if not self.place.another_has_made():
                 raise given_up(self._destination) from error
             return self.result(part, is_committed=True)  # by others, who had this part's files too
-        return self.result(part, resumed_files=resumed)
 
     def compared(self) -> CheckedSource:
         """Return how much of what was read was compared with what the source records."""

@@ -198,6 +198,34 @@ def test_a_commit_that_ends_while_another_asks_what_became_of_its_data(
     assert shardkit.verify(out, full=True).ok
 
 
+@pytest.mark.parametrize("meanwhile", ["given up", "committed"])
+def test_a_part_whose_files_go_once_it_has_written_them_does_not_say_that_they_are_missing(
+    meanwhile: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, tell = tmp_path / "out", Divided._tell
+
+    def tell_last(self: Divided, part: Part, *, is_done: bool) -> None:
+        tell(self, part, is_done=is_done)
+        if is_done:
+            monkeypatch.setattr(Divided, "_tell", tell)
+            if meanwhile == "given up":
+                shardkit.status(out, abort=True)
+            else:
+                shardkit.commit(out)
+
+    preshard(model, out, "1/2")
+    monkeypatch.setattr(Divided, "_tell", tell_last)
+    if meanwhile == "given up":
+        with pytest.raises(IncompleteError, match="was given up meanwhile"):
+            preshard(model, out, "2/2")
+        assert not out.exists()
+    else:
+        last = preshard(model, out, "2/2")
+        assert last.part is not None
+        assert last.part.by_another
+        assert not last.part.missing
+
+
 def test_a_part_goes_on_where_another_put_the_data_back_before_it_looked(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
