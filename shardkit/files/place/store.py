@@ -209,8 +209,10 @@ class StorePlace(Place):
     def _replaces(self) -> str | None:
         """Return the ETag of the marker that is to be replaced, as far as it may be; None if there must be none."""
 
-    def _last_look(self) -> object:
-        """Raise if the marker may not be sent any more."""
+    def _last_look(self) -> None:
+        """Raise if the marker may not be sent any more: somebody has given all up while what lies beside was sent."""
+        if not {*map(self.path_of, self._stored)} <= dict(self._store.objects(self.data)).keys():
+            self.check_all()
 
     def commit(self, beside: str) -> bool:
         self.check_all()
@@ -399,8 +401,8 @@ class PartsInStore(StorePlace):
         self._check_replaced(replaces)
         return replaces
 
-    def _last_look(self) -> object:
-        return self._agreed()  # whoever gives all up removes it before any file
+    def _last_look(self) -> None:
+        self._agreed()  # whoever gives all up removes it before any file
 
     def warnings(self) -> Sequence[str]:
         if not self._output.overwrites:

@@ -566,6 +566,25 @@ def test_a_file_that_somebody_removed_is_missed(
     assert WRITES["preshard"](served.home, out).resumed_files == 2
 
 
+def test_a_run_that_is_given_up_while_it_sends_what_lies_beside_makes_no_output(
+    served: Served, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files were there when it asked for them; the marker would stand over what is gone."""
+    inner = StorePlace._send
+
+    def given_up(self: Any, *args: Any) -> None:
+        inner(self, *args)
+        monkeypatch.setattr(StorePlace, "_send", inner)
+        shardkit.status(out, abort=True)
+
+    monkeypatch.setattr(StorePlace, "_send", given_up)
+    with pytest.raises(IncompleteError, match="removed or replaced"):
+        WRITES["preshard"](served.home, out)
+    assert ".metadata" not in objects(out)
+    WRITES["preshard"](served.home, out)
+    assert shardkit.verify(out, full=True).ok
+
+
 @pytest.mark.parametrize("verb", WRITES)
 def test_it_is_a_source(served: Served, tmp_path: Path, out: str, verb: str) -> None:
     """shardkit reads what it has written, and both sides of a verb may lie in stores."""
