@@ -126,7 +126,7 @@ WRITING = (
     "files/uploads.py",
 )
 """All that writes, but for pools of workers."""
-MOST_LINES, MOST_CHANGING = 3998, 6
+MOST_LINES, MOST_CHANGING = 4004, 6
 
 
 def writing() -> list[Path]:

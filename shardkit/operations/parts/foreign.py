@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import cache
 
 from shardkit.core.text import escape, listed
-from shardkit.errors import ShardkitError
+from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.shared import GONE, NOTHING, runs_of
 from shardkit.files.staging import IS_THERE, OWNER, Owner, nothing, rename_noreplace
@@ -138,6 +138,12 @@ def name_foreign(destination: str) -> Iterator[str]:
         destination: absolute.
     """
     for path in (run.path for run in runs_of(destination, nothing) if run.is_over):
+        try:
+            Agreement.read(os.path.join(path, _OF_PARTS[0]))
+        except ResourceError:  # a disk that fails: nothing says which files are shardkit's
+            continue
+        except SourceError:
+            pass
         foreign = foreign_in(path)
         if foreign:
             yield stays(path, foreign)
