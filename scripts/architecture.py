@@ -170,14 +170,22 @@ def problems(package: Path) -> Iterator[str]:
 
 
 def shared_names(package: Path) -> Iterator[str]:
-    """Yield a line for each class name that two files define."""
+    """Yield a line for each class name that two files define, also if one of them has it for a type that is no class."""
     homes: dict[str, set[str]] = defaultdict(set)
+    classes = set[str]()
     for path in modules(package).values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree, file = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(package).as_posix()
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                homes[node.name].add(path.relative_to(package).as_posix())
+                classes.add(node.name)
+                homes[node.name].add(file)
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    homes[target.id].add(file)
     for name, files in sorted(homes.items()):
-        if len(files) > 1:
+        if name in classes and len(files) > 1:
             yield f"class {name} is in {' and in '.join(sorted(files))}: name each for what it is, or make them one"
 
 

@@ -65,12 +65,14 @@ def test_a_class_name_in_two_files_is_found(tmp_path: Path) -> None:
         tmp_path,
         {
             "core/a.py": "class Part:\n    class _Row: ...",
-            "core/b.py": "def f():\n    class _Row: ...",
+            "core/b.py": "Row = int\ndef f():\n    class _Row: ...",
+            "core/d.py": "Part = Row = str",
             "keys/c.py": "if True:\n    class Place: ...\nelse:\n    class Place: ...",
         },
     )
     assert list(architecture.shared_names(inside)) == [
-        "class _Row is in core/a.py and in core/b.py: name each for what it is, or make them one"
+        "class Part is in core/a.py and in core/d.py: name each for what it is, or make them one",
+        "class _Row is in core/a.py and in core/b.py: name each for what it is, or make them one",
     ]
 
 

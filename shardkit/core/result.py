@@ -13,10 +13,10 @@ from shardkit.errors import as_arguments
 _MAX_SHOWN = 5
 _TOLD = ("notes", "warnings")
 
-Lines = Callable[[object], Sequence[str] | None]
+AsLines = Callable[[object], Sequence[str] | None]
 """Returns a result as lines for people; None if there are none for its kind."""
 
-lines_of: Lines | None = None
+lines_of: AsLines | None = None
 """What the command line prints of a result. That stands above this module, so `shardkit` itself puts it here."""
 
 

@@ -48,7 +48,7 @@ _MAX_SHOWN = 200  # characters of a name or value
 # An `int` is a whole number from 0 on, below 2^62. What else a value has to be stands beside its type.
 Crc32 = Annotated[int, range(1 << 32), "a CRC-32"]
 Sha256 = Annotated[str, re.compile(r"[0-9a-f]{64}"), "a sha256 in hex"]
-Measure = Annotated[float, (0.0, sys.float_info.max), "a number from 0 on"]
+NonNegative = Annotated[float, (0.0, sys.float_info.max), "a number from 0 on"]
 DtypeName = Annotated[str, frozenset(BY_NAME), "a dtype that shardkit knows"]
 # No "", "." or "..", and no character that a file's name cannot have. Of the surrogates, Python gives U+DC80 to U+DCFF
 # to bytes that are not UTF-8.
@@ -254,9 +254,9 @@ class OsftModule:
     """Of the dense weight."""
     algorithm: str | None = None
     """How the factors were computed: "gram", "svd" or "svd fp32"."""
-    error: Measure | None = None
+    error: NonNegative | None = None
     """Frobenius norm of what folding them misses, to the weight's; the norm itself if the weight is zero. Estimated."""
-    orthogonality: Measure | None = None
+    orthogonality: NonNegative | None = None
     """Largest absolute value that U'U - I and VV' - I, over frozen and trained directions, make of vectors of ones and
     minus ones."""
     crc32: Crc32 | None = None
@@ -267,7 +267,7 @@ class OsftModule:
 class Osft:
     """How weights became factors, of which most are frozen; as asked for, and what came of it."""
 
-    ratio: Measure
+    ratio: NonNegative
     """Share of each target's directions that is trained."""
     targets: tuple[str, ...]
     """"auto" or globs."""
@@ -443,7 +443,7 @@ class FileList(_Referable):
 
 
 Manifest = Presharded | SavedState | HubModel | FileList
-Tensor = ShardedTensor | HubTensor | ListedTensor
+DescribedTensor = ShardedTensor | HubTensor | ListedTensor
 KINDS: tuple[type[Manifest], ...] = (Presharded, SavedState, HubModel, FileList)
 
 
@@ -478,7 +478,7 @@ def crc_of(file: SavedFile) -> int | None:
     return file.crc32 if isinstance(file, File) else None
 
 
-def all_tensors(manifest: Manifest) -> Mapping[str, Tensor]:
+def all_tensors(manifest: Manifest) -> Mapping[str, DescribedTensor]:
     """Return every tensor that a manifest lists, by name."""
     return (None if isinstance(manifest, SavedState) else manifest.tensors) or {}
 

@@ -40,7 +40,7 @@ from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.staging import (
     IS_THERE,
-    Kept,
+    KeptFiles,
     Owner,
     Staging,
     nothing,
@@ -81,7 +81,7 @@ class SharedStaging:
         kept: what stays of it when it is removed.
     """
 
-    def __init__(self, destination: str, path: str, kept: Kept) -> None:
+    def __init__(self, destination: str, path: str, kept: KeptFiles) -> None:
         self.destination, self.path, self.kept = destination, path, kept
         self.record = os.path.join(path, "plan.json")
         self.data = os.path.join(path, "data")
@@ -98,7 +98,9 @@ class SharedStaging:
         raises is raised, and the old content is at the destination again."""
 
     @classmethod
-    def of_plan(cls, destination: str, plan_hash: str, kept: Kept, *, is_run: bool = False) -> SharedStaging:
+    def of_plan(
+        cls, destination: str, plan_hash: str, kept: KeptFiles, *, is_run: bool = False
+    ) -> SharedStaging:
         """Return the one of a plan, whether it exists or not.
 
         Args:
@@ -807,7 +809,7 @@ def _is_untouched(path: str, directory: str) -> bool:
         return False
 
 
-def _remove(destination: str, path: str, kept: Kept) -> None:
+def _remove(destination: str, path: str, kept: KeptFiles) -> None:
     """Remove a directory but what is kept: under a name of a run of this process first, so that nobody goes on in it."""
     if not storage.lexists(path):  # where nothing can be written, a rename would say that instead
         return
@@ -831,7 +833,7 @@ def _remove(destination: str, path: str, kept: Kept) -> None:
         owner.end()
 
 
-def remove_marks(destination: str, kept: Kept, *, only_old: bool = False) -> None:
+def remove_marks(destination: str, kept: KeptFiles, *, only_old: bool = False) -> None:
     """Remove what says that parts have committed; nothing that is under way.
 
     Args:
@@ -855,7 +857,7 @@ def has_commits(destination: str) -> bool:
     )
 
 
-def shared_of(destination: str, kept: Kept) -> list[SharedStaging]:
+def shared_of(destination: str, kept: KeptFiles) -> list[SharedStaging]:
     """Return the shared staging directories of a destination, whatever their plans."""
     return [SharedStaging(destination, path, kept) for path in _beside(destination)]
 
@@ -868,7 +870,7 @@ def destination_of_parts(path: str) -> str | None:
     return os.path.join(parent, found[1:]) if is_theirs and storage.isdir(path) else None
 
 
-def runs_of(destination: str, kept: Kept) -> list[SharedStaging]:
+def runs_of(destination: str, kept: KeptFiles) -> list[SharedStaging]:
     """Return the directories in which single processes work, or have until they were killed.
 
     Those that are named after their process come first: of runs that begin or end, and of earlier versions, which wrote
@@ -878,7 +880,7 @@ def runs_of(destination: str, kept: Kept) -> list[SharedStaging]:
     return [SharedStaging(destination, path, kept) for path in (*paths, *_beside(destination, mark=_RUN))]
 
 
-def run_at(path: str, kept: Kept) -> SharedStaging | None:
+def run_at(path: str, kept: KeptFiles) -> SharedStaging | None:
     """Return the directory of a run at an absolute path; None if it is no such thing.
 
     A long name is cut in the name of its directory, and so is the destination here.
@@ -900,7 +902,7 @@ def _is_run(path: str) -> bool:
     return os.path.basename(path).rpartition(".shardkit-")[2].startswith(_RUN)
 
 
-def remove_runs(destination: str, kept: Kept, *, but: str) -> None:
+def remove_runs(destination: str, kept: KeptFiles, *, but: str) -> None:
     """Remove what this user's runs of other plans have left whose processes are all over; first what one moved aside goes
     back.
 
@@ -918,7 +920,7 @@ def remove_runs(destination: str, kept: Kept, *, but: str) -> None:
                     run.give_up()
 
 
-def remove_abandoned(destination: str, kept: Kept) -> None:
+def remove_abandoned(destination: str, kept: KeptFiles) -> None:
     """Remove what is named after a dead process; what it has moved aside goes back.
 
     Args:

@@ -38,7 +38,7 @@ _ENDING = ".shardkit-"
 _MAX_NAME_BYTES = 120  # of the destination's name in the staging directory's; a name has at most 255
 
 
-Kept = Callable[[str], Collection[str]]
+KeptFiles = Callable[[str], Collection[str]]
 """Returns what stays of a staging directory, by its path: files of a person, relative to it."""
 
 

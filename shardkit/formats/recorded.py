@@ -189,8 +189,8 @@ def _take(read: _Read, catalogs: Iterable[Catalog], manifests: SourceManifests) 
 
 
 def unlike_stored(
-    tensors: Mapping[str, manifest.Tensor], catalog: Catalog
-) -> Iterator[tuple[str, manifest.Tensor, TensorEntry | None]]:
+    tensors: Mapping[str, manifest.DescribedTensor], catalog: Catalog
+) -> Iterator[tuple[str, manifest.DescribedTensor, TensorEntry | None]]:
     """Yield each tensor that a manifest lists, and that is stored with another dtype or shape; None if it is not stored."""
     for fqn, said in tensors.items():
         entry = catalog.tensors.get(fqn)
@@ -199,7 +199,9 @@ def unlike_stored(
 
 
 def _check_headers(
-    catalog: Catalog, listed: Mapping[str, manifest.SavedFile], tensors: Mapping[str, manifest.Tensor]
+    catalog: Catalog,
+    listed: Mapping[str, manifest.SavedFile],
+    tensors: Mapping[str, manifest.DescribedTensor],
 ) -> None:
     """Refuse safetensors files whose headers differ from what was recorded: a header has no checksum of its own.
 
@@ -231,7 +233,9 @@ def _lacks(file: SourceFile) -> bool:
 
 
 def _add_checksums(
-    catalog: Catalog, listed: Mapping[str, manifest.SavedFile], tensors: Mapping[str, manifest.Tensor]
+    catalog: Catalog,
+    listed: Mapping[str, manifest.SavedFile],
+    tensors: Mapping[str, manifest.DescribedTensor],
 ) -> bool:
     """Give files of a catalog that lack CRC-32s those of a manifest; True if any were added."""
     lacking: dict[int, manifest.SavedFile] = {}
@@ -272,7 +276,7 @@ def _extents(file: manifest.SavedFile) -> Iterator[Entry]:
 
 
 def _tensor_rows(
-    catalog: Catalog, tensors: Mapping[str, manifest.Tensor], files: Mapping[int, object]
+    catalog: Catalog, tensors: Mapping[str, manifest.DescribedTensor], files: Mapping[int, object]
 ) -> tuple[dict[int, list[Entry]], dict[int, list[Entry]]]:
     """Return two dicts by file: tensors of one chunk that have a CRC-32 in a manifest, and all chunks."""
     table = catalog.chunks

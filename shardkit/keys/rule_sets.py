@@ -22,7 +22,7 @@ from shardkit.keys.rules import (
     ConfigNumbers,
     Rule,
     RuleSet,
-    Side,
+    RuleSide,
     Step,
     bind_names,
     parse_rules,
@@ -53,7 +53,7 @@ def bind_in_form(
     shapes: Mapping[str, Shape],
     config: Mapping[str, Any] | None,
     *,
-    side: Side,
+    side: RuleSide,
     padding: Padding | None = None,
     wanted: Iterable[str] = (),
 ) -> Binding:
@@ -191,7 +191,7 @@ def choose_shipped(
     shapes: Mapping[str, Shape],
     config: Mapping[str, Any] | None,
     *,
-    side: Side,
+    side: RuleSide,
     padding: Padding | None = None,
 ) -> Choice:
     """Return the shipped rule sets that know all of some names.
@@ -255,13 +255,13 @@ def foreign_type(rules: RuleSet, config: Mapping[str, Any] | None) -> tuple[str,
     )
 
 
-def _knows_all(rules: RuleSet, names: Iterable[str], side: Side) -> bool:
+def _knows_all(rules: RuleSet, names: Iterable[str], side: RuleSide) -> bool:
     known, patterns = list(names), _patterns_of(rules, side)
     has_required = side == "hub" or _has_required(rules, known)
     return has_required and bool(known) and all(any(p.fullmatch(name) for p in patterns) for name in known)
 
 
-def _patterns_of(rules: RuleSet, side: Side) -> list[re.Pattern[str]]:
+def _patterns_of(rules: RuleSet, side: RuleSide) -> list[re.Pattern[str]]:
     patterns = [regex_of(pattern) for rule in rules.rules for pattern in rule.patterns(side)]
     return [*patterns, re.compile(".*")] if rules.keeps_others else patterns
 

@@ -51,7 +51,7 @@ from shardkit.keys.expressions import (
 from shardkit.keys.inverse import differences
 from shardkit.keys.names import natural
 
-Side = Literal["hub", "model"]
+RuleSide = Literal["hub", "model"]
 FORMAT = 1
 
 _VARIABLE = re.compile(r"\{([A-Za-z_]\w{0,31})(:any)?\}", re.ASCII)
@@ -83,7 +83,7 @@ _TOP_KEYS = (
 NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # which patterns mostly call `{i}`
 _MAX_RULES, _MAX_SUGGESTIONS = 4096, 3
 
-Numbers = Mapping[str, int | str | tuple[str, ...]]
+NamedNumbers = Mapping[str, int | str | tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Rule:
     model: tuple[str, ...]
     """Patterns of names in the model; none where the Hub alone has such tensors."""
     steps: tuple[Step, ...] = ()
-    steps_from: Side = "hub"
+    steps_from: RuleSide = "hub"
     """The side that the steps begin on. It may have several patterns, the other has one."""
     is_optional: bool = False
     """It may match nothing."""
@@ -120,7 +120,7 @@ class Rule:
         """True if one side alone has such tensors."""
         return not (self.hub and self.model)
 
-    def patterns(self, side: Side) -> tuple[str, ...]:
+    def patterns(self, side: RuleSide) -> tuple[str, ...]:
         """Return the patterns of names on a side."""
         return self.hub if side == "hub" else self.model
 
@@ -136,7 +136,7 @@ class RuleSet:
     name: str
     title: str
     rules: tuple[Rule, ...]
-    numbers: Numbers = field(default_factory=dict)
+    numbers: NamedNumbers = field(default_factory=dict)
     """What steps call by name: a number, a key of config.json or arithmetic on them, or several to try in turn."""
     model_types: tuple[str, ...] = ()
     """`model_type` of the configs that the set is for; empty for any."""
@@ -239,7 +239,7 @@ def _rule(table: Any, number: int, *, is_optional: bool) -> Rule:
         problems.append("it needs hub and model; or one of the two, and drop = true")
     if "steps" in table and "steps_to_hub" in table:
         problems.append("steps go from the Hub to the model and steps_to_hub back: one of the two is enough")
-    steps_from: Side = "model" if "steps_to_hub" in table else "hub"
+    steps_from: RuleSide = "model" if "steps_to_hub" in table else "hub"
     steps = _steps(table.get("steps_to_hub" if steps_from == "model" else "steps", []), problems)
     many, one = (hub, model) if steps_from == "hub" else (model, hub)
     if len(one) > 1:
@@ -380,7 +380,7 @@ class ConfigNumbers:
         config: config.json; None if there is none.
     """
 
-    def __init__(self, numbers: Numbers, config: Mapping[str, Any] | None) -> None:
+    def __init__(self, numbers: NamedNumbers, config: Mapping[str, Any] | None) -> None:
         self._numbers, self._config = numbers, config
         self._busy: set[str] = set()
 
@@ -476,11 +476,11 @@ def _per_head(of: Expression, num_heads: int, *, to_pairs: bool) -> Expression:
     return reshape((interleave if to_pairs else deinterleave)(apart, 1, 2), of.shape)
 
 
-_Parts = list[dict[tuple[int, ...], Expression]]
+_PartsByKey = list[dict[tuple[int, ...], Expression]]
 """For each pattern: the tensors by the values of the variables that are still to be stacked."""
 
 
-def _forward(steps: Sequence[Step], parts: _Parts, stacked: list[str], env: ConfigNumbers) -> Expression:
+def _forward(steps: Sequence[Step], parts: _PartsByKey, stacked: list[str], env: ConfigNumbers) -> Expression:
     """Carry out steps on the tensors of each pattern, and return the one tensor that they become."""
     for step in steps:
         if step.kind == "stack":
@@ -566,9 +566,9 @@ def _one_back(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
     raise AssertionError(step.kind)
 
 
-def _backward(rule: Rule, of: Expression, env: ConfigNumbers) -> _Parts:
+def _backward(rule: Rule, of: Expression, env: ConfigNumbers) -> _PartsByKey:
     """Undo the steps of a rule: return the tensors of each pattern, by the numbers of stacked variables in their order."""
-    parts: _Parts = [{(): of}]
+    parts: _PartsByKey = [{(): of}]
     order = list[str]()
     for step in reversed(rule.steps):
         if step.kind == "stack":
@@ -608,9 +608,9 @@ def _unstacked(of: Expression, dim: int) -> Iterator[Expression]:
         yield reshape(cut(of, Region(offsets, sizes)), (*of.shape[:dim], *of.shape[dim + 1 :]))
 
 
-def _taken_apart(parts: _Parts, step: Step, number: int, env: ConfigNumbers) -> _Parts:
+def _taken_apart(parts: _PartsByKey, step: Step, number: int, env: ConfigNumbers) -> _PartsByKey:
     (part,) = parts
-    apart: _Parts = [{} for _ in range(number)]
+    apart: _PartsByKey = [{} for _ in range(number)]
     for key, whole in part.items():
         dim = _dim(step.value, whole.shape)
         total, said = whole.shape[dim], step.options.get("sizes")
@@ -641,7 +641,7 @@ def bind_names(
     shapes: Mapping[str, Shape],
     config: Mapping[str, Any] | None,
     *,
-    side: Side,
+    side: RuleSide,
     made_by: Mapping[str, Rule] | None = None,
 ) -> Binding:
     """Return the other side's tensors as expressions.
@@ -661,7 +661,7 @@ def bind_names(
     owners: dict[str, Rule] = {}
     matches = _matches(rules, shapes, side, owners, problems, made_by)
     env = ConfigNumbers(rules.numbers, config)
-    other: Side = "model" if side == "hub" else "hub"
+    other: RuleSide = "model" if side == "hub" else "hub"
     for match in matches:
         rule = match.rule
         if rule.drops:
@@ -706,7 +706,7 @@ def bind_names(
 def _matches(
     rules: RuleSet,
     shapes: Mapping[str, Shape],
-    side: Side,
+    side: RuleSide,
     owners: dict[str, Rule],
     problems: list[str],
     made_by: Mapping[str, Rule] | None,
@@ -746,13 +746,13 @@ def _matches(
 
 
 def _made(
-    match: _Match, shapes: Mapping[str, Shape], side: Side, other: Side, env: ConfigNumbers
+    match: _Match, shapes: Mapping[str, Shape], side: RuleSide, other: RuleSide, env: ConfigNumbers
 ) -> dict[str, Expression]:
     """Apply a rule to the tensors that it is about; return the expressions."""
     rule = match.rule
     stacked = [step.value for step in rule.steps if step.kind == "stack"]
     if rule.steps_from == side:
-        parts: _Parts = [{} for _ in rule.patterns(side)]
+        parts: _PartsByKey = [{} for _ in rule.patterns(side)]
         for name, values in match.names:
             place = next(
                 (n for n, pattern in enumerate(rule.patterns(side)) if regex_of(pattern).fullmatch(name)), 0
@@ -777,10 +777,10 @@ def _lost(
     shapes: Mapping[str, Shape],
     dropped: Sequence[str],
     config: Mapping[str, Any] | None,
-    side: Side,
+    side: RuleSide,
 ) -> Iterator[str]:
     """Yield a line for each tensor that does not come back when the rules are applied the other way."""
-    other: Side = "model" if side == "hub" else "hub"
+    other: RuleSide = "model" if side == "hub" else "hub"
     made_shapes = {name: expression.shape for name, expression in made.items()}
     try:
         back = bind_names(rules, made_shapes, config, side=other, made_by=made_by)

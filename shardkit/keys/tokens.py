@@ -24,7 +24,7 @@ _SHARES = (2, 3, 4)
 _MULTIPLES = tuple(8 << n for n in range(11))
 _VALUE_HEAD = 4  # a head of fewer than a fourth of the rows, beside a whole embedding, is one of another kind
 
-Place = tuple[str, ...]
+ConfigPath = tuple[str, ...]
 """Keys that lead to a number in a config."""
 
 
@@ -38,7 +38,7 @@ class TokenRows:
     """Rows in the model, by name in the base; without what the model lacks."""
     shapes: Mapping[str, Shape]
     """By name in the base: the shape with the model's rows, if that is one number."""
-    places: tuple[Place, ...]
+    places: tuple[ConfigPath, ...]
     """Where the base's config counts the tokens."""
 
     @property
@@ -101,13 +101,13 @@ class _Counted(NamedTuple):
     name: str
     shape: Shape
     dim: int
-    places: tuple[Place, ...]
+    places: tuple[ConfigPath, ...]
     """What counts its rows."""
     rows: int | None
     """Of the model; None if it has no such tensor."""
 
 
-def _counts(config: Mapping[str, Any], above: Place) -> Iterator[tuple[Place, int]]:
+def _counts(config: Mapping[str, Any], above: ConfigPath) -> Iterator[tuple[ConfigPath, int]]:
     for key, value in config.items():
         if isinstance(value, Mapping) and len(above) < _MAX_DEPTH:
             yield from _counts(value, (*above, key))
@@ -128,7 +128,7 @@ def _token_dim(name: str, shape: Shape) -> int | None:
     return 0 if is_row and len(shape) == 2 else None
 
 
-def _places(name: str, rows: int, counts: Mapping[Place, int]) -> Iterator[Place]:
+def _places(name: str, rows: int, counts: Mapping[ConfigPath, int]) -> Iterator[ConfigPath]:
     """Yield what counts a tensor's rows in the config."""
     segments = split(name)
     own = next((_OWN_COUNTS[segment] for segment in segments if segment in _OWN_COUNTS), None)
@@ -139,7 +139,7 @@ def _places(name: str, rows: int, counts: Mapping[Place, int]) -> Iterator[Place
             yield place
 
 
-def _counts_it(place: Place, segments: Segments, counts: Mapping[Place, int]) -> bool:
+def _counts_it(place: ConfigPath, segments: Segments, counts: Mapping[ConfigPath, int]) -> bool:
     """True if a count may be about a tensor, where encoder and decoder have one each."""
     key, is_encoders = place[-1], "encoder" in segments
     if key == "vocab_size":
@@ -223,7 +223,7 @@ def paddings(tokens: int) -> set[int]:
     return {-(-tokens // multiple) * multiple for multiple in _MULTIPLES}
 
 
-def with_counts(config: Mapping[str, Any], places: Iterable[Place], rows: int) -> dict[str, Any]:
+def with_counts(config: Mapping[str, Any], places: Iterable[ConfigPath], rows: int) -> dict[str, Any]:
     """Return a config that counts other tokens at some places."""
     changed = dict(config)
     for place in places:
@@ -234,7 +234,7 @@ def with_counts(config: Mapping[str, Any], places: Iterable[Place], rows: int) -
     return changed
 
 
-def counts_tokens(config: Mapping[str, Any], places: Iterable[Place], rows: int) -> bool:
+def counts_tokens(config: Mapping[str, Any], places: Iterable[ConfigPath], rows: int) -> bool:
     """True if another config of the same kind counts so many tokens."""
     counts = dict(_counts(config, ()))
     return any(counts.get(place) == rows for place in places)

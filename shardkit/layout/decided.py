@@ -37,7 +37,7 @@ from shardkit.keys.expressions import (
 from shardkit.keys.inverse import invert
 from shardkit.keys.renaming import name_part
 from shardkit.keys.rule_sets import Padding, bind_in_form, choose_shipped, config_for, foreign_type
-from shardkit.keys.rules import RuleSet, Side
+from shardkit.keys.rules import RuleSet, RuleSide
 
 Decider = Literal["selection", "person", "manifest", "shipped", "class", "base"]
 """Who decided what a tensor is on the other side; "selection" where it has the name that it was given."""
@@ -125,7 +125,7 @@ class DecidedNames:
 def decide_names(
     shapes: Mapping[str, Shape],
     *,
-    side: Side | None,
+    side: RuleSide | None,
     names: Mapping[str, str] | None = None,
     rules: RuleSet | None = None,
     derived: Mapping[str, Expression] | None = None,
@@ -195,14 +195,14 @@ def decide_names(
 def _by_person(
     given: DecidedNames,
     shapes: Mapping[str, Shape],
-    side: Side | None,
+    side: RuleSide | None,
     rules: RuleSet,
     config: Mapping[str, Any] | None,
     padding: Padding | None,
     wanted: Collection[str],
 ) -> DecidedNames:
     config = config_for([rules], config)
-    sides: tuple[Side, ...] = ("hub", "model") if side is None else (side,)
+    sides: tuple[RuleSide, ...] = ("hub", "model") if side is None else (side,)
     errors = list[LayoutError]()
     for at_hand in sides:
         try:
@@ -291,7 +291,7 @@ def _padded(held: Mapping[str, Expression]) -> Iterator[tuple[str, Expression]]:
 
 
 def _by_shipped(
-    decided: DecidedNames, side: Side, config: Mapping[str, Any] | None, padding: Padding | None
+    decided: DecidedNames, side: RuleSide, config: Mapping[str, Any] | None, padding: Padding | None
 ) -> DecidedNames:
     at_hand = {known: decided.made[name] for known, name in _at_hand(decided).items()}
     shapes = {known: made.shape for known, made in at_hand.items()}
@@ -313,7 +313,7 @@ def _by_shipped(
 
 
 def _by_class(
-    decided: DecidedNames, side: Side | None, asked: ClassNames, theirs: Collection[str]
+    decided: DecidedNames, side: RuleSide | None, asked: ClassNames, theirs: Collection[str]
 ) -> DecidedNames:
     if side != "model":
         made = {fqn: decided.made[name] for fqn, name in asked.names.items()}

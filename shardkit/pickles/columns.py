@@ -67,7 +67,7 @@ class Corners(NamedTuple):
 
 Column = Numbers | Texts | Corners | None
 """None: the field is None in all units."""
-Fields = Sequence[Mapping[str, Column]]
+RecordFields = Sequence[Mapping[str, Column]]
 """Of each record of the unit."""
 
 
@@ -82,7 +82,7 @@ class RunKind(NamedTuple):
     """What makes a corner."""
     made: type[tuple[int, ...]]
     """What it returns."""
-    make: Callable[[Fields], tuple[object, ...] | None]
+    make: Callable[[RecordFields], tuple[object, ...] | None]
     """Makes the values that stand for a run, as many as a unit has records, and checks them as the records
     would. None leaves this and all further runs to the interpreter."""
 
@@ -285,7 +285,7 @@ class RunFinder:
             first = after
         return len(units), first
 
-    def _fields(self, form: _UnitForm, units: Sequence[tuple[bytes, ...]]) -> Fields:
+    def _fields(self, form: _UnitForm, units: Sequence[tuple[bytes, ...]]) -> RecordFields:
         """Decode the columns, and put them under the names of their fields."""
         fields: list[dict[str, Column]] = [{} for _ in self.kind.classes]
         columns = zip(*units, strict=True)

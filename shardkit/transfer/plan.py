@@ -267,7 +267,7 @@ def _tasks(number: int, image: Image, nbytes: int) -> Iterator[Task]:
         yield Task(number, first, len(image), image.size - begin, begin)
 
 
-Ranges = dict[int, list[tuple[int, int]]]
+FileRanges = dict[int, list[tuple[int, int]]]
 """File -> (first byte, byte after the last) of what is read of it; in no order, and some may overlap."""
 
 
@@ -276,7 +276,7 @@ class Reading(NamedTuple):
 
     tasks: list[Task]
     """In the order of the sources' bytes: what lies together there is read together, for whichever image it is."""
-    ranges: Ranges
+    ranges: FileRanges
     num_places: int
     """How many places of the files a task reads in turn."""
 
@@ -299,7 +299,7 @@ def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_orde
             if image is not None
             for task in _tasks(number, image, _SMALL_TASK_NBYTES)
         ]
-    ranges, num_places = Ranges(), 1
+    ranges, num_places = FileRanges(), 1
     # The tasks of a large tensor follow one another: where it lies in several files, these are read once for all of them.
     together = dict[tuple[int, str], list[tuple[tuple[int, int], Task]]]()
     files_of = dict[tuple[int, str], set[int]]()
@@ -325,9 +325,9 @@ def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_orde
     return Reading(tasks, ranges, num_places)
 
 
-def chunk_ranges(catalog: Catalog, names: Iterable[str]) -> Ranges:
+def chunk_ranges(catalog: Catalog, names: Iterable[str]) -> FileRanges:
     """Return where all of some tensors lies, with what describes it where records are closed."""
-    table, ranges = catalog.chunks, Ranges()
+    table, ranges = catalog.chunks, FileRanges()
     for fqn in names:
         entry = catalog.tensors[fqn]
         for row in entry.chunk_ids:

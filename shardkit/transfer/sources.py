@@ -550,13 +550,13 @@ def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes:
         yield view
 
 
-_Span = tuple[int, int, int]
+_ReadSpan = tuple[int, int, int]
 """(first byte in the file, first byte in memory, bytes)."""
 
 
-def _neighbours(spans: Iterable[_Span], max_bytes: int) -> Iterator[list[_Span]]:
+def _neighbours(spans: Iterable[_ReadSpan], max_bytes: int) -> Iterator[list[_ReadSpan]]:
     """Yield spans in groups, each of which is read at once."""
-    group: list[_Span] = []
+    group: list[_ReadSpan] = []
     for span in spans:
         place, _, nbytes = span
         if group and not (
@@ -570,7 +570,7 @@ def _neighbours(spans: Iterable[_Span], max_bytes: int) -> Iterator[list[_Span]]
         yield group
 
 
-def _read_group(reader: Reader, file: int, target: memoryview, group: Sequence[_Span], fqn: str) -> None:
+def _read_group(reader: Reader, file: int, target: memoryview, group: Sequence[_ReadSpan], fqn: str) -> None:
     """Read spans of a file to their places in memory."""
     first, offset, nbytes = group[0]
     if len(group) == 1:

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 from shardkit.core.dtypes import BY_NAME, OF_CODES, DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
-from shardkit.pickles.columns import Column, Corners, Fields, Numbers, RunKind, Texts
+from shardkit.pickles.columns import Column, Corners, Numbers, RecordFields, RunKind, Texts
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Global, Record, Vocabulary
 
@@ -445,7 +445,7 @@ _NAMES: dict[tuple[str, str], object] = {
 }
 
 
-def chunk_run(fields: Fields) -> tuple[ChunkRun] | None:
+def chunk_run(fields: RecordFields) -> tuple[ChunkRun] | None:
     """Return chunks as a run; None if they differ in their number of dims, or have other fields."""
     offsets, sizes = fields[0].get("offsets"), fields[0].get("sizes")
     if len(fields[0]) != 2 or type(offsets) is not Corners or type(sizes) is not Corners:
@@ -457,7 +457,7 @@ def chunk_run(fields: Fields) -> tuple[ChunkRun] | None:
     return (ChunkRun(len(offsets.values), nbytes // 8, b"".join(chain.from_iterable(pairs))),)
 
 
-def storage_run(fields: Fields) -> tuple[IndexRun, StorageInfoRun] | None:
+def storage_run(fields: RecordFields) -> tuple[IndexRun, StorageInfoRun] | None:
     """Return storage entries as runs; None if one is not a chunk's, has transforms, or has other fields."""
     index, info = fields
     if not INDEX_FIELDS.issuperset(index) or not STORAGE_FIELDS.issuperset(info):

@@ -37,7 +37,7 @@ from shardkit.files.links import read_inside
 from shardkit.formats.contract import DamagedFiles, inner, listing
 from shardkit.formats.contract.optimizer import GROUPS, STATE, STEP, count_of, read_groups
 from shardkit.formats.rankfiles.files import open_each
-from shardkit.formats.rankfiles.flat import StateDict, without_tree
+from shardkit.formats.rankfiles.flat import RankStateDict, without_tree
 from shardkit.formats.torchsave.file import TensorRef, TorchFile
 from shardkit.pickles.policies import UnmadeObject
 
@@ -133,7 +133,7 @@ class OptimizerStates:
     """ZeRO-1 and 2: for each group, elements after each parameter."""
     steps: Mapping[object, object]
     """The count of steps of each flat tensor that has one, in a form that can be compared."""
-    inner: StateDict
+    inner: RankStateDict
     """The inner optimizer's; its parameters are flat tensors, by number."""
 
     def ep_size_of(self, group: int, num_ranks: int) -> int:
@@ -385,11 +385,11 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
     )
 
 
-def _inner_state(file: TorchFile, state: Mapping[str, Any], num_flat: int) -> StateDict:
+def _inner_state(file: TorchFile, state: Mapping[str, Any], num_flat: int) -> RankStateDict:
     """Return the inner optimizer's state of `num_flat` flat tensors."""
     base, states = _inner(state), _inner_leaves(state)
     groups = read_groups(file.name, base.get(GROUPS)) if isinstance(base, dict) else None
-    return StateDict(file, {n: states.get(n, {}) for n in range(num_flat)}, groups).without_tree()
+    return RankStateDict(file, {n: states.get(n, {}) for n in range(num_flat)}, groups).without_tree()
 
 
 def _inner(state: Mapping[str, Any]) -> object:

@@ -142,7 +142,7 @@ def without_tree(file: TorchFile, tensors: Iterable[object]) -> TorchFile:
     return replace(file, tree=None, storages={key: file.storages[key] for key in keys})
 
 
-class StateDict(NamedTuple):
+class RankStateDict(NamedTuple):
     """The optimizer's state dict in one file."""
 
     file: TorchFile
@@ -151,7 +151,7 @@ class StateDict(NamedTuple):
     groups: Sequence[Group] | None
     """None if they were not saved."""
 
-    def without_tree(self) -> StateDict:
+    def without_tree(self) -> RankStateDict:
         """Return the state dict with only what it takes to read its tensors."""
         dicts = (*self.states.values(), *(self.groups or ()))
         return self._replace(
@@ -170,7 +170,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 def split_states(
     directory: str,
-    ranks: Sequence[StateDict],
+    ranks: Sequence[RankStateDict],
     pieces: Pieces,
     shapes: Mapping[str, Shape],
     lengths: Sequence[Mapping[int, int]],
@@ -215,7 +215,7 @@ def _leaf(
     value: object,
     shape: Shape,
     pieces: Sequence[FlatPiece],
-    ranks: Sequence[StateDict],
+    ranks: Sequence[RankStateDict],
     lengths: Sequence[Mapping[int, int]],
 ) -> Weight | float | str:
     """Return a leaf of a parameter, or why it cannot be told."""

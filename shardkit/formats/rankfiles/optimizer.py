@@ -41,7 +41,7 @@ from shardkit.formats.contract.optimizer import (
     state_path,
 )
 from shardkit.formats.rankfiles.files import TensorCollector, open_each
-from shardkit.formats.rankfiles.flat import FlatPiece, Pieces, StateDict, across, split_states
+from shardkit.formats.rankfiles.flat import FlatPiece, Pieces, RankStateDict, across, split_states
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, TorchFile, UnreadableTensor
 from shardkit.keys.names import clean, join
 
@@ -86,7 +86,7 @@ def open_optimizer_files(
     gathering, named, agreement = TensorCollector(directory), dict[_Key, str](), OptimizerComparison()
     others: dict[tuple[str, str], object] = {}
     shapes = {parameter.name: parameter.shape for parameter in parameters}
-    first: StateDict | None = None
+    first: RankStateDict | None = None
     for state in open_each(directory, names, _read):
         if isinstance(state, str):
             return Unmapped(names, state)
@@ -117,7 +117,7 @@ def open_optimizer_files(
     return writer.finish(_notes(first, named))
 
 
-def _read(file: TorchFile) -> StateDict | str:
+def _read(file: TorchFile) -> RankStateDict | str:
     """Return the state dict in a file, or that it holds none."""
     tree = file.tree if isinstance(file.tree, dict) else {}
     states, groups = tree.get(STATE), read_groups(file.name, tree.get(GROUPS))
@@ -129,7 +129,7 @@ def _read(file: TorchFile) -> StateDict | str:
     ):
         return f"{escape(file.name)} is not the state dict of an optimizer"
     leaves_of = {key: {str(leaf): value for leaf, value in leaves.items()} for key, leaves in states.items()}
-    return StateDict(file, leaves_of, groups)
+    return RankStateDict(file, leaves_of, groups)
 
 
 def _has_params(group: Mapping[str, Any]) -> bool:
@@ -137,7 +137,7 @@ def _has_params(group: Mapping[str, Any]) -> bool:
     return isinstance(params, list) and all(type(key) in (str, int) for key in params)
 
 
-def _in_groups(state: StateDict) -> list[_Key]:
+def _in_groups(state: RankStateDict) -> list[_Key]:
     """Return the parameters of all groups, one group after another."""
     return [key for group in state.groups or () for key in group[PARAMS]]
 
@@ -150,7 +150,7 @@ def _tensors(leaves: Mapping[str, object]) -> dict[str, object]:
     return {leaf: value for leaf, value in leaves.items() if _is_tensor(value)}
 
 
-def _names(state: StateDict, parameters: Sequence[Parameter]) -> dict[_Key, str] | str:
+def _names(state: RankStateDict, parameters: Sequence[Parameter]) -> dict[_Key, str] | str:
     """Return the FQN of each parameter, or why it cannot be told."""
     groups, keys = state.groups or (), [*state.states, *_in_groups(state)]
     if not any(type(key) is int for key in keys):
@@ -170,7 +170,7 @@ def _names(state: StateDict, parameters: Sequence[Parameter]) -> dict[_Key, str]
     return named if isinstance(named, str) else {key: named[key] for key in named}
 
 
-def _factored(state: StateDict) -> list[str]:
+def _factored(state: RankStateDict) -> list[str]:
     """Return the factored leaves of parameters that have no leaf of their own shape."""
     lone = {leaf for leaves in state.states.values() if _shape(leaves) is None for leaf in leaves}
     return sorted(filter(_FACTORED.fullmatch, lone))
@@ -186,7 +186,9 @@ def _shape(leaves: Mapping[str, object]) -> Shape | None:
     return max(shapes, key=len, default=None) if any(shapes) else None
 
 
-def _problem(state: StateDict, named: Mapping[_Key, str], shapes: Mapping[str, Shape] | None) -> str | None:
+def _problem(
+    state: RankStateDict, named: Mapping[_Key, str], shapes: Mapping[str, Shape] | None
+) -> str | None:
     """Return why the states of a file cannot be put together with those of the others.
 
     Args:
@@ -209,7 +211,7 @@ def _problem(state: StateDict, named: Mapping[_Key, str], shapes: Mapping[str, S
     return None
 
 
-def _notes(first: StateDict, named: Mapping[_Key, str]) -> Iterator[str]:
+def _notes(first: RankStateDict, named: Mapping[_Key, str]) -> Iterator[str]:
     numbered = [key for key in _in_groups(first) if type(key) is int]
     if numbered and not all(map(has_names, first.groups or ())):
         yield (
@@ -224,7 +226,7 @@ def _notes(first: StateDict, named: Mapping[_Key, str]) -> Iterator[str]:
 # FSDP1's flat parameters
 
 
-def _is_flat(state: StateDict, parameters: Sequence[Parameter]) -> bool:
+def _is_flat(state: RankStateDict, parameters: Sequence[Parameter]) -> bool:
     """True for the states of FSDP1's flat parameters, of a model that has more than vectors."""
     return (
         all(type(key) is int for key in _in_groups(state))
@@ -246,7 +248,7 @@ def _open_flat(
     directory: str, names: Sequence[str], parameters: Sequence[Parameter]
 ) -> OptimizerState | Unmapped:
     """Open the states of flat parameters and take them apart."""
-    ranks: list[StateDict] = []
+    ranks: list[RankStateDict] = []
     for state in open_each(directory, names, _read):
         if isinstance(state, str):
             return Unmapped(names, state)
@@ -282,7 +284,7 @@ def _open_flat(
     return Unmapped(names, result) if isinstance(result, str) else result
 
 
-def _flat_lengths(rank: StateDict, numbers: Sequence[int]) -> dict[int, int] | None:
+def _flat_lengths(rank: RankStateDict, numbers: Sequence[int]) -> dict[int, int] | None:
     """Return the elements that a rank has of each flat parameter; None if a state does not tell."""
     lengths: dict[int, int] = {}
     for number in numbers:

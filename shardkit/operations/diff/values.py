@@ -40,7 +40,7 @@ RoundedSide = Literal["a", "b"]
 """The side that may hold the other's values, rounded."""
 Roundings = dict[tuple[RoundedSide, DType], int]
 """(the side, what it is rounded to) -> how many values other than 0 became 0."""
-_Way = tuple[RoundedSide, DType, bool]
+_RoundingWay = tuple[RoundedSide, DType, bool]
 """The side, what it is rounded to, and whether through float32."""
 
 
@@ -168,16 +168,16 @@ class Measure:
         sides: tuple[tuple[RoundedSide, DType], ...] = (
             (("b", a), ("a", b)) if a.is_convertible and b.is_convertible else ()
         )
-        ways: list[_Way] = [
+        ways: list[_RoundingWay] = [
             (side, dtype, is_twice)
             for side, source in sides
             for dtype in ROUNDED_TO
             for is_twice in ((False, True) if source.name == "float64" else (False,))
         ]
-        self._flushed: dict[_Way, int] = dict.fromkeys(ways, 0)
+        self._flushed: dict[_RoundingWay, int] = dict.fromkeys(ways, 0)
         """How many values other than 0 became 0, for each way that holds for all elements so far."""
         shorter: RoundedSide = "a" if is_shorter(a, b) else "b"
-        self._off: dict[_Way, int] = {
+        self._off: dict[_RoundingWay, int] = {
             (shorter, {"a": a, "b": b}[shorter], is_twice): 0
             for is_twice in ((False, True) if "float64" in (a.name, b.name) else (False,))
         }

@@ -37,7 +37,7 @@ from shardkit.keys.expressions import (
     pieces,
 )
 from shardkit.keys.rule_sets import find_shipped, foreign_type, shipped
-from shardkit.keys.rules import RuleSet, Side, parse_rules
+from shardkit.keys.rules import RuleSet, RuleSide, parse_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.decided import DecidedNames, decide_names
 from shardkit.layout.traced import ask_names
@@ -129,7 +129,7 @@ class KeysResult(Result):
 class _OpenedSide:
     path: str
     checkpoint: Checkpoint
-    side: Side
+    side: RuleSide
     shapes: dict[str, Shape]
     config: Mapping[str, Any] | None
 

@@ -317,10 +317,12 @@ def report_damaged(
             )
 
 
-Task = Callable[[Report], None]
+VerifyTask = Callable[[Report], None]
 
 
-def in_threads(report: Report, tasks: Sequence[Task], jobs: int, *, label: str, total_bytes: int) -> None:
+def in_threads(
+    report: Report, tasks: Sequence[VerifyTask], jobs: int, *, label: str, total_bytes: int
+) -> None:
     """Carry out tasks, `jobs` at a time; what is found is the same for any number of threads.
 
     Args:

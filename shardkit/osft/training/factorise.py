@@ -33,7 +33,7 @@ _NUM_PEERS = 32  # whom a rank sends to at once
 
 Round = tuple[Target | None, ...]
 """The target of each rank."""
-Held = Mapping[str, LocalShard]
+HeldFactors = Mapping[str, LocalShard]
 """This rank's part of each factor, by FQN."""
 
 
@@ -109,7 +109,7 @@ def fill_factors(
     return filled
 
 
-def _held(shards: Sequence[LocalShard], targets: Sequence[Target]) -> Held:
+def _held(shards: Sequence[LocalShard], targets: Sequence[Target]) -> HeldFactors:
     """Return this rank's part of each factor.
 
     Raises:
@@ -193,7 +193,7 @@ class _Exchange:
         targets: all of them.
     """
 
-    def __init__(self, held: Held, targets: Sequence[Target]) -> None:
+    def __init__(self, held: HeldFactors, targets: Sequence[Target]) -> None:
         self.elements = Counter[str]()
         self._held = held
         first = next(iter(held.values())).tensor.device
@@ -264,7 +264,7 @@ Slices = Mapping[str, Sequence[tuple[str, Region]]]
 """What a rank holds of each target, by path: factors and regions of them, in the order in which they are sent."""
 
 
-def _gather_regions(held: Held, targets: Sequence[Target]) -> list[Slices]:
+def _gather_regions(held: HeldFactors, targets: Sequence[Target]) -> list[Slices]:
     """Return the regions of each target that every rank holds; targets that are held alike are listed once."""
     kinds, numbers = dict[str, int](), list[int]()
     listed = list[object]()

@@ -44,7 +44,7 @@ from shardkit.transfer.checks import CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.converted import Convert
 from shardkit.transfer.convert import one_thread_each
-from shardkit.transfer.plan import Ranges
+from shardkit.transfer.plan import FileRanges
 from shardkit.transfer.sources import DROPPED_NBYTES, MOST_PARTS, READ_NBYTES, Neighbour, Reader, SourceFiles
 
 DAMAGED = "use another copy of the checkpoint; check_source=False takes the damaged bytes as they are"
@@ -514,9 +514,9 @@ def _fetched(group: Sequence[Read]) -> Sequence[tuple[int, int]]:
     return _ranges(group)[group[0].file]
 
 
-def _ranges(reads: Iterable[Read]) -> Ranges:
+def _ranges(reads: Iterable[Read]) -> FileRanges:
     """Return the byte ranges that reads fetch from each file; short runs are fetched with the bytes between them."""
-    by_file = Ranges()
+    by_file = FileRanges()
     for read in reads:
         itemsize, ranges = read.dtype.itemsize, by_file.setdefault(read.file, [])
         box_runs = list(islice(runs(read.part, read.sizes), 2))
