@@ -84,7 +84,7 @@ def pread(fd: int, nbytes: int, start: int) -> bytes:
         return os.pread(fd, nbytes, start)
     if fd < uploads.FIRST_NUMBER:
         return stores.read(fd, nbytes, start)
-    return uploads.read(fd, nbytes, start)
+    return uploads.opened(fd).read(nbytes, start)
 
 
 def preadv(fd: int, buffers: Sequence[Any], start: int) -> int:
@@ -93,17 +93,18 @@ def preadv(fd: int, buffers: Sequence[Any], start: int) -> int:
         return os.preadv(fd, buffers, start)
     if fd < uploads.FIRST_NUMBER:
         return stores.read_into(fd, buffers, start)
-    return uploads.read_into(fd, buffers, start)
+    return uploads.opened(fd).read_into(buffers, start)
 
 
 def pwrite(fd: int, data: Any, start: int) -> int:
     """As `os.pwrite`."""
-    return uploads.write(fd, data, start) if fd >= uploads.FIRST_NUMBER else os.pwrite(fd, data, start)
+    is_sent = fd >= uploads.FIRST_NUMBER
+    return uploads.opened(fd).write(data, start) if is_sent else os.pwrite(fd, data, start)
 
 
 def ftruncate(fd: int, size: int) -> None:
     """As `os.ftruncate`."""
-    uploads.truncate(fd, size) if fd >= uploads.FIRST_NUMBER else os.ftruncate(fd, size)
+    uploads.opened(fd).truncate(size) if fd >= uploads.FIRST_NUMBER else os.ftruncate(fd, size)
 
 
 def fsync(fd: int) -> None:
@@ -111,14 +112,15 @@ def fsync(fd: int) -> None:
     if fd < uploads.FIRST_NUMBER:
         os.fsync(fd)
         return
-    path, stored = uploads.finish(fd)
-    stores.learn_object(path, stored.size, stored.etag)  # it may be read at once
+    file = uploads.opened(fd)
+    stored = file.session.finish(file)
+    stores.learn_object(file.path, stored.size, stored.etag)  # it may be read at once
 
 
 def settle(fd: int, start: int, stop: int) -> None:
     """Say that a range of a file is neither written nor read any more: what is on its way to a store may go."""
     if fd >= uploads.FIRST_NUMBER:
-        uploads.settle(fd, start, stop)
+        uploads.opened(fd).settle(start, stop)
 
 
 def fstat(fd: int) -> os.stat_result:

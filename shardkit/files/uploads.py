@@ -56,7 +56,7 @@ def part_nbytes(size: int) -> int:
     return max(PART_NBYTES, -(-least // MIB) * MIB)
 
 
-class _File:
+class SentFile:
     """A file on its way into a store; several numbers may stand for it.
 
     Args:
@@ -83,8 +83,13 @@ class _File:
     def _step(self) -> int:
         return part_nbytes(self._expected or self._size)
 
-    def expect(self, size: int) -> None:
-        self._expected = size
+    def expect(self, size: int) -> int:
+        """Say how many bytes the file may get that grows while parts of it are sent; return the bytes of a part.
+
+        Parts are settled whole, and only when more has been written behind them: the last one is not known before the end.
+        """
+        self._expected = max(size, 1)
+        return self._step
 
     def truncate(self, size: int) -> None:
         self._size = size
@@ -99,15 +104,18 @@ class _File:
             return self._fd
 
     def write(self, data: Any, start: int) -> int:
+        """Write into the file, as `os.pwrite`; raises what a part of it failed with."""
         self.raise_failure()
         count = os.pwrite(self.fd(), data, start)
         self._size = max(self._size, start + count)
         return count
 
     def read(self, nbytes: int, start: int) -> bytes:
+        """Read what was written and is not settled."""
         return os.pread(self.fd(), nbytes, start)
 
     def read_into(self, buffers: Sequence[Any], start: int) -> int:
+        """Read what was written and is not settled, as `os.preadv`."""
         return os.preadv(self.fd(), buffers, start)
 
     def close(self) -> None:
@@ -124,7 +132,13 @@ class _File:
     # Parts
 
     def settle(self, start: int, stop: int) -> None:
-        """Send every part that is settled as a whole by now; waits while too many are on their way."""
+        """Say that a range is neither written nor read any more: every part that is settled as a whole by now is sent.
+
+        Waits while too many are on their way.
+
+        Raises:
+            ResourceError: a part could not be sent.
+        """
         self.raise_failure()
         for number in self._take_settled(start, min(stop, self._size)):
             self._send(number)
@@ -242,7 +256,7 @@ class Session:
         """Whether one more part may go on its way."""
         self.stored: dict[str, WrittenObject] = {}
         """What was made of each file that was finished; by path, with the CRC-32 of what was sent."""
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, SentFile] = {}
         self._lock = threading.Lock()
 
     def __enter__(self) -> Session:
@@ -256,19 +270,23 @@ class Session:
             for number in [number for number, file in _open.items() if file.session is self]:
                 del _open[number]
         self.senders.shutdown(cancel_futures=True)
-        at_once(_File.abort, self._files.values())
+        at_once(SentFile.abort, self._files.values())
 
-    def file(self, path: str, flags: int) -> _File:
+    def file(self, path: str, flags: int) -> SentFile:
         """Return the file of a path, a new one if there is none under way."""
         with self._lock:
             if path not in self._files or flags & os.O_TRUNC:
                 if not flags & os.O_CREAT:
                     raise FileNotFoundError(errno.ENOENT, "no such file is being written", path)
-                self._files[path] = _File(self, path)
+                self._files[path] = SentFile(self, path)
             return self._files[path]
 
-    def finish(self, file: _File) -> WrittenObject:
-        """Make the object of a file."""
+    def finish(self, file: SentFile) -> WrittenObject:
+        """Send what is left of a file, and make the object; return what it is. The store compares its CRC-32.
+
+        Raises:
+            ResourceError, IntegrityError, LostUpload: as `Writer.complete`.
+        """
         stored = file.finish()
         with self._lock:
             self.stored[file.path] = stored
@@ -284,7 +302,7 @@ class Session:
 
 _lock = threading.Lock()
 _sessions: list[Session] = []
-_open: dict[int, _File] = {}
+_open: dict[int, SentFile] = {}
 _numbers = itertools.count(FIRST_NUMBER)
 
 
@@ -312,53 +330,6 @@ def close_number(number: int) -> None:
         _open.pop(number, None)
 
 
-def truncate(number: int, size: int) -> None:
-    """Set the size of an open file."""
-    _open[number].truncate(size)
-
-
-def expect(number: int, size: int) -> int:
-    """Say how many bytes an open file may get that grows while parts of it are sent; return the bytes of a part.
-
-    Parts are settled whole, and only when more has been written behind them: the last one is not known before the end.
-    """
-    _open[number].expect(max(size, 1))
-    return part_nbytes(size)
-
-
-def write(number: int, data: Any, start: int) -> int:
-    """Write into an open file, as `os.pwrite`.
-
-    Raises:
-        ResourceError: a part of it could not be sent.
-    """
-    return _open[number].write(data, start)
-
-
-def read(number: int, nbytes: int, start: int) -> bytes:
-    """Read what was written and is not settled."""
-    return _open[number].read(nbytes, start)
-
-
-def read_into(number: int, buffers: Sequence[Any], start: int) -> int:
-    """Read what was written and is not settled, as `os.preadv`."""
-    return _open[number].read_into(buffers, start)
-
-
-def settle(number: int, start: int, stop: int) -> None:
-    """Say that a range of an open file is neither written nor read any more.
-
-    Raises:
-        ResourceError: a part could not be sent.
-    """
-    _open[number].settle(start, stop)
-
-
-def finish(number: int) -> tuple[str, WrittenObject]:
-    """Send what is left of an open file, and make the object; return its path, and what it is. The store compares its CRC-32.
-
-    Raises:
-        ResourceError, IntegrityError, LostUpload: as `Writer.complete`.
-    """
-    file = _open[number]
-    return file.path, file.session.finish(file)
+def opened(number: int) -> SentFile:
+    """Return the file that a number stands for."""
+    return _open[number]

@@ -295,7 +295,7 @@ class _Stream(io.RawIOBase):
         self._fd, self._offset, self._settled = fd, 0, 0
         self.failure: Exception | None = None
         """What a write failed with."""
-        self._step = uploads.expect(fd, expected_nbytes)
+        self._step = uploads.opened(fd).expect(expected_nbytes)
 
     def writable(self) -> bool:
         return True

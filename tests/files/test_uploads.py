@@ -13,9 +13,9 @@ from shardkit.files import uploads
 SIZE, STEP = 1000, 64
 
 
-def make_file(monkeypatch: pytest.MonkeyPatch) -> uploads._File:
+def make_file(monkeypatch: pytest.MonkeyPatch) -> uploads.SentFile:
     monkeypatch.setattr(uploads, "part_nbytes", lambda size: STEP)
-    file = uploads._File(cast(Any, None), "s3://bucket/file")
+    file = uploads.SentFile(cast(Any, None), "s3://bucket/file")
     file.truncate(SIZE)
     return file
 

@@ -336,10 +336,10 @@ def test_a_part_that_is_late_replaces_no_file(
     served: Served, runs: Runs, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others have committed while it slept, and its source may be another one by now."""
-    send, turns, lock = uploads._File._send_part, [1], threading.Lock()
+    send, turns, lock = uploads.SentFile._send_part, [1], threading.Lock()
     monkeypatch.setattr(uploads, "PART_NBYTES", 16 * MIB)
 
-    def late(file: uploads._File, number: int, data: bytes) -> uploads.UploadedPart:
+    def late(file: uploads.SentFile, number: int, data: bytes) -> uploads.UploadedPart:
         with lock:
             if turns:
                 turns.clear()
@@ -347,7 +347,7 @@ def test_a_part_that_is_late_replaces_no_file(
                 served.proxy.seen.clear()
         return send(file, number, data)
 
-    monkeypatch.setattr(uploads._File, "_send_part", late)
+    monkeypatch.setattr(uploads.SentFile, "_send_part", late)
     options: dict[str, Any] = {"world_size": 4, "wrap": "none", "layout": "declared", "part": "1/2"}
     result = shardkit.preshard(served.home / "hub", out, jobs=1, **options)
     assert result.part is not None

@@ -130,13 +130,13 @@ def test_nothing_is_visible_before_the_marker(served: Served, out: str) -> None:
 
 def test_memory_is_a_few_parts(served: Served, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files in memory and parts on their way stay within what the result says."""
-    held, send = list[int](), uploads._File._send
+    held, send = list[int](), uploads.SentFile._send
 
-    def counted(file: uploads._File, number: int) -> None:
+    def counted(file: uploads.SentFile, number: int) -> None:
         held.append(file.session.held_nbytes())
         send(file, number)
 
-    monkeypatch.setattr(uploads._File, "_send", counted)
+    monkeypatch.setattr(uploads.SentFile, "_send", counted)
     result = shardkit.consolidate(served.home / "dcp", out, jobs=1)
     assert max(held) <= 2 * uploads.PART_NBYTES + MIB
     assert len(held) == -(-result.file_bytes[0] // uploads.PART_NBYTES)
