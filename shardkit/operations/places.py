@@ -11,6 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from shardkit.core.text import escape
 from shardkit.core.threads import at_once
@@ -47,7 +48,7 @@ from shardkit.operations.parts.divided import Divided
 from shardkit.operations.parts.foreign import foreign_in, name_foreign, set_foreign_apart
 from shardkit.operations.parts.ingredients import Job, hash_of, hash_plan, shared_ingredients
 from shardkit.operations.parts.part import ALL, Part
-from shardkit.operations.uploading.place import UploadTarget, check_target
+from shardkit.operations.uploading.place import check_target
 from shardkit.operations.uploading.status import MARKERS, StoredStatus, remove_uncommitted, uncommitted
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.existing import is_remembered, remember
@@ -313,7 +314,7 @@ class StoreDestination(Destination):
         self.path, self.made = stores.plain(output) if location_of(output).is_writable else output, made
         self.exists: UsageError | None = None
         self._options, self._kind = options, kind
-        self._target: UploadTarget | None = None
+        self._target: StoredOutput | None = None
         self._hash = ""
 
     def stagings(self) -> Sequence[Notebook]:
@@ -331,7 +332,7 @@ class StoreDestination(Destination):
         remove_records(self.path)
 
     @property
-    def target(self) -> UploadTarget:
+    def target(self) -> StoredOutput:
         """What may be written, once it was checked."""
         assert self._target is not None
         return self._target
@@ -375,7 +376,9 @@ class StoreDestination(Destination):
     @contextlib.contextmanager
     def place(self, job: Job, agreement: Agreement, *, is_computed: bool) -> Iterator[Place]:
         share, plan, files = self._options.share, agreement.plan, agreement.files
-        output = self._output(self.hash(job), is_computed)
+        overwrites = self._options.overwrite
+        output = replace(self.target, overwrites=overwrites, look=self._look, is_computed=is_computed)
+        output = replace(output, plan=self.hash(job))
         if share is not None:
             replaces_any = isinstance(share, Committing) and share.overwrite
             yield PartsInStore(output, plan, files, replaces_any=replaces_any)
@@ -384,24 +387,11 @@ class StoreDestination(Destination):
         beside = nullcontext(place_of_records(self.path)) if is_dry else None
         with beside or place_of_run(self.path, is_needed=is_computed) as here:
             notebook = SharedStaging.of_plan(here, plan, nothing, is_run=True)
-            if is_computed and self._options.overwrite and RunInStore(output, notebook, files).is_named:
+            if is_computed and overwrites and RunInStore(output, notebook, files).is_named:
                 # Whoever reads the output that is there must not get the factors of two machines.
                 by = f"{self.hash(job)} {agreement.ingredients.get('computed_by')}"
-                output = self._output(hashlib.sha256(by.encode()).hexdigest(), is_computed)
+                output = replace(output, plan=hashlib.sha256(by.encode()).hexdigest())
             yield RunInStore(output, notebook, files)
-
-    def _output(self, plan_hash: str, is_computed: bool) -> StoredOutput:
-        """Return the output whose files have a hash in their names."""
-        return StoredOutput(
-            path=self.path,
-            directory=self.target.data(plan_hash),
-            marker=self.target.marker,
-            mark=self.target.mark(plan_hash),
-            etag=self.target.etag,
-            overwrites=self._options.overwrite,
-            look=self._look,
-            is_computed=is_computed,
-        )
 
     def check_room(self, divided: Divided, needed_bytes: int, record_bytes: int) -> int:
         """Refuse to compute factors that have no room on this machine while they wait."""

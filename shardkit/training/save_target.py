@@ -31,7 +31,7 @@ from shardkit.formats.owned import OutputKind, refusal
 from shardkit.operations.destination import check_destination
 from shardkit.operations.parts.agreement import SAVE, Agreement, Command
 from shardkit.operations.parts.foreign import foreign_in
-from shardkit.operations.uploading.place import UploadTarget, check_target
+from shardkit.operations.uploading.place import check_target
 
 _MAX_METADATA = 1 << 30
 _PIECE_NBYTES = 1 << 20  # memory for it is given back once its part is sent
@@ -123,7 +123,7 @@ class _StoreLead:
     """What rank 0 has of a save in a store; as `_DiskLead`, but the files lie where they were written."""
 
     def __init__(self, path: str, overwrite: bool) -> None:
-        self._target: UploadTarget = check_target(path, None, OutputKind.SHARDED, overwrite=overwrite)
+        self._target = check_target(path, None, OutputKind.SHARDED, overwrite=overwrite)
         check_conditions(self._target.path)
         self.path = self._target.path
         self._folder = f"data-{secrets.token_hex(8)}"

@@ -36,6 +36,7 @@ from shardkit.errors import (
 )
 from shardkit.files import storage, stores
 from shardkit.files.digest import crc32
+from shardkit.files.home import METADATA
 from shardkit.files.place.contract import Beside, Place, given_up
 from shardkit.files.place.store_notes import StoredStaging, shared_in_store
 from shardkit.files.place.waiting import remove_records, room_for_records
@@ -54,19 +55,17 @@ _turns: dict[str, threading.Lock] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredOutput:
-    """An output of one plan in a store, as its names make it one."""
+    """An output in a store, which may be written."""
 
     path: str
     """Such as `s3://BUCKET/KEY`, without a "/" at its end."""
-    directory: str
-    """Where the files lie."""
     marker: str
     """Name of the file that makes it an output."""
-    mark: str
-    """The word that the marker names, and that files of no other plan have in their paths."""
     etag: str | None
     """Of the marker that is to be replaced; None if there is none."""
-    overwrites: bool
+    plan: str = ""
+    """Hash that the names of its files have in them; empty until it is known what is written."""
+    overwrites: bool = False
     look: Callable[[str], object] = lambda _: None
     """Refuses to replace what lies in a directory by now; asked before anything is sent under a name that others use."""
     is_computed: bool = False
@@ -74,8 +73,18 @@ class StoredOutput:
 
     @property
     def is_flat(self) -> bool:
-        """True if all files lie side by side, also those of other plans."""
-        return self.directory == self.path
+        """True if all files lie side by side, also those of other plans, as those of a Hub model do."""
+        return self.marker != METADATA
+
+    @property
+    def mark(self) -> str:
+        """The word that the marker names, and that files of no other plan have in their paths."""
+        return self.plan[:8] if self.is_flat else f"data-{self.plan[:16]}"
+
+    @property
+    def directory(self) -> str:
+        """Where the files lie."""
+        return self.path if self.is_flat else os.path.join(self.path, self.mark)
 
 
 class StorePlace(Place):

@@ -10,43 +10,16 @@ The marker is written last, by one request that succeeds only if nobody was fast
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from shardkit.core.text import escape, listed
 from shardkit.errors import UsageError
 from shardkit.files import storage, stores
 from shardkit.files.location import location_of
+from shardkit.files.place.store import StoredOutput
 from shardkit.files.remote.writers import writer_of
-from shardkit.formats.dcp import METADATA
 from shardkit.formats.owned import Made, OutputKind, refusal
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UploadTarget:
-    """A place that may be written."""
-
-    path: str
-    """Such as `s3://BUCKET/KEY`, without a "/" at its end."""
-    marker: str
-    """Name of the file that makes it an output."""
-    etag: str | None
-    """Of the marker that is to be replaced; None if there is none."""
-
-    @property
-    def is_flat(self) -> bool:
-        """True if all files lie side by side, as those of a Hub model do."""
-        return self.marker != METADATA
-
-    def mark(self, plan_hash: str) -> str:
-        """Return the word that marks a plan's data files, and that the marker names."""
-        return plan_hash[:8] if self.is_flat else f"data-{plan_hash[:16]}"
-
-    def data(self, plan_hash: str) -> str:
-        """Return the directory that the files of a plan go to."""
-        return self.path if self.is_flat else os.path.join(self.path, self.mark(plan_hash))
 
 
 def check_target(
@@ -56,7 +29,7 @@ def check_target(
     *,
     overwrite: bool,
     made: Made | None = MappingProxyType({}),
-) -> UploadTarget:
+) -> StoredOutput:
     """Return a place in a store that may be written.
 
     Args:
@@ -89,7 +62,7 @@ def check_target(
     refused = None if is_put_off else refusal(path, shown, kind, made, may_be_begun=not overwrite)
     if refused is not None:
         raise refused
-    return UploadTarget(path=path, marker=kind.value, etag=None if found is None else found.etag)
+    return StoredOutput(path=path, marker=kind.value, etag=None if found is None else found.etag)
 
 
 def check_one_folder(folders: Sequence[str]) -> None:

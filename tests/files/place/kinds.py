@@ -115,15 +115,8 @@ class Store(Kind):
 
     def _output(self, plan: str, overwrite: bool) -> StoredOutput:
         there = self._store.head(f"{self._path}/{MARKER}")
-        mark = f"data-{plan[:16]}"
-        return StoredOutput(
-            path=self._path,
-            directory=f"{self._path}/{mark}",
-            marker=MARKER,
-            mark=mark,
-            etag=None if there is None else there.etag,
-            overwrites=overwrite,
-        )
+        etag = None if there is None else there.etag
+        return StoredOutput(path=self._path, marker=MARKER, etag=etag, plan=plan, overwrites=overwrite)
 
     def place(self, plan: str = "0" * 16, *, overwrite: bool = False) -> Place:
         return PartsInStore(self._output(plan, overwrite), plan, FILES, replaces_any=overwrite)
