@@ -58,7 +58,7 @@ _HASH_DIGITS = 16
 _DONE = ".done"
 _NAME = re.compile(r"(parts|run)-[0-9a-f]{16}", re.ASCII)
 NOTHING, _COMMITTED = "nothing", "committed.json"
-_TAKEN, GONE, _ASIDE = "new-", "gone-", "data.old"
+TAKEN, GONE, ASIDE = "new-", "gone-", "data.old"
 _MAX_BYTES, _MAX_TOLD_BYTES, _MAX_NOTE_BYTES = 1 << 28, 1 << 16, 1 << 30
 
 
@@ -89,7 +89,7 @@ class SharedStaging:
         self.factors = SharedRecords(os.path.join(path, "factors"))
         self.parts = os.path.join(path, "parts")
         self._work = os.path.join(path, "work")
-        self.replaced = os.path.join(path, "replaced" if owner_of(path) is None else _ASIDE)
+        self.replaced = os.path.join(path, "replaced" if owner_of(path) is None else ASIDE)
         self._committed = os.path.join(path, "committed.json")
         self.has_made = False
         """True once this process has made the destination, after it has looked through what was there."""
@@ -379,7 +379,7 @@ class SharedStaging:
                 self._move_aside(work, overwrite=overwrite)
                 place_directory(self.data, self.destination)
         except FileNotFoundError:
-            if not self.is_committed and (self.is_open or self._named(_TAKEN)):
+            if not self.is_committed and (self.is_open or self._named(TAKEN)):
                 raise
             return False
         except OSError as error:
@@ -453,11 +453,11 @@ class SharedStaging:
     def _empty(self) -> None:
         """Remove all but what says that there was a commit, and what a person put into an output that nobody looked through."""
         if self.has_made:  # half of it must not be looked through again by whoever goes on
-            for path in (self.replaced, *self._named(_TAKEN)):
+            for path in (self.replaced, *self._named(TAKEN)):
                 with contextlib.suppress(OSError):
                     storage.rename(path, os.path.join(self.path, GONE + os.path.basename(path)))
         foreign = self.kept(self.path)
-        old = (self.replaced, *self._named(_TAKEN), *self._named(GONE))
+        old = (self.replaced, *self._named(TAKEN), *self._named(GONE))
         for path in (self.done, self.factors.path, self.parts, *old):
             inside = os.path.relpath(path, self.path) + os.sep
             kept = [name.removeprefix(inside) for name in foreign if name.startswith(inside)]
@@ -491,7 +491,7 @@ class SharedStaging:
             FileNotFoundError: another process has taken it.
             OSError: the system refuses; the data is where it was.
         """
-        own = os.path.join(self.path, _TAKEN + os.path.basename(work))
+        own = os.path.join(self.path, TAKEN + os.path.basename(work))
         storage.rename(self.data, own)
         try:
             try:
@@ -521,7 +521,7 @@ class SharedStaging:
                         continue
                     storage.renameat2(place, self.destination, storage.RENAME_EXCHANGE)
                     raise
-            seen, places = places, self._named(_TAKEN)
+            seen, places = places, self._named(TAKEN)
 
     def _named(self, start: str) -> list[str]:
         """Return the paths in it whose names begin so."""
@@ -540,9 +540,9 @@ class SharedStaging:
         Raises:
             OSError: the system refuses.
         """
-        for path in () if self.is_open else self._named(_TAKEN):
+        for path in () if self.is_open else self._named(TAKEN):
             owner = Owner.new_run()
-            own = os.path.join(self.path, _TAKEN + str(owner))
+            own = os.path.join(self.path, TAKEN + str(owner))
             try:
                 storage.rename(path, own)
                 if _is_untouched(self._committed, own):

@@ -11,7 +11,7 @@ from functools import cache
 from shardkit.core.text import escape, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
-from shardkit.files.shared import GONE, NOTHING, runs_of
+from shardkit.files.shared import ASIDE, GONE, NOTHING, TAKEN, runs_of
 from shardkit.files.staging import IS_THERE, OWNER, Owner, nothing, rename_noreplace
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.hub.assets import is_asset
@@ -19,16 +19,16 @@ from shardkit.formats.hub.base import SAVED_ASSETS
 from shardkit.formats.owned import is_nobodys
 from shardkit.operations.parts.agreement import SAVE, Agreement
 
-_OF_PARTS = ("plan.json", "committed.json")
-_OF_FACTORS = re.compile(r"\d+(-[0-9a-f]{8}|\.json)?", re.ASCII)
-"""Records of a run, and their notes."""
-_OF_FOLDERS = {
-    "done": re.compile(r"\d+\.json", re.ASCII),
-    "factors": _OF_FACTORS,
-    "parts": re.compile(r"\d+-of-\d+\.json", re.ASCII),
-}
-"""What lies in the folders of parts, and of runs."""
-_APART, _OF_EARLIER = "kept", "journal.jsonl"
+_RECORD, _OF_EARLIER, _APART = "plan.json", "journal.jsonl", "kept"
+_OF_ANY = re.compile(
+    rf"({re.escape(OWNER)}|plan\.json|committed\.json|journal\.jsonl"
+    rf"|{GONE}[^/]*/.+"  # an old output that was looked through
+    r"|(factors|work)/\d+(-[0-9a-f]{8}|\.json)?)",  # records, and their notes
+    re.ASCII | re.DOTALL,
+)
+"""What lies in the directories of runs and of parts, whatever else is there."""
+_OF_SHARED = re.compile(r"done/\d+\.json|parts/\d+-of-\d+\.json", re.ASCII)
+"""What else lies where there is a record."""
 _OF_RUNS = re.compile(
     r"\.metadata(\..*)?|shardkit\.json|.*\.(distcp|chunks\.json|safetensors|safetensors\.index\.json|part)",
     re.DOTALL,
@@ -38,8 +38,8 @@ _OF_RUNS = re.compile(
 
 def foreign_in(path: str) -> list[str]:
     """Return the files of a staging directory that shardkit has not put there, relative to it."""
-    of_parts, found = _of_parts(path), list[str]()
-    is_shared = storage.lexists(os.path.join(path, _OF_PARTS[0]))  # whether it can be read or not
+    of_parts = _of_parts(path)
+    is_shared = storage.lexists(os.path.join(path, _RECORD))  # whether it can be read or not
     # In `data` an old output lies in directories of one process alone. Without any of these, what stayed there is a person's.
     is_ours = is_shared or any(storage.lexists(os.path.join(path, name)) for name in (OWNER, _OF_EARLIER))
 
@@ -47,29 +47,23 @@ def foreign_in(path: str) -> list[str]:
     def lists(top: str) -> Callable[[str], bool]:
         return _listed(os.path.join(path, top))
 
-    for name in files_in(path):
+    def is_known(name: str) -> bool:
         top, _, below = name.partition("/")
-        if is_nobodys(name):
-            continue
-        if (top == "data" or top.startswith("new-")) and below:
+        if is_nobodys(name) or _OF_ANY.fullmatch(name) or (is_shared and _OF_SHARED.fullmatch(name)):
+            return True
+        if top == "work":  # its name says whose it was
+            return Owner.parse(below.partition("/")[0]) is not None
+        if below and (top == "data" or top.startswith(TAKEN)):
             is_old = top != "data" or (is_ours and not of_parts)
-            found += [] if below in of_parts or (is_old and lists(top)(below)) else [name]
-        elif top.startswith(GONE) and below:  # an old output that was looked through
-            continue
-        elif top in _OF_FOLDERS and _OF_FOLDERS[top].fullmatch(below) and is_shared:
-            continue
-        elif top == "work" and Owner.parse(below.partition("/")[0]) is not None:  # its name says whose it was
-            continue
-        elif top in ("factors", "work") and _OF_FACTORS.fullmatch(below):
-            continue
-        elif top in ("data.old", "replaced") and below:
+            return below in of_parts or (is_old and lists(top)(below))
+        if below and top in (ASIDE, "replaced"):
             # What goes back to its place is not removed; an empty note says that there is nothing to go back.
-            goes_back = top == "data.old" and storage.lexists(os.path.join(path, "data"))
+            goes_back = top == ASIDE and storage.lexists(os.path.join(path, "data"))
             goes_back |= below == NOTHING and _is_empty(os.path.join(path, name))
-            found += [] if goes_back or lists(top)(below) else [name]
-        elif name not in (OWNER, _OF_EARLIER, *_OF_PARTS):
-            found.append(name)
-    return found
+            return goes_back or lists(top)(below)
+        return False
+
+    return [name for name in files_in(path) if not is_known(name)]
 
 
 def _is_empty(path: str) -> bool:
@@ -81,7 +75,7 @@ def _is_empty(path: str) -> bool:
 
 def _of_parts(path: str) -> set[str]:
     """Return the names of the files that parts share there, with what describes them; empty if none do, or none is known."""
-    place = os.path.join(path, "plan.json")
+    place = os.path.join(path, _RECORD)
     try:
         agreement = Agreement.read(place)
     except ShardkitError:
@@ -139,7 +133,7 @@ def name_foreign(destination: str) -> Iterator[str]:
     """
     for path in (run.path for run in runs_of(destination, nothing) if run.is_over):
         try:
-            Agreement.read(os.path.join(path, _OF_PARTS[0]))
+            Agreement.read(os.path.join(path, _RECORD))
         except ResourceError:  # a disk that fails: nothing says which files are shardkit's
             continue
         except SourceError:
