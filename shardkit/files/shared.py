@@ -67,11 +67,6 @@ def note_name(number: int) -> str:
     return f"{number}.json"
 
 
-def numbers_in(names: Iterable[str]) -> set[int]:
-    """Return the numbers whose notes are among some names."""
-    return set(map(int, filter(str.isdecimal, (name.removesuffix(".json") for name in names))))
-
-
 class SharedStaging:
     """The staging directory of one plan and one destination.
 
@@ -85,7 +80,7 @@ class SharedStaging:
         self.destination, self.path, self.kept = destination, path, kept
         self.record = os.path.join(path, "plan.json")
         self.data = os.path.join(path, "data")
-        self.done = os.path.join(path, "done")
+        self.done = SharedNotes(os.path.join(path, "done"))
         self.factors = SharedRecords(os.path.join(path, "factors"))
         self.parts = os.path.join(path, "parts")
         self._work = os.path.join(path, "work")
@@ -122,26 +117,6 @@ class SharedStaging:
         """
         name = os.path.join(os.path.basename(self.path), os.path.basename(self.record))
         return read_small(self.record, name, _MAX_BYTES, follow=False)
-
-    def noted(self) -> set[int]:
-        """Return the numbers of the files that have a note. Network file systems may show one later."""
-        try:
-            names = storage.listdir(self.done)
-        except OSError:
-            return set()
-        return numbers_in(names)
-
-    def has_note(self, number: int) -> bool:
-        """True if a file has a note, whether it is listed yet or not."""
-        return storage.lexists(os.path.join(self.done, note_name(number)))
-
-    def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Return the notes of those files that have one which can be read."""
-        return _read_notes(self.done, numbers)
-
-    def remove_notes(self, numbers: Iterable[int]) -> None:
-        """Remove the notes of files, if they have some: they are written anew."""
-        _remove_notes(self.done, numbers)
 
     def told(self) -> Iterator[tuple[str, bytes]]:
         """Yield (name, content) of what parts said of themselves."""
@@ -185,7 +160,7 @@ class SharedStaging:
         fresh = Staging.create(self.destination)
         here = SharedStaging(self.destination, fresh.path, self.kept)
         try:
-            for directory in (here.done, here.factors.path, here.parts, here._work):
+            for directory in (here.done.path, here.factors.path, here.parts, here._work):
                 storage.mkdir(directory)
             if owner is not None:
                 here.enter(owner)
@@ -458,7 +433,7 @@ class SharedStaging:
                     storage.rename(path, os.path.join(self.path, GONE + os.path.basename(path)))
         foreign = self.kept(self.path)
         old = (self.replaced, *self._named(TAKEN), *self._named(GONE))
-        for path in (self.done, self.factors.path, self.parts, *old):
+        for path in (self.done.path, self.factors.path, self.parts, *old):
             inside = os.path.relpath(path, self.path) + os.sep
             kept = [name.removeprefix(inside) for name in foreign if name.startswith(inside)]
             remove_but(path, kept) if kept else storage.remove_tree(path)
@@ -668,8 +643,8 @@ class RecordStat(NamedTuple):
     """Of all its bytes; None if the place does not know."""
 
 
-class SharedRecords:
-    """Records of factors, and a note for each weight that has one, in a directory that all parts see.
+class SharedNotes:
+    """Notes of files, or of weights, by their numbers in the plan, in a directory that all parts see.
 
     Args:
         path: of the directory.
@@ -679,7 +654,7 @@ class SharedRecords:
         self.path = path
 
     def missing(self, count: int) -> list[int]:
-        """Return the numbers of the weights without a note, of so many. Network file systems may show one later."""
+        """Return the numbers without a note, of so many. Network file systems may show one later."""
         try:
             names = set(storage.listdir(self.path))  # also lets network file systems look again
         except OSError:
@@ -691,8 +666,26 @@ class SharedRecords:
         ]
 
     def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Return the notes of those weights that have one which can be read."""
-        return _read_notes(self.path, numbers)
+        """Return the notes that there are of these numbers, and that can be read."""
+        found = dict[int, bytes]()
+        for number in numbers:
+            with contextlib.suppress(OSError, ShardkitError):
+                name = note_name(number)
+                found[number] = read_small(self._note(number), name, _MAX_NOTE_BYTES, follow=False)
+        return found
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Remove the notes of these numbers, if there are some: what they stand for is made anew."""
+        for number in numbers:
+            with contextlib.suppress(OSError):
+                storage.unlink(self._note(number))
+
+    def _note(self, number: int) -> str:
+        return os.path.join(self.path, note_name(number))
+
+
+class SharedRecords(SharedNotes):
+    """Records of factors, and the notes of their weights, in a directory that all parts see."""
 
     def found(self, names: Sequence[str]) -> list[RecordStat | None]:
         """Return what is known of records; None of one that is not there."""
@@ -750,33 +743,11 @@ class SharedRecords:
         storage.sync_directory(self.path)
         return True
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Remove the notes of weights, if they have some."""
-        _remove_notes(self.path, numbers)
-
     def remove(self, names: Iterable[str]) -> None:
         """Remove records."""
         for name in names:
             with contextlib.suppress(OSError):
                 storage.unlink(os.path.join(self.path, name))
-
-    def _note(self, number: int) -> str:
-        return os.path.join(self.path, note_name(number))
-
-
-def _read_notes(directory: str, numbers: Iterable[int]) -> dict[int, bytes]:
-    found = dict[int, bytes]()
-    for number in numbers:
-        path = os.path.join(directory, note_name(number))
-        with contextlib.suppress(OSError, ShardkitError):
-            found[number] = read_small(path, note_name(number), _MAX_NOTE_BYTES, follow=False)
-    return found
-
-
-def _remove_notes(directory: str, numbers: Iterable[int]) -> None:
-    for number in numbers:
-        with contextlib.suppress(OSError):
-            storage.unlink(os.path.join(directory, note_name(number)))
 
 
 def _can_exchange(work: str) -> bool:

@@ -192,7 +192,8 @@ def _look(run: SharedStaging) -> Leftover:
         with contextlib.suppress(ShardkitError):
             agreement = Agreement.of(run)
     files, verb = ([], "") if agreement is None else (agreement.files, agreement.command.verb)
-    finished = [size for number, (_, size) in enumerate(files) if run.has_note(number)]
+    missing = {*run.done.missing(len(files))}
+    finished = [size for number, (_, size) in enumerate(files) if number not in missing]
     weights = 0 if agreement is None else len(agreement.weights)
     return Leftover(
         staging=run.path,
@@ -228,7 +229,8 @@ def finished_in(path: str) -> dict[str, int]:
     if run is None or owner_of(run.path) is not None:  # nobody goes on there
         return {}
     files = [file for _, agreement in read_all([run]) for file in agreement.files]
-    return {name: size for number, (name, size) in enumerate(files) if run.has_note(number)}
+    missing = {*run.done.missing(len(files))}
+    return {name: size for number, (name, size) in enumerate(files) if number not in missing}
 
 
 def _command(typed: str, cwd: str) -> str:

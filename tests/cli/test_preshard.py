@@ -297,7 +297,7 @@ def hearing(signum, handler):
 
 def write_note(staging, work, directory, name, content, **options):
     plain(staging, work, directory, name, content, **options)
-    if directory == staging.done and not heard.is_set():
+    if directory == staging.done.path and not heard.is_set():
         print("a file has a note\\n", end="", flush=True)  # one write: threads may say it at once
         heard.wait()
 

@@ -168,7 +168,8 @@ def killed_after(num_files: int, source: Path, out: Path) -> Path:
 def finished_in(left: Path) -> list[str]:
     (run,) = runs_of(str(left.parent / "out"), nothing)
     assert run.path == str(left)
-    return [FILES[number] for number in sorted(run.noted())]
+    missing = run.done.missing(len(FILES))
+    return [name for number, name in enumerate(FILES) if number not in missing]
 
 
 def staged(out: Path) -> list[Path]:

@@ -302,7 +302,7 @@ def noted_files(destination: str) -> list[tuple[str, str]]:
 def _is_noted(shared: SharedStaging, number: int, name: str, size: int) -> bool:
     """True if a file has its size, and a note that is whole."""
     try:
-        note = load_note(parse_object(shared.notes([number])[number], name), name, size)
+        note = load_note(parse_object(shared.done.notes([number])[number], name), name, size)
         return note is not None and os.lstat(os.path.join(shared.data, name)).st_size == size
     except (KeyError, OSError, ShardkitError):
         return False

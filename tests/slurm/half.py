@@ -25,7 +25,7 @@ class Stopping(SharedStaging):
         """Write a note, then stop for good if it is the second of a file."""
         with self.lock:
             super().write_note(work, directory, name, content, is_synced=is_synced)
-            Stopping.num_notes += directory == self.done
+            Stopping.num_notes += directory == self.done.path
             if Stopping.num_notes == 2:
                 (Path(self.destination).parent / "half-done").write_text(str(os.getpid()))
                 signal.pause()

@@ -29,18 +29,25 @@ from shardkit.files.shared import RecordStat
 from shardkit.files.staging import Owner
 
 
-class Records(Protocol):
-    """Records of factors, and a note for each weight that has one."""
+class Notes(Protocol):
+    """A note for each file that is finished, or for each weight whose factors are computed; by number."""
 
     @property
     def path(self) -> str:
         """Where they lie."""
 
     def missing(self, count: int) -> list[int]:
-        """Return the numbers of the weights without a note, of so many, as far as this machine sees them."""
+        """Return the numbers without a note, of so many, as far as this machine sees them."""
 
     def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Return the notes of those weights that have one."""
+        """Return the notes that there are of these numbers."""
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Remove the notes of these numbers, if there are some."""
+
+
+class Records(Notes, Protocol):
+    """Records of factors, and the notes of their weights."""
 
     def found(self, names: Sequence[str]) -> list[RecordStat | None]:
         """Return what is known of records; None of one that is not there."""
@@ -53,9 +60,6 @@ class Records(Protocol):
 
     def write_note(self, work: str, number: int, content: bytes) -> bool:
         """Write the note of a weight, unless there is one; return whether it was written."""
-
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Remove the notes of weights, if they have some."""
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove records."""
@@ -73,6 +77,11 @@ class Notebook(Protocol):
     """Where it lies."""
     record: str
     """Path of `plan.json`, for messages."""
+
+    @property
+    @abstractmethod
+    def done(self) -> Notes:
+        """Notes of the files that are finished."""
 
     @property
     @abstractmethod
@@ -143,14 +152,6 @@ class Notebook(Protocol):
     @abstractmethod
     def read_record(self) -> bytes:
         """Return what `create` was given; raises `SourceError` if it is gone."""
-
-    @abstractmethod
-    def noted(self) -> set[int]:
-        """Return the numbers of the files that have a note, as far as they are listed."""
-
-    def has_note(self, number: int) -> bool:
-        """True if a file has a note, whether it is listed yet or not."""
-        return False
 
     @abstractmethod
     def told(self) -> Iterator[tuple[str, bytes]]:
@@ -315,9 +316,9 @@ class Place(ABC):
     def notes(self, numbers: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """Yield number and note of those files that are finished and still there."""
 
-    @abstractmethod
     def forget(self, numbers: Sequence[int]) -> None:
         """Remove notes: the files are written anew."""
+        self.notebook.done.forget(numbers)
 
     @abstractmethod
     def say(self, name: str, content: bytes) -> None:

@@ -192,7 +192,7 @@ class DiskPlace(Place):
             return
         # A run looks at all names and notes, and writes a file without one of them again: they need no wait for the disk.
         self._staging.publish(path, name, is_synced=not self._is_run)
-        self._write(self._staging.done, note_name(number), json.dumps(note).encode())
+        self._write(self._staging.done.path, note_name(number), json.dumps(note).encode())
 
     def _write(self, directory: str, name: str, content: bytes) -> None:
         self._staging.write_note(self._work, directory, name, content, is_synced=not self._is_run)
@@ -208,12 +208,9 @@ class DiskPlace(Place):
         try:
             if storage.lstat(os.path.join(self.data, name)).st_size != size:
                 return None
-            return parse_object(self._staging.notes([number])[number], note_name(number))
+            return parse_object(self._staging.done.notes([number])[number], note_name(number))
         except (KeyError, OSError, ShardkitError):
             return None
-
-    def forget(self, numbers: Sequence[int]) -> None:
-        self._staging.remove_notes(numbers)
 
     def say(self, name: str, content: bytes) -> None:
         self._write(self._staging.parts, name, content)

@@ -156,8 +156,11 @@ class StorePlace(Place):
     # Writing
 
     @abstractmethod
-    def _note(self, number: int, content: bytes) -> None:
-        """Note that a file is finished."""
+    def _keep(self, directory: str, name: str, content: bytes) -> None:
+        """Write a note, into a directory of the notebook."""
+
+    def say(self, name: str, content: bytes) -> None:
+        self._keep(self._notebook.parts, name, content)
 
     def publish(
         self,
@@ -175,15 +178,15 @@ class StorePlace(Place):
             raise IntegrityError(f"{escape(name)}: other bytes were sent than were written")
         self._stored[name] = stored
         content = {"note": note, "etag": stored.etag, "crc32": stored.crc32}
-        self._note(number, json.dumps(content).encode())
+        self._keep(self._notebook.done.path, note_name(number), json.dumps(content).encode())
 
     def notes(self, numbers: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        noted = self._notebook.noted()
-        wanted = [number for number in numbers if number in noted]
+        missing = {*self._notebook.done.missing(len(self._files))}
+        wanted = [number for number in numbers if number not in missing]
         for start in range(0, len(wanted), _NOTES_AT_ONCE):
             notes = {
                 number: parsed
-                for number, data in self._notebook.notes(wanted[start : start + _NOTES_AT_ONCE]).items()
+                for number, data in self._notebook.done.notes(wanted[start : start + _NOTES_AT_ONCE]).items()
                 if (parsed := self._parsed(number, data)) is not None
             }
             names = [self._files[number][0] for number in notes]
@@ -203,9 +206,6 @@ class StorePlace(Place):
         if not isinstance(note, dict) or not isinstance(etag, str) or not isinstance(crc, int):
             return None
         return note, WrittenObject(self._files[number][1], etag, crc)
-
-    def forget(self, numbers: Sequence[int]) -> None:
-        self._notebook.remove_notes(numbers)
 
     # The output
 
@@ -397,11 +397,8 @@ class PartsInStore(StorePlace):
             finally:
                 self._shared.factors.here.clear()
 
-    def _note(self, number: int, content: bytes) -> None:
-        self._shared.write_note(number, content)
-
-    def say(self, name: str, content: bytes) -> None:
-        self._shared.tell(name, content)
+    def _keep(self, directory: str, name: str, content: bytes) -> None:
+        self._shared.write_note(directory, name, content)
 
     def _replaces(self) -> str | None:
         if self._replaces_any:
@@ -492,12 +489,6 @@ class RunInStore(StorePlace):
         """
         if self._output.is_computed and self.is_named:
             raise self._was_slower()
-
-    def say(self, name: str, content: bytes) -> None:
-        self._keep(self._local.parts, name, content)
-
-    def _note(self, number: int, content: bytes) -> None:
-        self._keep(self._local.done, note_name(number), content)
 
     def _keep(self, directory: str, name: str, content: bytes) -> None:
         with contextlib.suppress(OSError):

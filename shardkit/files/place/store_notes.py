@@ -25,7 +25,7 @@ from shardkit.files import storage, stores
 from shardkit.files.digest import crc32
 from shardkit.files.place.contract import Notebook
 from shardkit.files.remote.writers import writer_of
-from shardkit.files.shared import RecordStat, note_name, numbers_in
+from shardkit.files.shared import RecordStat, note_name
 from shardkit.files.staging import Owner
 from shardkit.files.uploads import NUM_SENDERS, PART_NBYTES, Session
 
@@ -54,13 +54,17 @@ class StoredStaging(Notebook):
         self.destination, self.path = destination, path
         self._store = writer_of(destination)
         self.record = os.path.join(path, "plan.json")
-        self._done, self._parts = os.path.join(path, "done"), os.path.join(path, "parts")
+        self.parts, self._done = os.path.join(path, "parts"), StoredNotes(os.path.join(path, "done"))
         self._factors = StoredRecords(os.path.join(path, "factors"), self._check_open)
 
     @classmethod
     def of_plan(cls, destination: str, plan_hash: str) -> StoredStaging:
         """Return the one of a plan, whether it exists or not."""
         return cls(destination, os.path.join(destination, _PREFIX + plan_hash[:_HASH_DIGITS]))
+
+    @property
+    def done(self) -> StoredNotes:
+        return self._done
 
     @property
     def factors(self) -> StoredRecords:
@@ -83,42 +87,26 @@ class StoredStaging(Notebook):
             raise SourceError(f"{escape(self.record)}: no such object")
         return found[0]
 
-    def noted(self) -> set[int]:
-        return numbers_in(os.path.basename(path) for path, _ in self._store.objects(self._done))
+    def write_note(self, directory: str, name: str, content: bytes) -> None:
+        """Write the note of a file, or something for people to see.
 
-    def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Return the notes of those files that have one; several are asked for at a time."""
-        found = at_once(self._store.get, map(self._note, numbers))
-        return {number: note[0] for number, note in zip(numbers, found, strict=True) if note is not None}
-
-    def write_note(self, number: int, content: bytes) -> None:
-        """Write the note of a file.
+        Args:
+            directory: `done.path` or `parts`.
+            name: of the note.
+            content: all of it.
 
         Raises:
             FileNotFoundError: all is over.
         """
-        self._write(self._note(number), content)
-
-    def remove_notes(self, numbers: Sequence[int]) -> None:
-        """Remove the notes of files, if they have some."""
-        at_once(self._store.delete, map(self._note, numbers))
-
-    def tell(self, name: str, content: bytes) -> None:
-        """Leave something for people to see; errors as `write_note`."""
-        self._write(os.path.join(self._parts, name), content)
+        path = os.path.join(directory, name)
+        self._store.put(path, content, int(crc32(content)))
+        self._check_open(path)
 
     def told(self) -> Iterator[tuple[str, bytes]]:
-        paths = [path for path, _ in self._store.objects(self._parts)]
+        paths = [path for path, _ in self._store.objects(self.parts)]
         for path, found in zip(paths, at_once(self._store.get, paths), strict=True):
             if found is not None:
                 yield os.path.basename(path), found[0]
-
-    def _note(self, number: int) -> str:
-        return os.path.join(self._done, note_name(number))
-
-    def _write(self, path: str, content: bytes) -> None:
-        self._store.put(path, content, int(crc32(content)))
-        self._check_open(path)
 
     def _check_open(self, path: str | None = None) -> None:
         """Take back what was just written, if all is over: whoever removed the rest may not have seen it.
@@ -141,8 +129,36 @@ class StoredStaging(Notebook):
         at_once(self._store.delete, [path for path, _ in self._store.objects(self.path)])
 
 
-class StoredRecords:
-    """Records of factors, and a note for each weight that has one, as objects; what `SharedRecords` are on a disk.
+class StoredNotes:
+    """Notes of files, or of weights, as objects; what `SharedNotes` are on a disk.
+
+    Args:
+        path: of the folder.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path, self._store = path, writer_of(path)
+
+    def missing(self, count: int) -> list[int]:
+        """Return the numbers without a note, of so many."""
+        names = {os.path.basename(path) for path, _ in self._store.objects(self.path)}
+        return [number for number in range(count) if note_name(number) not in names]
+
+    def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Return the notes that there are of these numbers; several are asked for at a time."""
+        found = at_once(self._store.get, map(self._note, numbers))
+        return {number: note[0] for number, note in zip(numbers, found, strict=True) if note is not None}
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Remove the notes of these numbers, if there are some."""
+        at_once(self._store.delete, map(self._note, numbers))
+
+    def _note(self, number: int) -> str:
+        return os.path.join(self.path, note_name(number))
+
+
+class StoredRecords(StoredNotes):
+    """Records of factors, and the notes of their weights, as objects; what `SharedRecords` are on a disk.
 
     Args:
         path: of the folder.
@@ -150,19 +166,10 @@ class StoredRecords:
     """
 
     def __init__(self, path: str, check_open: Callable[[str | None], object]) -> None:
-        self.path, self._check_open, self._store = path, check_open, writer_of(path)
+        super().__init__(path)
+        self._check_open = check_open
         self.here: dict[str, str] = {}
         """Local paths of records that this process has sent, by name; whoever removes such a file takes it out of here."""
-
-    def missing(self, count: int) -> list[int]:
-        """Return the numbers of the weights without a note, of so many."""
-        noted = numbers_in(os.path.basename(path) for path, _ in self._store.objects(self.path))
-        return [number for number in range(count) if number not in noted]
-
-    def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Return the notes of those weights that have one; several are asked for at a time."""
-        found = at_once(self._store.get, map(self._note, numbers))
-        return {number: note[0] for number, note in zip(numbers, found, strict=True) if note is not None}
 
     def found(self, names: Sequence[str]) -> list[RecordStat | None]:
         """Return what the store says of records; None of one that is not there."""
@@ -220,19 +227,12 @@ class StoredRecords:
         self._check_open(self._note(number) if is_first else None)
         return is_first
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Remove the notes of weights, if they have some."""
-        at_once(self._store.delete, map(self._note, numbers))
-
     def remove(self, names: Iterable[str]) -> None:
         """Remove records from the store, and do not read them on this machine any more."""
         removed = list(names)
         for name in removed:
             self.here.pop(name, None)
         at_once(self._store.delete, [os.path.join(self.path, name) for name in removed])
-
-    def _note(self, number: int) -> str:
-        return os.path.join(self.path, note_name(number))
 
 
 def shared_in_store(destination: str) -> list[StoredStaging]:

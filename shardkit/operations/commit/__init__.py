@@ -294,10 +294,8 @@ def _wait_for_all(staging: Notebook, agreement: Agreement, until: float) -> None
     Raises:
         IncompleteError: some have none when the time is over.
     """
-    missing = list(range(len(agreement.files)))
     while True:
-        noted = staging.noted()  # listing also lets network file systems look again
-        missing = [number for number in missing if number not in noted and not staging.has_note(number)]
+        missing = staging.done.missing(len(agreement.files))
         weights = without_factors(staging, agreement)
         if not missing and not weights:
             return
@@ -398,9 +396,9 @@ def status(
 
 
 def _plan_status(staging: Notebook, agreement: Agreement) -> PlanStatus:
-    noted, files = staging.noted(), agreement.files
-    finished = [number for number in range(len(files)) if number in noted]
-    missing = [number for number in range(len(files)) if number not in noted]
+    files = agreement.files
+    missing = staging.done.missing(len(files))
+    finished = [number for number in range(len(files)) if number not in missing]
     weights = without_factors(staging, agreement)
     return PlanStatus(
         staging=staging.path,

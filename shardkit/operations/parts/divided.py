@@ -309,8 +309,8 @@ class Divided:
 
     def _missing(self) -> list[int]:
         """Return the numbers of the files without a note, as far as this machine sees them."""
-        noted = self._shared.noted()
-        return [n for n, image in enumerate(self._images) if n not in noted and image.name not in self._own]
+        missing = self._shared.done.missing(len(self._images))
+        return [number for number in missing if self._images[number].name not in self._own]
 
     def _other_plan(self, others: Sequence[Agreement]) -> UsageError:
         problems = [

@@ -30,7 +30,7 @@ if MARKER:
         self: SharedStaging, work: str, directory: str, name: str, content: bytes, **options: bool
     ) -> None:
         write_note(self, work, directory, name, content, **options)
-        finished.extend([name] if directory == self.done else [])
+        finished.extend([name] if directory == self.done.path else [])
         if len(finished) == NUM_FILES and not os.path.exists(MARKER):
             _stop()
 

@@ -84,16 +84,26 @@ class Entries:
                 do("DELETE FROM entry WHERE plan=? AND kind=? AND key=?", [self._plan, kind, key])
 
 
-class SqliteRecords(Entries):
-    """The `Records` of a plan."""
+class SqliteNotes(Entries):
+    """The `Notes` of a plan's files."""
 
+    kind = "note"
     path = property(lambda self: self._db.path)
 
     def missing(self, count: int) -> list[int]:
-        return sorted({*range(count)} - self.all("weight").keys())
+        return sorted({*range(count)} - self.all(self.kind).keys())
 
     def notes(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        return {number: note for number, note in self.all("weight").items() if number in numbers}
+        return {number: note for number, note in self.all(self.kind).items() if number in numbers}
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        self.drop(self.kind, numbers)
+
+
+class SqliteRecords(SqliteNotes):
+    """The `Records` of a plan."""
+
+    kind = "weight"
 
     def found(self, names: Sequence[str]) -> list[RecordStat | None]:
         stored = self.all("factor")
@@ -112,9 +122,6 @@ class SqliteRecords(Entries):
     def write_note(self, work: str, number: int, content: bytes) -> bool:
         return self.put("weight", number, content, how=ADD_ONCE)
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        self.drop("weight", numbers)
-
     def remove(self, names: Iterable[str]) -> None:
         self.drop("factor", names)
 
@@ -126,6 +133,7 @@ class SqliteNotebook(Entries, Notebook):
         super().__init__(db, plan)
         self.destination = self.path = self.record = db.path
 
+    done = property(lambda self: SqliteNotes(self._db, self._plan))
     factors = property(lambda self: SqliteRecords(self._db, self._plan))
     exists = is_open = property(lambda self: bool(self.all("run")))
 
@@ -136,9 +144,6 @@ class SqliteNotebook(Entries, Notebook):
         if not self.is_open:
             raise SourceError("it is gone")
         return bytes(self.all("run")[0])
-
-    def noted(self) -> set[int]:
-        return {*self.all("note")}
 
     def told(self) -> Iterator[tuple[str, bytes]]:
         return iter(self.all("told").items())
@@ -190,11 +195,8 @@ class SqlitePlace(Place):
         path.unlink()
 
     def notes(self, numbers: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        notes, files = self.notebook.all("note"), self.notebook.all("file")
+        notes, files = self.notebook.done.notes(numbers), self.notebook.all("file")
         return ((n, json.loads(notes[n])) for n in numbers if n in notes and self._files[n][0] in files)
-
-    def forget(self, numbers: Sequence[int]) -> None:
-        self.notebook.drop("note", numbers)
 
     def say(self, name: str, content: bytes) -> None:
         self.notebook.put("told", name, content)

@@ -321,9 +321,10 @@ def test_a_part_that_is_given_up_meanwhile(served: Served, out: str, monkeypatch
     """It ends with an error, and leaves neither a note nor an upload."""
     inner = StoredStaging.write_note
 
-    def aborted(staging: StoredStaging, number: int, content: bytes) -> None:
-        shardkit.status(out, abort=True)
-        inner(staging, number, content)
+    def aborted(staging: StoredStaging, directory: str, name: str, content: bytes) -> None:
+        if directory == staging.done.path:
+            shardkit.status(out, abort=True)
+        inner(staging, directory, name, content)
 
     monkeypatch.setattr(StoredStaging, "write_note", aborted)
     with pytest.raises(IncompleteError, match="given up meanwhile"):
