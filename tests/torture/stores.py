@@ -50,7 +50,7 @@ for verb in ("preshard", "consolidate", "reshard"):
 read_models_once()
 boto3.session.Session().client("s3", region_name="us-east-1")
 gc.freeze()
-uploads.PART_NBYTES = 5 << 20  # the least that stores take, so that small files have several
+uploads.PART_NBYTES = int(sys.argv[1])
 for line in sys.stdin:
     children = []
     for args in json.loads(line):
@@ -73,13 +73,19 @@ for line in sys.stdin:
 
 
 class Runs:
-    """A process that forks the command line, which talks to a store through a proxy."""
+    """A process that forks the command line, which talks to a store through a proxy.
 
-    def __init__(self, proxy: servers.Proxy, home: Path) -> None:
+    Args:
+        proxy: in front of the store.
+        home: where it may write.
+        part_nbytes: of a part of a file; by default the least that Amazon takes, so that small files have several.
+    """
+
+    def __init__(self, proxy: servers.Proxy, home: Path, *, part_nbytes: int = 5 << 20) -> None:
         self.proxy = proxy
         self.children: list[int] = []
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD],
+            [sys.executable, "-c", _CHILD, str(part_nbytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -47,6 +47,9 @@ FAULTS = ("500", "503", "reset", "late reset", "short", "wrong", "expired", "slo
 """What a proxy can do to a request; any other HTTP status is a fault, too. "gone" ends the upload that it is about, and
 "late 500" says that a request failed which was carried out."""
 _SLOW_S = 0.05
+_SMALL_NBYTES = 1 << 20
+_SMALL_PARTS = {"S3_UPLOAD_PART_MIN_SIZE": str(_SMALL_NBYTES)}
+"""moto takes parts of a MiB: tests need not send 5 MiB for one."""
 _LARGE = 64 << 10
 _NUM_STARTS = 3
 _SPOILED = b"<?xml version='1.0'?><Error><Code>BadDigest</Code><Message>It is another.</Message></Error>"
@@ -107,6 +110,8 @@ class Proxy:
         """It takes the conditions of Google's store, and hands them on as those of S3."""
         self.checks_bodies = False
         """It refuses bodies that are not what their checksum says, in place of a server that does not look, as moto."""
+        self.least_part_nbytes = 5 << 20
+        """Of each part of an object but the last. Source: Amazon's documentation."""
         self.etags = dict[str, str]()
         """By generation, of all that Google's dialect has shown."""
         self.num_together = 0
@@ -388,7 +393,9 @@ def serving(kind: str, home: Path) -> Iterator[int | None]:
             return
         (home / str(turn)).mkdir(parents=True)
         with open(home / f"log{turn}", "wb") as log:
-            server = subprocess.Popen(started, stdout=log, stderr=log, cwd=home)
+            server = subprocess.Popen(
+                started, stdout=log, stderr=log, cwd=home, env={**os.environ, **_SMALL_PARTS}
+            )
         try:
             if _wait_for(port, server):
                 yield port
@@ -420,6 +427,8 @@ def reached(kind: str, home: Path) -> Iterator[Proxy]:
             pytest.skip(f"{kind} is not installed: {PACKAGES.get(kind, 'npm install -g azurite')}")
         proxy = Proxy(port)
         proxy.speaks_google, proxy.checks_bodies = is_google, kind == "moto"
+        if kind == "moto":
+            proxy.least_part_nbytes = _SMALL_NBYTES
         said = azure_environment(proxy.url) if kind == "azure" else environment(proxy.url)
         for name, value in ({"STORAGE_EMULATOR_HOST": proxy.url} if is_google else said).items():
             patch.setenv(name, value)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardkit
-from shardkit.files import stores
+from shardkit.files import stores, uploads
 from shardkit.files.remote import contract
 from shardkit.files.remote.writers import writer_of
 from shardkit.osft import compute
@@ -21,7 +21,9 @@ from tests.worlds import stores as servers
 from tests.worlds.factors import Counting
 
 MIB = 1 << 20
-ROWS, NUM_LAYERS = 1280, 6
+ROWS, NUM_LAYERS = 704, 6
+LARGE = MIB // 4
+"""What is sent at once and is longer is bytes of tensors."""
 NUM_WEIGHTS = 5
 """Of `source`, that become factors."""
 
@@ -55,7 +57,7 @@ def make(home: Path) -> None:
     torch.manual_seed(0)
     (home / "hub").mkdir()
     save_file(Model().state_dict(), home / "hub/model.safetensors", {"format": "pt"})
-    (home / "hub/config.json").write_text('{"hidden_size": 1280}')
+    (home / "hub/config.json").write_text('{"hidden_size": 704}')
     (home / "hub/tokenizer_config.json").write_text('{"a": 1}')
     shardkit.preshard(home / "hub", home / "dcp", world_size=2, wrap="none")
 
@@ -67,6 +69,8 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     served = request.getfixturevalue("served") if "served" in request.fixturenames else None
     if served is not None:
         served.proxy.reset()
+        # So that small files have several.
+        monkeypatch.setattr(uploads, "PART_NBYTES", max(2 * MIB, served.proxy.least_part_nbytes))
     yield
     if served is not None:
         served.proxy.reset()
@@ -85,7 +89,7 @@ WRITES: dict[str, Callable[..., Any]] = {
     ),
     "reshard": lambda home, out, **more: shardkit.reshard(f"{home}/dcp", out, world_size=3, **more),
     "consolidate": lambda home, out, **more: shardkit.consolidate(
-        f"{home}/dcp", out, base=f"{home}/hub", manifest=True, max_shard_size="20MB", **more
+        f"{home}/dcp", out, base=f"{home}/hub", manifest=True, max_shard_size="6MB", **more
     ),
 }
 

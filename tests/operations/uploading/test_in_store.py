@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,18 @@ from shardkit.files.place.store_notes import StoredStaging
 from shardkit.files.remote.writers import writer_of
 from shardkit.operations import consolidate
 from shardkit.operations.parts.agreement import Agreement
-from tests.operations.uploading.conftest import MIB, WRITES, Served, fetch, objects
+from tests.operations.uploading.conftest import LARGE, MIB, WRITES, Served, fetch, objects
 from tests.torture.stores import Runs
 from tests.worlds import stores as servers
 
-SMALL = 5 * MIB
-"""The least that a part of a file may be: so small files have several."""
 MARKERS = {"consolidate": "model.safetensors.index.json"}
 
 
 @pytest.fixture(scope="module")
 def runs(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """A process that forks the command line."""
-    found = Runs(served.proxy, tmp_path_factory.mktemp("runs"))
+    home, part_nbytes = tmp_path_factory.mktemp("runs"), served.proxy.least_part_nbytes
+    found = Runs(served.proxy, home, part_nbytes=part_nbytes)
     yield found
     found.close()
 
@@ -47,7 +47,7 @@ def command(home: Path, verb: str, out: str, *more: str) -> list[str]:
     options = {
         "preshard": [f"{home}/hub", out, "--world-size", "4", "--wrap", "none", "--layout", "declared"],
         "reshard": [f"{home}/dcp", out, "--world-size", "4"],
-        "consolidate": [f"{home}/dcp", out, "--manifest", "--max-shard-size", "14MB", "--ask-class", "off"],
+        "consolidate": [f"{home}/dcp", out, "--manifest", "--max-shard-size", "4MB", "--ask-class", "off"],
     }
     return [verb, *options[verb], "--no-progress", *more]
 
@@ -81,7 +81,7 @@ def data_puts(served: Served) -> list[str]:
     return [
         os.path.basename(seen.path.partition("?")[0])
         for seen in served.proxy.seen
-        if seen.method == "PUT" and seen.sent_nbytes > MIB
+        if seen.method == "PUT" and seen.sent_nbytes > LARGE
     ]
 
 
@@ -143,7 +143,7 @@ def test_a_part_that_was_killed_goes_on(
 
 
 def test_an_unfinished_file_is_sent_anew(served: Served, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "PART_NBYTES", SMALL)
+    monkeypatch.setattr(uploads, "PART_NBYTES", served.proxy.least_part_nbytes)
     served.proxy.strikes = lambda seen: seen.method == "POST" and "uploadId" in seen.path  # to complete one
     served.proxy.faults[:] = ["403"] * 20
     with pytest.raises(ResourceError):
@@ -228,7 +228,7 @@ def test_parts_replace_an_output(
 ) -> None:
     """The old one is there until the new one is, and its data stay for those who read it."""
     shardkit.preshard(served.home / "hub", out, world_size=2, wrap="none") if verb == "preshard" else (
-        shardkit.consolidate(served.home / "dcp", out, max_shard_size="30MB", base=served.home / "hub")
+        shardkit.consolidate(served.home / "dcp", out, max_shard_size="8MB", base=served.home / "hub")
     )
     old, marker = objects(out), MARKERS.get(verb, ".metadata")
     commands = parts_of(served.home, verb, out, 2, "--overwrite")
@@ -294,9 +294,9 @@ def test_status_shows_parts_and_gives_them_up(
         shardkit.reshard(served.home / "dcp", out, world_size=4, part=part, overwrite=True)
 
     again("1/4")
-    served.proxy.strikes = lambda seen: seen.method == "PUT" and seen.sent_nbytes > SMALL // 2
+    served.proxy.strikes = lambda seen: seen.method == "PUT" and seen.sent_nbytes > LARGE
     served.proxy.faults[:] = ["403"] * 20
-    monkeypatch.setattr(uploads, "PART_NBYTES", SMALL)
+    monkeypatch.setattr(uploads, "PART_NBYTES", served.proxy.least_part_nbytes)
     with pytest.raises(ResourceError):
         again("2/4")
     served.proxy.reset()
@@ -408,7 +408,8 @@ def test_a_damaged_record_says_how_to_begin_anew(served: Served, out: str, spoil
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_file_that_was_sent_once_more(served: Served, out: str, is_damaged: bool) -> None:
     """A twin that ends late gives it another ETag; its note counts if the store says that its bytes are the same."""
-    WRITES["preshard"](served.home, out, part="1/3")
+    write = partial(shardkit.preshard, served.home / "hub", out, world_size=2, wrap="none")
+    write(part="1/2")
     (path,) = [path for path, _ in writer_of(out).objects(out) if path.endswith(".distcp")]
     found = writer_of(path).get(path)
     there = writer_of(path).head(path)
@@ -421,10 +422,9 @@ def test_a_file_that_was_sent_once_more(served: Served, out: str, is_damaged: bo
     assert now is not None
     assert now.etag != there.etag
     served.proxy.seen.clear()
-    WRITES["preshard"](served.home, out, part="1/3")
+    write(part="1/2")
     assert bool(data_puts(served)) == (is_damaged or now.crc32 is None)
-    for part in ("2/3", "3/3"):
-        WRITES["preshard"](served.home, out, part=part)
+    write(part="2/2")
     assert shardkit.diff(out, served.home / "hub").is_equal
 
 
@@ -601,7 +601,7 @@ def test_a_damaged_source_is_refused(served: Served, tmp_path: Path, out: str) -
     said = []
     for number in (1, 2):
         try:
-            shardkit.consolidate(tmp_path / "dcp", out, max_shard_size="20MB", part=f"{number}/2")
+            shardkit.consolidate(tmp_path / "dcp", out, max_shard_size="6MB", part=f"{number}/2")
         except IntegrityError as error:
             said.append(str(error))
     assert said

@@ -23,7 +23,7 @@ from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared import SharedStaging
 from shardkit.formats.owned import OutputKind
 from shardkit.operations.uploading.place import check_target
-from tests.operations.uploading.conftest import MIB, WRITES, Served, fetch, local, objects
+from tests.operations.uploading.conftest import LARGE, MIB, WRITES, Served, fetch, local, objects
 from tests.training import models
 from tests.worlds import stores as servers
 
@@ -141,6 +141,7 @@ def test_memory_is_a_few_parts(served: Served, out: str, monkeypatch: pytest.Mon
     assert max(held) <= 2 * uploads.PART_NBYTES + MIB
     assert len(held) == -(-result.file_bytes[0] // uploads.PART_NBYTES)
     assert result.peak_memory_bytes <= 256 * MIB
+    monkeypatch.setattr(uploads, "PART_NBYTES", 8 * MIB)
     with pytest.raises(UsageError, match="max_memory is too little for a store"):
         shardkit.consolidate(served.home / "dcp", f"{out}-2", max_memory="16MiB")
 
@@ -429,8 +430,8 @@ def test_faults_of_the_store(served: Served, tmp_path: Path, out: str, fault: st
 def test_what_is_spoiled_on_the_way_is_sent_again(served: Served, out: str) -> None:
     """A part, a small file, and the list of parts that completes a file."""
     wanted = [
-        lambda seen: seen.sent_nbytes > MIB,
-        lambda seen: seen.method == "PUT" and 0 < seen.sent_nbytes < MIB and "probe" not in seen.path,
+        lambda seen: seen.sent_nbytes > LARGE,
+        lambda seen: seen.method == "PUT" and 0 < seen.sent_nbytes < LARGE and "probe" not in seen.path,
         lambda seen: seen.method == "POST" and "uploadId" in seen.path,
     ]
     served.proxy.garbles = lambda seen: any(wanted.pop(at) for at, is_it in enumerate(wanted) if is_it(seen))
@@ -524,7 +525,7 @@ def test_a_run_that_failed_is_resumed(served: Served, tmp_path: Path, out: str) 
 
     def fails(seen: servers.Seen) -> bool:
         nonlocal puts
-        is_part = seen.method == "PUT" and seen.sent_nbytes > MIB and "00002-of-00002" in seen.path
+        is_part = seen.method == "PUT" and seen.sent_nbytes > LARGE and "00002-of-00002" in seen.path
         puts += is_part
         if is_part:
             paths.add(seen.path.partition("?")[0].rpartition("/")[2])
@@ -540,7 +541,7 @@ def test_a_run_that_failed_is_resumed(served: Served, tmp_path: Path, out: str) 
     writer_of(out).begin(f"{out}/{paths.pop()}")  # as a run that is killed leaves it
     served.proxy.seen.clear()
     result = WRITES["consolidate"](served.home, out, jobs=1)
-    sent = [seen.path for seen in served.proxy.seen if seen.method == "PUT" and seen.sent_nbytes > MIB]
+    sent = [seen.path for seen in served.proxy.seen if seen.method == "PUT" and seen.sent_nbytes > LARGE]
     assert sent
     assert all("00002-of-00002" in path for path in sent)
     assert result.resumed_files == 1

@@ -12,7 +12,7 @@ import shardkit
 from shardkit.errors import ResourceError
 from shardkit.files import uploads
 from shardkit.files.remote.writers import writer_of
-from tests.operations.uploading.conftest import WRITES, Served, make, objects
+from tests.operations.uploading.conftest import LARGE, WRITES, Served, make, objects
 from tests.operations.uploading.test_in_store import (  # noqa: F401
     runs,
     test_a_commit_that_died_before_it_cleaned_up,
@@ -85,7 +85,7 @@ def test_requests_that_change_the_store(served: Served, out: str) -> None:
 
 def test_what_is_spoiled_on_the_way_is_sent_again(served: Served, out: str) -> None:
     """The store compares the MD5 of each body."""
-    served.proxy.garbles = lambda seen: seen.sent_nbytes > MIB and len(served.proxy.garbled) < 2
+    served.proxy.garbles = lambda seen: seen.sent_nbytes > LARGE and len(served.proxy.garbled) < 2
     WRITES["consolidate"](served.home, out)
     assert len(served.proxy.garbled) == 2
     assert shardkit.verify(out, full=True).problems == ()
