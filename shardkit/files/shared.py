@@ -57,7 +57,7 @@ _MARK, _RUN = "parts-", "run-"
 _HASH_DIGITS = 16
 _DONE = ".done"
 _NAME = re.compile(r"(parts|run)-[0-9a-f]{16}", re.ASCII)
-NOTHING, _COMMITTED = "nothing", "committed.json"
+NOTHING, _COMMITTED, _APART = "nothing", "committed.json", "kept"
 TAKEN, GONE, ASIDE = "new-", "gone-", "data.old"
 _MAX_BYTES, _MAX_TOLD_BYTES, _MAX_NOTE_BYTES = 1 << 28, 1 << 16, 1 << 30
 
@@ -107,6 +107,11 @@ class SharedStaging:
         parent, name = os.path.split(destination)
         mark = _RUN if is_run else _MARK
         return cls(destination, os.path.join(parent, prefix_of(name) + mark + plan_hash[:_HASH_DIGITS]), kept)
+
+    @property
+    def is_of_parts(self) -> bool:
+        """True if processes share it that have a part each; else it is of runs of one process."""
+        return os.path.basename(self.path).rpartition(".shardkit-")[2].startswith(_MARK)
 
     def read_record(self) -> bytes:
         """Return the content of `plan.json`.
@@ -195,6 +200,36 @@ class SharedStaging:
             return False
         return True
 
+    def set_apart(self) -> None:
+        """Move what stays of it from among the files of a run to where no run looks: this one goes on with the others.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        for name in self.kept(self.path):
+            if name.startswith("data" + os.sep):
+                for number in itertools.count(1):
+                    apart = f"{_APART}{number if number > 1 else ''}"
+                    target = os.path.join(apart, os.path.relpath(name, "data"))
+                    try:
+                        storage.make_folders(self.path, os.path.dirname(target))
+                        rename_noreplace(os.path.join(self.path, name), os.path.join(self.path, target))
+                    except OSError as error:
+                        if error.errno not in IS_THERE:
+                            raise
+                    else:
+                        break
+                self._remove_empty(os.path.dirname(name))
+
+    def _remove_empty(self, folder: str) -> None:
+        """Remove a folder in `data` and those around it, as far as nothing is in them."""
+        while os.path.dirname(folder):
+            try:
+                storage.rmdir(os.path.join(self.path, folder))
+            except OSError:
+                return
+            folder = os.path.dirname(folder)
+
     def leave(self, owner: Owner) -> None:
         """End what `enter` began."""
         owner.end()
@@ -216,8 +251,7 @@ class SharedStaging:
             self._check_owner(path)
             yield path
         finally:
-            owner.end()
-            storage.remove_tree(path)
+            self.leave(owner)
 
     @property
     def is_own(self) -> bool:
@@ -413,17 +447,15 @@ class SharedStaging:
     def attended(self) -> Iterator[None]:
         """After the commit, let others see that this process is at work, and remove what nobody needs any more."""
         owner = Owner.new_run()
-        path = os.path.join(self._work, str(owner))
         try:
-            with contextlib.suppress(OSError):  # all of it may be gone
-                storage.mkdir(path)
+            with contextlib.suppress(OSError):
+                self.enter(owner)
             # The output is there, and whoever comes next removes the rest.
             with contextlib.suppress(OSError, ShardkitError):
                 self._empty()
             yield
         finally:
-            owner.end()
-            storage.remove_tree(path)
+            self.leave(owner)
 
     def _empty(self) -> None:
         """Remove all but what says that there was a commit, and what a person put into an output that nobody looked through."""
@@ -566,9 +598,8 @@ class SharedStaging:
             problems = [f"what was there before: {escape(self.replaced)}"]
         else:
             storage.remove_tree(self.replaced)
-        if _is_run(self.path):
-            said, hint = "appeared while it was being written", None
-        else:
+        said, hint = "appeared while it was being written", None
+        if self.is_of_parts:
             said = "exists: something else was put there"
             hint = "remove it, or replace it: shardkit commit takes --overwrite"
         return UsageError(f"{escape(self.destination)} {said}", problems=problems, hint=hint)
@@ -833,14 +864,6 @@ def shared_of(destination: str, kept: KeptFiles) -> list[SharedStaging]:
     return [SharedStaging(destination, path, kept) for path in _beside(destination)]
 
 
-def destination_of_parts(path: str) -> str | None:
-    """Return the destination of what parts share, or have left once they had committed; None if a path is no such thing."""
-    parent, name = os.path.split(path)
-    found, _, mark = name.rpartition(".shardkit-")
-    is_theirs = len(found) > 1 and found.startswith(".") and _NAME.fullmatch(mark.removesuffix(_DONE))
-    return os.path.join(parent, found[1:]) if is_theirs and storage.isdir(path) else None
-
-
 def runs_of(destination: str, kept: KeptFiles) -> list[SharedStaging]:
     """Return the directories in which single processes work, or have until they were killed.
 
@@ -851,26 +874,21 @@ def runs_of(destination: str, kept: KeptFiles) -> list[SharedStaging]:
     return [SharedStaging(destination, path, kept) for path in (*paths, *_beside(destination, mark=_RUN))]
 
 
-def run_at(path: str, kept: KeptFiles) -> SharedStaging | None:
-    """Return the directory of a run at an absolute path; None if it is no such thing.
+def staging_at(path: str, kept: KeptFiles) -> SharedStaging | None:
+    """Return what a run works in, what parts share, or have left once they had committed; None if a path is no such thing.
 
     A long name is cut in the name of its directory, and so is the destination here.
+
+    Args:
+        path: absolute.
+        kept: what stays of it when it is removed.
     """
     parent, name = os.path.split(path)
-    found = name.rpartition(".shardkit-")[0]
-    is_run = _NAME.fullmatch(name.removeprefix(found + ".shardkit-")) and _is_run(path)
-    if (
-        len(found) < 2
-        or not found.startswith(".")
-        or not (is_run or owner_of(path))
-        or not storage.isdir(path)
-    ):
+    found, _, mark = name.rpartition(".shardkit-")
+    is_staging = _NAME.fullmatch(mark.removesuffix(_DONE)) or owner_of(path)
+    if len(found) < 2 or not found.startswith(".") or not is_staging or not storage.isdir(path):
         return None
     return SharedStaging(os.path.join(parent, found[1:]), path, kept)
-
-
-def _is_run(path: str) -> bool:
-    return os.path.basename(path).rpartition(".shardkit-")[2].startswith(_RUN)
 
 
 def remove_runs(destination: str, kept: KeptFiles, *, but: str) -> None:

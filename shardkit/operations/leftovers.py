@@ -16,7 +16,7 @@ from typing import Literal
 from shardkit.core.text import count, escape, format_size, in_shell, listed
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import storage
-from shardkit.files.shared import SharedStaging, destination_of_parts, run_at, runs_of
+from shardkit.files.shared import SharedStaging, runs_of, staging_at
 from shardkit.files.staging import OWNER, owner_of
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.agreement import SAVE, Agreement, read_all, read_parts
@@ -73,13 +73,18 @@ def leftovers(destination: str) -> tuple[Leftover, ...]:
 
 def leftover_at(path: str) -> Leftover | None:
     """Return the leftover at a path if it is the directory of a run that has not ended; else None."""
-    run = run_at(storage.absolute(path), foreign_in)
+    run = _run_at(path)
     return None if run is None else _look(run)
+
+
+def _run_at(path: str) -> SharedStaging | None:
+    staging = staging_at(storage.absolute(path), foreign_in)
+    return None if staging is None or staging.is_of_parts else staging
 
 
 def output_of(path: str) -> str | None:
     """Return the output for which a run works in a directory, or has worked, by its absolute path; None if none has."""
-    run = run_at(path, foreign_in)
+    run = _run_at(path)
     return None if run is None else run.destination
 
 
@@ -225,7 +230,7 @@ def _sizes(path: str) -> tuple[int, str]:
 
 def finished_in(path: str) -> dict[str, int]:
     """Return the size of each file that runs have finished in a directory, by name."""
-    run = run_at(storage.absolute(path), foreign_in)
+    run = _run_at(path)
     if run is None or owner_of(run.path) is not None:  # nobody goes on there
         return {}
     files = [file for _, agreement in read_all([run]) for file in agreement.files]
@@ -313,19 +318,19 @@ def refuse(path: str) -> None:
     Raises:
         SourceError: it is one.
     """
-    leftover, parts = leftover_at(path), destination_of_parts(storage.absolute(path))
-    if leftover is None and parts is not None:
+    staging = staging_at(storage.absolute(path), foreign_in)
+    if staging is None:
+        return
+    if staging.is_of_parts:
         raise SourceError(
             f"{escape(path)} is no checkpoint: the parts of a job write there, or have written",
-            hint=f"`shardkit status {in_shell(parts)}` says how far they are",
+            hint=f"`shardkit status {in_shell(staging.destination)}` says how far they are",
         )
-    if leftover is None:
-        return
-    output = output_of(leftover.staging)
+    leftover = _look(staging)
     raise SourceError(
         f"{escape(path)} is no checkpoint: a run works there"
         if leftover.owner == "alive"
         else f"{escape(path)} is no checkpoint: it is what a run left that did not end",
         problems=[f"{label}: {text}" for label, text in describe(leftover)],
-        hint=f"`shardkit status {in_shell(output or '')}` shows all of them, and removes them with `--abort`",
+        hint=f"`shardkit status {in_shell(staging.destination)}` shows all of them, and removes them with `--abort`",
     )

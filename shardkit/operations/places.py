@@ -45,7 +45,7 @@ from shardkit.operations.leftovers import Leftover, leftovers, name_unknown
 from shardkit.operations.options import WriteOptions
 from shardkit.operations.parts.agreement import Agreement, Committing
 from shardkit.operations.parts.divided import Divided
-from shardkit.operations.parts.foreign import foreign_in, name_foreign, set_foreign_apart
+from shardkit.operations.parts.foreign import foreign_in, name_foreign
 from shardkit.operations.parts.ingredients import Job, hash_of, hash_plan, shared_ingredients
 from shardkit.operations.parts.part import ALL, Part
 from shardkit.operations.uploading.place import check_target
@@ -277,8 +277,6 @@ class DiskDestination(Destination):
             look=self._look,
             remember=lambda directory: remember(self.path, plan, options.recorded, directory),
             is_ours=lambda: is_remembered(self.path, plan, options.recorded),
-            set_apart=set_foreign_apart,
-            is_run=is_run,
         )
 
     def check_room(self, divided: Divided, needed_bytes: int, record_bytes: int) -> int:

@@ -36,8 +36,6 @@ class DiskPlace(Place):
         look: refuses likewise, given what was there once it has lost its name.
         remember: takes note of what is in a directory, before that becomes the output.
         is_ours: tells whether what is at the destination is known to be of this plan, by such a note.
-        set_apart: moves what is not shardkit's out of the way, given the notebook's path.
-        is_run: one process carries out all of it, or several that were started alike.
     """
 
     vouches = False
@@ -55,11 +53,9 @@ class DiskPlace(Place):
         look: Callable[[str], object],
         remember: Callable[[str], object],
         is_ours: Callable[[], bool],
-        set_apart: Callable[[str], object],
-        is_run: bool,
     ) -> None:
         self._staging, self._files, self._linked, self._markers = notebook, files, linked, markers
-        self._overwrite, self._is_run, self._set_apart = overwrite, is_run, set_apart
+        self._overwrite, self._is_run = overwrite, not notebook.is_of_parts
         self._check_replaceable, self._is_ours = check_replaceable, is_ours
         self._remember, self._folders = remember, {os.path.dirname(name) for name, _ in files} - {""}
         notebook.look = partial(self._ask, look)
@@ -146,7 +142,7 @@ class DiskPlace(Place):
             )
 
     def go_on(self) -> None:
-        self._set_apart(self._staging.path)
+        self._staging.set_apart()
         for folder in sorted(self._folders):
             storage.make_folders(self.data, folder)
 

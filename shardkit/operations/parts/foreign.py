@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -12,14 +11,14 @@ from shardkit.core.text import escape, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.shared import ASIDE, GONE, NOTHING, TAKEN, runs_of
-from shardkit.files.staging import IS_THERE, OWNER, Owner, nothing, rename_noreplace
+from shardkit.files.staging import OWNER, Owner, nothing
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.hub.assets import is_asset
 from shardkit.formats.hub.base import SAVED_ASSETS
 from shardkit.formats.owned import is_nobodys
 from shardkit.operations.parts.agreement import SAVE, Agreement
 
-_RECORD, _OF_EARLIER, _APART = "plan.json", "journal.jsonl", "kept"
+_RECORD, _OF_EARLIER = "plan.json", "journal.jsonl"
 _OF_ANY = re.compile(
     rf"({re.escape(OWNER)}|plan\.json|committed\.json|journal\.jsonl"
     rf"|{GONE}[^/]*/.+"  # an old output that was looked through
@@ -141,38 +140,3 @@ def name_foreign(destination: str) -> Iterator[str]:
         foreign = foreign_in(path)
         if foreign:
             yield stays(path, foreign)
-
-
-def _remove_empty(path: str, folder: str) -> None:
-    """Remove a folder in the directory `data` of a run and those around it, as far as nothing is in them."""
-    while os.path.dirname(folder):
-        try:
-            storage.rmdir(os.path.join(path, folder))
-        except OSError:
-            return
-        folder = os.path.dirname(folder)
-
-
-def set_foreign_apart(path: str) -> None:
-    """Move what shardkit has not put among the files of a run to where no run looks: this one goes on with the others.
-
-    Args:
-        path: of the run's staging directory.
-
-    Raises:
-        OSError: the system refuses.
-    """
-    for name in foreign_in(path):
-        if name.startswith("data" + os.sep):
-            for number in itertools.count(1):
-                apart = f"{_APART}{number if number > 1 else ''}"
-                target = os.path.join(apart, os.path.relpath(name, "data"))
-                try:
-                    storage.make_folders(path, os.path.dirname(target))
-                    rename_noreplace(os.path.join(path, name), os.path.join(path, target))
-                except OSError as error:
-                    if error.errno not in IS_THERE:
-                        raise
-                else:
-                    break
-            _remove_empty(path, os.path.dirname(name))

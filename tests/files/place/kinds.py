@@ -83,8 +83,6 @@ class Disk(Kind):
             look=lambda _: None,
             remember=lambda _: None,
             is_ours=lambda: False,
-            set_apart=lambda _: None,
-            is_run=self.is_run,
         )
 
     def output(self) -> dict[str, bytes] | None:
