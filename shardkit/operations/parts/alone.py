@@ -13,7 +13,6 @@ from shardkit.files.staging import Owner
 from shardkit.operations.parts.agreement import Agreement
 
 _T = TypeVar("_T")
-_MOST_TRIES = 20  # each only if another process has just removed all of it
 
 
 class Alone:
@@ -75,32 +74,26 @@ class Alone:
         """Join what runs of this plan have written, or begin, whatever runs of other plans do.
 
         Returns:
-            False if one has made the output; None if others begin and give up all the time.
+            False if one has made the output; None if another process has just removed all of it.
 
         Raises:
             UsageError: another user has begun.
             ResourceError: the system refuses.
         """
         assert self._owner is not None
-        for _ in range(_MOST_TRIES):
-            self._notebook.reopen()
-            if self._notebook.is_committed:
-                return False
-            self._check_own()
-            if not self._notebook.is_open and self._notebook.exists:  # its output is another one by now
-                self._notebook.remove()
-            if self._notebook.create(self._agreement.dump(), self._agreement.folders, self._owner):
-                return True
-            try:
-                if self._joins(self._owner):
-                    return True
-            except FileNotFoundError:  # another process has just removed it
-                continue
-            except OSError as error:  # such as a disk that is still full
-                raise ResourceError(
-                    f"cannot write to {escape(self._notebook.path)}: {error.strerror}"
-                ) from error
-        return None
+        if self._notebook.is_committed:
+            return False
+        self._check_own()
+        if not self._notebook.is_open and self._notebook.exists:  # its output is another one by now
+            self._notebook.remove()
+        if self._notebook.create(self._agreement.dump(), self._agreement.folders, self._owner):
+            return True
+        try:
+            return True if self._joins(self._owner) else None
+        except FileNotFoundError:
+            return None
+        except OSError as error:  # such as a disk that is still full
+            raise ResourceError(f"cannot write to {escape(self._notebook.path)}: {error.strerror}") from error
 
     def _joins(self, owner: Owner) -> bool:
         """Go on with what is there; False if it is gone by now, or was begun with another state of the source."""

@@ -118,63 +118,60 @@ class Divided:
     # Beginning
 
     def _begin(self) -> bool:
-        """Put down what all parts agree on, unless another part has; False if all is done already.
+        """Put down what all processes agree on, unless another one has; False if all is done already.
 
         Raises:
             UsageError: parts of another plan are under way, or the destination is there.
         """
         if self._is_run or not self._shared.is_open:
             self.place.check()  # before hours of computing
-        if not self._is_run:
-            return self._begin_part()
         try:
-            has_begun = self.alone.begin()
+            for _ in range(_MOST_TRIES):
+                self._shared.reopen()
+                has_begun = self.alone.begin() if self._is_run else self._begin_part()
+                if has_begun is not None:
+                    return has_begun
         except ResourceError:
-            if self.place.needs_notebook:
-                raise
-            return True
-        if has_begun is None:
-            raise given_up(self._destination)
-        return has_begun
-
-    def _begin_part(self) -> bool:
-        place, closed = self.place, list[str]()
-        for _ in range(_MOST_TRIES):
-            self._shared.reopen()
-            # With --overwrite too: else late parts would write again what others have just committed.
-            if place.is_committed:
-                return False
-            closed = [escape(path) for path in place.closed()]
-            if closed:
-                continue
-            self._check_alone()
-            is_ours = self._shared.create(self._agreement.dump(), self._agreement.folders)
-            try:
-                if is_ours:
-                    self._check_alone()
-                # The last part may have committed meanwhile, and removed what it found.
-                if place.another_has_made():
-                    return False
-                place.check_replaced(is_ours=is_ours)
-            except (IncompleteError, SourceError):
-                if self._shared.is_open:
-                    raise
-                continue  # given up, or committed, at this very moment
-            except UsageError:
-                if is_ours:
-                    self._shared.remove()
-                    if place.is_committed:
-                        return False
+            if self.place.needs_notebook or not self._is_run:
                 raise
             return True
         UsageError.raise_for(
-            closed,
+            [escape(path) for path in (() if self._is_run else self.place.closed())],
             f"parts have committed {escape(self._destination)}, and it is another one by now",
             hint=f"remove what they left: `shardkit status {in_shell(self._destination)} --abort`",
         )
         raise ResourceError(
             f"{escape(self._destination)}: others begin and give up all the time", hint="run it again"
         )
+
+    def _begin_part(self) -> bool | None:
+        """Begin as one of several; as `Alone.begin`."""
+        place = self.place
+        # With --overwrite too: else late parts would write again what others have just committed.
+        if place.is_committed:
+            return False
+        if place.closed():
+            return None
+        self._check_alone()
+        is_ours = self._shared.create(self._agreement.dump(), self._agreement.folders)
+        try:
+            if is_ours:
+                self._check_alone()
+            # The last part may have committed meanwhile, and removed what it found.
+            if place.another_has_made():
+                return False
+            place.check_replaced(is_ours=is_ours)
+        except (IncompleteError, SourceError):
+            if self._shared.is_open:
+                raise
+            return None  # given up, or committed, at this very moment
+        except UsageError:
+            if is_ours:
+                self._shared.remove()
+                if place.is_committed:
+                    return False
+            raise
+        return True
 
     def _check_alone(self) -> None:
         """Refuse if parts of another plan are under way."""
