@@ -28,8 +28,8 @@ from isal.isal_zlib import crc32, crc32_combine
 from shardkit.core.text import MIB
 from shardkit.core.threads import at_once
 from shardkit.errors import ShardkitError
-from shardkit.files.remote.contract import Underway, UploadedPart, WrittenObject
-from shardkit.files.remote.writers import WRITABLE, writer_of
+from shardkit.files.remote.contract import UploadedPart, WrittenObject
+from shardkit.files.remote.writers import writer_of
 
 FIRST_NUMBER = 1 << 40
 """Numbers of files that are written to a store begin here."""
@@ -39,15 +39,6 @@ NUM_SENDERS = 4
 """Parts on their way at a time."""
 _PUNCH = 0x01 | 0x02  # linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _PAGE = 4096
-
-
-def under_way(directory: str) -> list[Underway]:
-    """Return the uploads below a directory that nobody has completed; none where nothing is uploaded.
-
-    Raises:
-        ResourceError: the store does not answer.
-    """
-    return writer_of(directory).uploads(directory) if directory.startswith(WRITABLE) else []
 
 
 def part_nbytes(size: int) -> int:

@@ -25,7 +25,6 @@ from shardkit.files.place.store_notes import is_shared_folder
 from shardkit.files.remote.contract import Underway
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.strict_json import read_small
-from shardkit.files.uploads import under_way
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import parse_metadata
 from shardkit.formats.hub.directory import read_index
@@ -186,8 +185,8 @@ def _list(path: str) -> list[str]:
 
 def _under_way(path: str) -> dict[str, list[Underway]]:
     """Return the uploads that nobody has completed, by the name at the top of an output."""
-    uploads = dict[str, list[Underway]]()
-    for upload in under_way(path):
+    uploads, location = dict[str, list[Underway]](), location_of(path)
+    for upload in writer_of(path).uploads(path) if location.sends and location.is_writable else ():
         name = upload_name(upload.path.removeprefix(storage.absolute(path) + "/"))
         if name:
             uploads.setdefault(name, []).append(upload)
