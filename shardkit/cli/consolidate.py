@@ -18,7 +18,6 @@ from shardkit.cli.output import (
     file_sizes,
     format_name,
     limited,
-    took,
     written,
 )
 from shardkit.core.dtypes import short_dtype
@@ -122,7 +121,7 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     would = "to " if result.dry_run else ""
     yield "found", format_name(result.writer)
     if result.resolved != result.checkpoint:
-        yield took(result.resolved, result.reason)
+        yield "took", f"{escape(result.resolved)}: {result.reason}"
     yield from _names(result)
     if result.base is not None:
         yield "base", _base(result)

@@ -31,8 +31,6 @@ from shardkit.operations.diff.options import SORTS
 
 if TYPE_CHECKING:
     from shardkit.operations.diff.values import TensorStats
-    from shardkit.pictures.glyphs import Glyphs
-    from shardkit.pictures.page import Page
 
 _DIFFERS = 1
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
@@ -107,23 +105,16 @@ def command(
         out.warn(warning)
     out.result(result, render)
     if picture and not (out.is_quiet or out.as_json):
-        out.lines(drawn(partial(_glyphs, result)))
-    page.write(out, partial(_page, result))
+        from shardkit.pictures.glyphs import changed_lines
+
+        out.lines(drawn(partial(changed_lines, result)))
+    if html_file is not None:
+        from shardkit.pictures.changes import changes_page
+
+        page.write(out, changes_page(result, list(_facts(result))))
     if not result.is_equal_after_rounding:
         sys.stdout.flush()  # the reader may be gone, and this error is reported like any other
         click.get_current_context().exit(_DIFFERS)
-
-
-def _glyphs(result: DiffResult, width: int, glyphs: Glyphs) -> Iterator[str]:
-    from shardkit.pictures.glyphs import changed_lines
-
-    return changed_lines(result, width, glyphs)
-
-
-def _page(result: DiffResult) -> Page:
-    from shardkit.pictures.changes import changes_page
-
-    return changes_page(result, list(_facts(result)))
 
 
 def render(result: DiffResult) -> list[str]:
@@ -181,21 +172,14 @@ def _rows(tensors: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
         row = _row(tensor)
         kind = template(_what(tensor, is_one=False))
         alike.setdefault((_NUMBER.sub("*", tensor.name), *row[:3], tensor.status, kind), []).append(tensor)
-    rows = {
-        tensor.name: _row(group[0])._replace(what=what)
-        for group in alike.values()
-        for what in [_what_of(group)]
-        for tensor in group
-    }
+    rows = dict[str, _Row]()
+    for group in alike.values():
+        said = {_what(tensor) for tensor in group}  # else the least and the most of each number
+        what = said.pop() if len(said) == 1 else spread([_what(tensor, is_one=False) for tensor in group])
+        rows |= dict.fromkeys([tensor.name for tensor in group], _row(group[0])._replace(what=what))
     for line in fold((tensor.name, rows[tensor.name]) for tensor in tensors):
         times = f"x{line.count}" if line.count > 1 else ""
         yield line.key.symbol, escape(line.pattern), times, line.key.dtypes, line.key.shapes, line.key.what
-
-
-def _what_of(tensors: Sequence[TensorDiff]) -> str:
-    """Summarise several tensors: the words that they share, or the least and the most of each number."""
-    said = {_what(tensor) for tensor in tensors}
-    return said.pop() if len(said) == 1 else spread([_what(tensor, is_one=False) for tensor in tensors])
 
 
 def _row(tensor: TensorDiff) -> _Row:
@@ -231,7 +215,8 @@ def _dtype(tensor: TensorDiff) -> Iterator[str]:
 def _values(tensor: TensorDiff, *, is_one: bool) -> Iterator[str]:
     if not tensor.num_changed:
         return
-    percent = _percent(tensor.share_changed or 0.0)
+    changed = tensor.share_changed or 0.0
+    percent = f"{100 * changed:.3g}%" if changed >= 1e-5 else "below 0.001%"
     if is_one:
         share = f" ({percent})" if tensor.num_elements > 1 else ""
         # Where all differ, the first of them is no news.
@@ -242,10 +227,6 @@ def _values(tensor: TensorDiff, *, is_one: bool) -> Iterator[str]:
         yield f"{percent} of {tensor.num_elements:,} elements each"
     if tensor.num_outside is not None:
         yield f"{tensor.num_outside:,} beyond the tolerance"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g}%" if share >= 1e-5 else "below 0.001%"
 
 
 def _stats(stats: TensorStats) -> Iterator[str]:

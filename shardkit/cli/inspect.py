@@ -31,8 +31,6 @@ from shardkit.operations.inspect import InspectedFile, InspectedTargets, Inspect
 
 if TYPE_CHECKING:
     from shardkit.operations.leftovers import Leftover
-    from shardkit.pictures.glyphs import Glyphs
-    from shardkit.pictures.page import Page
 
 _MAX_FILES = 20
 
@@ -72,28 +70,15 @@ def command(
     if result.run is not None:  # there is nothing to draw
         return
     if is_drawn:
-        out.lines(drawn(partial(_glyphs, result)))
-    page.write(out, partial(_page, result))
+        from shardkit.pictures.glyphs import held_lines
 
+        assert result.holdings is not None
+        out.lines(drawn(partial(held_lines, result.holdings)))
+    if html_file is not None:
+        from shardkit.pictures.held import held_page
 
-def _glyphs(result: InspectResult, width: int, glyphs: Glyphs) -> Iterator[str]:
-    from shardkit.pictures.glyphs import held_lines
-
-    assert result.holdings is not None
-    return held_lines(result.holdings, width, glyphs)
-
-
-def _page(result: InspectResult) -> Page:
-    from shardkit.pictures.held import held_page
-
-    assert result.holdings is not None
-    return held_page(
-        result.holdings,
-        kicker=result.title(),
-        path=result.path,
-        facts=[*_facts(result), *(("note", note) for note in result.notes)],
-        warnings=result.warnings,
-    )
+        said = list(_facts(result))
+        page.write(out, held_page(result, kicker=result.title(), path=result.path, facts=said))
 
 
 def render(result: InspectResult) -> list[str]:

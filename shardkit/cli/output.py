@@ -25,6 +25,7 @@ from shardkit.errors import ResourceError
 
 if TYPE_CHECKING:
     from shardkit.cli.progress import ByteLines
+    from shardkit.core.result import Result
     from shardkit.core.threads import Progress
     from shardkit.operations.commit import CommitResult
     from shardkit.operations.parts.results import PartResult, WriteResult
@@ -103,11 +104,6 @@ def copied(names: Sequence[str]) -> str:
     if len(lines) > MAX_COPIED and not LISTS_WHOLE.get():
         lines[MAX_COPIED:] = ["..."]
     return f"{count(len(names), 'file')}: {', '.join(lines)}"
-
-
-def took(path: str, reason: str) -> tuple[str, str]:
-    """Return the fact that a checkpoint was taken from a run's directory, and why."""
-    return "took", f"{escape(path)}: {reason}"
 
 
 def uneven(imbalance: float) -> str:
@@ -217,15 +213,11 @@ def converted(result: WriteResult) -> Iterator[tuple[str, str]]:
         )
 
 
-class Printable(Protocol):
-    """What can be printed as a document."""
+class PrintableResult(Protocol):
+    """The part of a result that commands which move or compare something print."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
-
-
-class PrintableResult(Printable, Protocol):
-    """The part of a result that commands which move or compare something print."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -236,7 +228,7 @@ class PrintableResult(Printable, Protocol):
         """What a person should check."""
 
 
-A = TypeVar("A", bound=Printable)
+A = TypeVar("A", bound="Result | PrintableResult")
 R = TypeVar("R", bound=PrintableResult)
 
 
@@ -544,13 +536,12 @@ class PageFile:
             self._path = check_page(path, outside=about)
         self._given = path
 
-    def write(self, out: Output, make: Callable[[], Page]) -> None:
-        """Write the page, and say so."""
-        if self._path is None:
-            return
+    def write(self, out: Output, page: Page) -> None:
+        """Write a page there, and say so."""
         from shardkit.pictures.page import write_page
 
-        write_page(self._path, make())
+        assert self._path is not None  # else nobody makes a page
+        write_page(self._path, page)
         if not out.is_quiet:
             out.say("page", f"{escape(self._given or '')}: open it in a browser")
 

@@ -31,7 +31,6 @@ from shardkit.files.location import location_of
 if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult
     from shardkit.osft.cost import OsftResult
-    from shardkit.pictures.page import Page
 
 
 def _profiles() -> Iterable[str]:
@@ -156,7 +155,10 @@ def command(
             "--html shows what would be written: add --dry-run, or use shardkit inspect --html on the output"
         )
     page = PageFile(html_file, (source,))
-    warn_of_torch(out)
+    from shardkit.operations.environment import package_version
+
+    if (note := torch_note(package_version("torch"))) is not None:
+        out.say("warning", note)
     if not out.shows_bars and _is_on_the_hub(source):
         opt.silence_hub()
     from shardkit.operations.preshard import preshard
@@ -176,29 +178,11 @@ def command(
         **options,
     )
     out.result(result, render)
-    page.write(out, partial(_page, result))
+    if html_file is not None:
+        from shardkit.pictures.held import held_page
 
-
-def _page(result: PreshardResult) -> Page:
-    from shardkit.pictures.held import held_page
-
-    assert result.holdings is not None
-    return held_page(
-        result.holdings,
-        kicker=f"plan for a mesh of {result.mesh}; nothing is written yet",
-        path=result.output,
-        facts=[*_facts(result), *(("note", note) for note in result.notes)],
-        warnings=result.warnings,
-    )
-
-
-def warn_of_torch(out: Output) -> None:
-    """Warn about a version of torch that shardkit was not tried with."""
-    from shardkit.operations.environment import package_version
-
-    note = torch_note(package_version("torch"))
-    if note is not None:
-        out.say("warning", note)
+        kicker = f"plan for a mesh of {result.mesh}; nothing is written yet"
+        page.write(out, held_page(result, kicker=kicker, path=result.output, facts=list(_facts(result))))
 
 
 def _is_on_the_hub(source: str) -> bool:

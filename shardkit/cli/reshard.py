@@ -17,7 +17,6 @@ from shardkit.cli.output import (
     ending,
     file_sizes,
     format_name,
-    took,
     written,
 )
 from shardkit.core.text import escape, format_size
@@ -85,7 +84,7 @@ def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:
     would = "to " if result.dry_run else ""
     yield "found", format_name(result.writer)
     if result.checkpoint.rstrip("/") != result.source.rstrip("/"):
-        yield took(result.checkpoint, result.reason)
+        yield "took", f"{escape(result.checkpoint)}: {result.reason}"
     yield "mesh", f"{escape(result.mesh)}; world size {result.world_size}"
     parts = [
         count(result.num_tensors, "tensor"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -25,9 +24,6 @@ from shardkit.core.text import escape, format_size
 from shardkit.errors import ResourceError
 from shardkit.operations.verify import verify
 from shardkit.operations.verify.result import VerifyProblem, VerifyResult
-
-if TYPE_CHECKING:
-    from shardkit.pictures.page import Page
 
 _PROBLEMS = 1
 
@@ -111,15 +107,12 @@ def command(*, out: Output, path: str, html_file: str | None, overwrite: bool, *
     page = PageFile(html_file, (path,), overwrite=overwrite)
     result = verify(path, holdings=html_file is not None, progress=out.progress(), **options)
     out.result(result, render, max_warnings=max_lines())
-    page.write(out, partial(_page, result))
+    if html_file is not None:
+        from shardkit.pictures.damage import damage_page
+
+        page.write(out, damage_page(result, list(_facts(result))))
     if not result.ok:
         click.get_current_context().exit(ResourceError.exit_code if result.is_only_unreadable else _PROBLEMS)
-
-
-def _page(result: VerifyResult) -> Page:
-    from shardkit.pictures.damage import damage_page
-
-    return damage_page(result, list(_facts(result)))
 
 
 def render(result: VerifyResult) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import count, escape
 from shardkit.operations.diff import DiffResult, Status, TensorDiff
-from shardkit.pictures.page import Page, Section, Tone, legend, picture, short_names, table
+from shardkit.pictures.page import Page, Section, legend, picture, short_names, table
 
 _MAX_LISTED = 5000
 _MAX_ROWS, _MAX_COLUMNS = 400, 400
@@ -87,7 +87,7 @@ def changes_page(result: DiffResult, facts: Sequence[tuple[str, str]]) -> Page:
         kicker="comparison of two checkpoints",
         title=" and ".join(short_names(result.a, result.b)),
         verdict=_verdict(result),
-        tone=_tone(result),
+        tone="good" if result.is_equal_after_rounding else "plain",
         figures=list(_figures(result)),
         unusual=[*result.warnings, *_unusual(result)],
         notable=list(_notable(result, heat)),
@@ -122,10 +122,6 @@ def _where(result: DiffResult) -> str:
     else:
         text = f", in layer {first}" if len(changed) == 1 else f", in {len(changed)} of {len(layers)} layers"
     return f"{text} and outside of layers" if outside else text
-
-
-def _tone(result: DiffResult) -> Tone:
-    return "good" if result.is_equal_after_rounding else "plain"
 
 
 def _figures(result: DiffResult) -> Iterator[tuple[str, str]]:

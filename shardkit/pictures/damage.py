@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from shardkit._folding import fold_lines
 from shardkit.core.text import count, escape, format_size
-from shardkit.operations.holdings import HeldFile, HeldTensor, Holdings, Strip
+from shardkit.operations.holdings import HeldFile, Holdings, Strip
 from shardkit.operations.verify.result import SIZE, VerifyProblem, VerifyResult
 from shardkit.pictures.held import strip_data
 from shardkit.pictures.page import Page, Section, legend, picture, short_names, table
@@ -262,20 +262,19 @@ class _Drawn:
             if len(self.places) == _MAX_PLACES:
                 return None
             self._known_places[tensor.name] = len(self.places)
-            self.places.append(self._picture(tensor))
+            cut = self._held.cuts[tensor.cut]
+            self.places.append(
+                {
+                    "title": f"{escape(tensor.name)} {list(cut.shape)}: the damage is somewhere in the red part",
+                    "shape": cut.shape,
+                    "boxes": cut.boxes,
+                    "files": cut.files,
+                    "damage": [],
+                }
+            )
         index = self._known_places[tensor.name]
         self.places[index]["damage"].append([list(problem.region[0]), list(problem.region[1]), "somewhere"])
         return index
-
-    def _picture(self, tensor: HeldTensor) -> dict[str, Any]:
-        cut = self._held.cuts[tensor.cut]
-        return {
-            "title": f"{escape(tensor.name)} {list(cut.shape)}: the damage is somewhere in the red part",
-            "shape": cut.shape,
-            "boxes": cut.boxes,
-            "files": cut.files,
-            "damage": [],
-        }
 
     def data(self) -> dict[str, Any]:
         """Return the data that the script draws."""

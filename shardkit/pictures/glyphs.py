@@ -125,18 +125,15 @@ def _drawn(rows: Sequence[Row], width: int, glyphs: Glyphs) -> Iterator[str]:
     peak = max((row.total or 0 for row in rows), default=0) or 1
     for row in rows[:_MAX_ROWS]:
         cells = "".join(_shade(amount, glyphs) for amount in _squeezed(row.amounts, room))
-        line = f"{_INDENT}{_cut(row.label, label, glyphs).ljust(label)}{_INDENT}{cells}"
+        # Of a label that is too long the end is shown: names differ there.
+        shown = row.label if len(row.label) <= label else f"...{row.label[3 - label :]}"
+        line = f"{_INDENT}{shown.ljust(label)}{_INDENT}{cells}"
         if row.total is not None:
             line += f"{_INDENT}{_bar(row.total / peak, glyphs)}" if has_bars else _INDENT
             line += f" {format_size(row.total)}"
         yield line.rstrip()
     if len(rows) > _MAX_ROWS:
         yield f"{_INDENT}... {len(rows) - _MAX_ROWS} more lines, see --html"
-
-
-def _cut(label: str, width: int, glyphs: Glyphs) -> str:
-    """Return the end of a label that is too long: names differ there."""
-    return label if len(label) <= width else f"...{label[3 - width :]}"
 
 
 def _squeezed(amounts: Sequence[Amount], room: int) -> Sequence[Amount]:

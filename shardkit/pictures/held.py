@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape as html
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import count, escape, format_size
 from shardkit.operations.holdings import HeldUnit, Holdings, Strip
 from shardkit.pictures.page import Page, Section, details, legend, picture, short_names, table
+
+if TYPE_CHECKING:
+    from shardkit.operations.inspect import InspectResult
+    from shardkit.operations.preshard import PreshardResult
 
 _UNEVEN = 1.01  # below, nobody would notice
 _HEAVY_UNIT = 0.25
@@ -21,32 +25,28 @@ _MAX_LISTED = 2000
 
 
 def held_page(
-    holdings: Holdings,
-    *,
-    kicker: str,
-    path: str,
-    facts: Sequence[tuple[str, str]],
-    warnings: Sequence[str] = (),
+    result: InspectResult | PreshardResult, *, kicker: str, path: str, facts: Sequence[tuple[str, str]]
 ) -> Page:
     """Return the page of who holds what.
 
     Args:
-        holdings: what it draws.
+        result: with `holdings`.
         kicker: what kind of thing it is, in a few words.
         path: where it is, or will be.
         facts: (label, text) of everything else that is to be said.
-        warnings: what a person should check.
     """
+    holdings = result.holdings
+    assert holdings is not None
     return Page(
         kicker=kicker,
         title=short_names(path)[0],
         verdict=_verdict(holdings),
         figures=list(_figures(holdings)),
-        unusual=warnings,
+        unusual=result.warnings,
         notable=list(_notable(holdings)),
         usual="Nothing is out of the ordinary: all ranks hold about as much." if holdings.has_ranks else "",
         sections=list(_sections(holdings)),
-        facts=[("path", escape(path)), *facts],
+        facts=[("path", escape(path)), *facts, *(("note", note) for note in result.notes)],
         left_out=holdings.merged,
         data=_data(holdings),
     )
@@ -264,11 +264,6 @@ def _lanes(held: Holdings) -> list[dict[str, Any]]:
     ]
 
 
-def _ticks(paths: Sequence[str]) -> list[str]:
-    """Return the number of each layer, and short names of what is none."""
-    return [path.rpartition(".")[2] if path else "rest" for path in paths]
-
-
 def _column_title(held: Holdings) -> str:
     stems = Counter(
         unit.path.rpartition(".")[0] for unit in held.units if unit.path.rpartition(".")[2].isdecimal()
@@ -333,7 +328,8 @@ def _data(held: Holdings) -> dict[str, Any]:
         "kind": "held",
         "has_ranks": held.has_ranks,
         "units": [_unit_name(held, unit) for unit in held.units],
-        "ticks": _ticks([unit.path for unit in held.units]),
+        # The number of each layer, and short names of what is none.
+        "ticks": [unit.path.rpartition(".")[2] if unit.path else "rest" for unit in held.units],
         "column_title": _column_title(held),
         "holders": [
             [holder.cells, holder.held_bytes, holder.reads, holder.num_files] for holder in held.holders

@@ -308,8 +308,10 @@ def test_titles_have_no_absolute_paths(run, tiny, tmp_path):
 
 def test_files_whose_records_have_no_places_have_no_strip(run, tiny):
     """As the flat partitions of DeepSpeed, which exist only decoded."""
-    held = shardkit.inspect("tiny", holdings=True).holdings
-    bare = replace(held, strips=(), files=tuple(replace(file, strip=None) for file in held.files))
+    result = shardkit.inspect("tiny", holdings=True)
+    held = result.holdings
+    files = tuple(replace(file, strip=None) for file in held.files)
+    bare = replace(result, holdings=replace(held, strips=(), files=files))
     found = Parsed(render(held_page(bare, kicker="", path="bare", facts=[])))
     assert [a["data-picture"] for a in found.attributes if "data-picture" in a] == ["matrix", "tensor"]
 
