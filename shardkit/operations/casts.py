@@ -154,14 +154,13 @@ def held_dtypes(
     held = {name: catalog.tensors[source].dtype for name, source in sources.items()}
     if dequantized is None:
         return held
-    return {
-        name: BY_NAME["bfloat16"] if _was_quantised(sources[name], dequantized.names, made) else dtype
-        for name, dtype in held.items()
+    was_quantised = {
+        *dequantized.names,
+        *(name for name, of in made.items() if any(leaf.name in dequantized.names for leaf in leaves(of))),
     }
-
-
-def _was_quantised(source: str, names: frozenset[str], made: Mapping[str, Expression]) -> bool:
-    return source in names or (source in made and any(leaf.name in names for leaf in leaves(made[source])))
+    return {
+        name: BY_NAME["bfloat16"] if sources[name] in was_quantised else dtype for name, dtype in held.items()
+    }
 
 
 def held_folded(

@@ -62,10 +62,7 @@ def check_destination(
             f"{escape(output)}: shardkit writes to no such address",
             hint=f"choose a local directory, or an address that begins with {WRITTEN_TO}",
         )
-    path = os.path.join(
-        storage.realpath(os.path.dirname(os.path.abspath(output))), os.path.basename(os.path.abspath(output))
-    )
-    shown = escape(output)
+    path, shown = absolute(output), escape(output)
     if source is not None:
         check_apart(path, source, shown)
     if storage.islink(path):
@@ -94,19 +91,6 @@ def _check_parent(path: str) -> None:
         )
     if not storage.access(parent, os.W_OK | os.X_OK):
         raise ResourceError(f"{escape(parent)} cannot be written", hint="choose another destination")
-
-
-def refuse_remote(output: str) -> None:
-    """Refuse an object store, or any other address, for what is written to local paths alone.
-
-    Raises:
-        UsageError: the path is no local one.
-    """
-    if "://" in output:
-        raise UsageError(
-            f"{escape(output)}: this is written to local paths alone",
-            hint="choose a local path, and copy it with the store's own tool",
-        )
 
 
 def check_replaceable(
@@ -264,8 +248,12 @@ def check_sidecar(
         UsageError: it exists, or is a person's, or is not a file, or lies in one of those directories.
         ResourceError: its directory is missing or cannot be written.
     """
-    refuse_remote(path)
     full, shown = os.path.abspath(path), escape(path)
+    if "://" in path:
+        raise UsageError(
+            f"{shown}: this is written to local paths alone",
+            hint="choose a local path, and copy it with the store's own tool",
+        )
     for directory in outside:
         home = storage.realpath(directory)
         if os.path.join(storage.realpath(full), "").startswith(os.path.join(home, "")):

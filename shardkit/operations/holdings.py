@@ -295,7 +295,13 @@ class _Builder:
             self._ways[key] = self._way(entry, numbers, boxes.tolist(), placements, mesh)
         unit = self._units.of(fqn)
         if placements is not None and mesh is not None:
-            self._units.gather(unit, entry.nbytes, _num_parts(mesh, placements))
+            axes = zip(
+                mesh.axes, placements, strict=True
+            )  # fully_shard does not gather over those of tp and ep
+            num_parts = prod(
+                axis.size for axis, p in axes if axis.role == "tensor" and p.shard_dim is not None
+            )
+            self._units.gather(unit, entry.nbytes, num_parts)
         self._placed.append((fqn, entry, self._ways[key], unit))
 
     def _way(
@@ -485,18 +491,17 @@ def _template(fqn: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))
 
 
+def imbalance_of(sizes: Sequence[int]) -> float:
+    """Return the largest of some sizes over the mean."""
+    return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0
+
+
 def size_on_disk(path: str) -> int:
     """Return the bytes of a file; 0 if it cannot be asked."""
     try:
         return storage.stat(path).st_size
     except OSError:
         return 0
-
-
-def _num_parts(mesh: Mesh, placements: Placements) -> int:
-    """Return into how many parts axes cut a tensor that fully_shard does not gather over."""
-    axes = zip(mesh.axes, placements, strict=True)
-    return prod(axis.size for axis, p in axes if axis.role == "tensor" and p.shard_dim is not None)
 
 
 class _Units:

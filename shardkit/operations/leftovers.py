@@ -88,19 +88,19 @@ def output_of(path: str) -> str | None:
     return None if run is None else run.destination
 
 
-def remove(destination: str, found: Collection[Leftover], *, also_unknown: bool) -> tuple[Leftover, ...]:
+def remove(destination: str, runs: Collection[Leftover], *, also_unknown: bool) -> tuple[Leftover, ...]:
     """Remove what runs left, but what is foreign; what they had moved aside goes back. Return what became of each.
 
     Args:
         destination: absolute.
-        found: of `leftovers`. A run that is alive is left alone.
+        runs: of `leftovers`. A run that is alive is left alone.
         also_unknown: remove those too of which nobody can tell whether they are over.
 
     Raises:
         UsageError: some could not be removed; all others were.
     """
     gone = ("dead", "unknown") if also_unknown else ("dead",)
-    done = [replace(run, is_removed=run.owner in gone and _remove(destination, run.staging)) for run in found]
+    done = [replace(run, is_removed=run.owner in gone and _remove(destination, run.staging)) for run in runs]
     UsageError.raise_for(
         [
             escape(run.staging) + _with_old(destination, run.staging)
@@ -128,7 +128,7 @@ def _remove(destination: str, path: str) -> bool:
 
 
 def warn_before(
-    found: Collection[Leftover],
+    runs: Collection[Leftover],
     on_warning: Callable[[str], object] | None,
     *,
     also_unknown: bool,
@@ -137,21 +137,21 @@ def warn_before(
     """Say what has to be said before runs are removed: who is at work, whose nobody can tell, what stays.
 
     Args:
-        found: all of them.
+        runs: all of them.
         on_warning: told each warning.
         also_unknown: runs are removed too of which nobody can tell whether they are over.
         shared: directories that parts share, and that are removed too.
     """
     of_parts = (stays(path, foreign) for path in shared if (foreign := foreign_in(path)))
-    warnings = (*_before_removal(found, also_unknown), *of_parts)
+    warnings = (*_before_removal(runs, also_unknown), *of_parts)
     if on_warning is not None:
         for warning in warnings:
             on_warning(warning)
     return warnings
 
 
-def _before_removal(found: Collection[Leftover], also_unknown: bool) -> Iterator[str]:
-    for run in found:
+def _before_removal(runs: Collection[Leftover], also_unknown: bool) -> Iterator[str]:
+    for run in runs:
         if run.owner == "alive":
             yield f"{escape(run.staging)} stays: {_whose(run)} is at work; stop it first"
             continue
@@ -222,10 +222,10 @@ def _look(run: SharedStaging) -> Leftover:
 
 def _sizes(path: str) -> tuple[int, str]:
     """Return the bytes that a directory takes on the disk, and when anything in it was written last."""
-    sizes = [_status(os.path.join(path, name)) for name in files_in(path)]
-    newest = max([each[1] for each in sizes], default=_status(path)[1])
+    states = [_status(os.path.join(path, name)) for name in files_in(path)]
+    newest = max([written_s for _, written_s in states], default=_status(path)[1])
     written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(newest))
-    return sum(each[0] for each in sizes), written
+    return sum(nbytes for nbytes, _ in states), written
 
 
 def finished_in(path: str) -> dict[str, int]:
@@ -269,46 +269,46 @@ def _read_owner(path: str) -> dict[str, object]:
         return {}
 
 
-def describe(found: Leftover) -> list[tuple[str, str]]:
+def describe(run: Leftover) -> list[tuple[str, str]]:
     """Describe a leftover as pairs of a label and a text that is safe to print."""
-    whose = _whose(found)
+    whose = _whose(run)
     states = {
         "dead": f"{whose}, which is over",
         "alive": f"{whose}, which is at work",
         "unknown": f"{whose}; from here nobody can tell whether it is at work",
     }
-    facts = [("run", f"{escape(found.verb) or 'of an unknown command'}, {states[found.owner]}")]
-    facts.append(("last wrote", found.last_written))
-    if found.kind == "ended":
+    facts = [("run", f"{escape(run.verb) or 'of an unknown command'}, {states[run.owner]}")]
+    facts.append(("last wrote", run.last_written))
+    if run.kind == "ended":
         facts.append(("state", "it has made the output; only the rest was not removed"))
-    elif found.kind == "run":
-        facts += list(_so_far(found))
+    elif run.kind == "run":
+        facts += list(_so_far(run))
     else:
         facts.append(("finished", "nothing that another run could take over"))
-    facts.append(("on the disk", format_size(found.disk_bytes)))
-    if found.foreign:
-        facts.append(("not shardkit's", f"{listed([*map(escape, found.foreign)])}; this stays"))
+    facts.append(("on the disk", format_size(run.disk_bytes)))
+    if run.foreign:
+        facts.append(("not shardkit's", f"{listed([*map(escape, run.foreign)])}; this stays"))
     return facts
 
 
-def _whose(found: Leftover) -> str:
-    return f"process {found.pid}" + (f" on {escape(found.host)}" if found.host else "")
+def _whose(run: Leftover) -> str:
+    return f"process {run.pid}" + (f" on {escape(run.host)}" if run.host else "")
 
 
-def _so_far(found: Leftover) -> Iterator[tuple[str, str]]:
-    if found.num_weights:
-        yield "factors", f"of {found.finished_weights} of {count(found.num_weights, 'weight')}"
-    if found.num_files:
+def _so_far(run: Leftover) -> Iterator[tuple[str, str]]:
+    if run.num_weights:
+        yield "factors", f"of {run.finished_weights} of {count(run.num_weights, 'weight')}"
+    if run.num_files:
         yield (
             "finished",
-            f"{found.finished_files} of {count(found.num_files, 'file')}, {format_size(found.finished_bytes)} of "
-            f"{format_size(found.file_bytes)}",
+            f"{run.finished_files} of {count(run.num_files, 'file')}, {format_size(run.finished_bytes)} of "
+            f"{format_size(run.file_bytes)}",
         )
     else:
-        yield "finished", f"{count(found.finished_files, 'file')}, {format_size(found.finished_bytes)}"
-    if found.owner != "alive" and not found.is_removed:
+        yield "finished", f"{count(run.finished_files, 'file')}, {format_size(run.finished_bytes)}"
+    if run.owner != "alive" and not run.is_removed:
         # A file says it, and it has to be whole.
-        command = found.command if found.command.isprintable() else ""
+        command = run.command if run.command.isprintable() else ""
         yield "goes on with", command or "the call that began it"
 
 

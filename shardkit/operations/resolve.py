@@ -199,7 +199,7 @@ def take(path: str | os.PathLike[str], *, strict: bool = False, whole_steps: boo
         if step is None:
             _refuse_rivals(given, rivals)
         else:
-            search.opened[step] = tuple(model for each in rivals for model in _open_models(each))
+            search.opened[step] = tuple(model for rival in rivals for model in _open_models(rival))
             chosen = replace(chosen, path=step, reason=f"it holds {len(rivals)} models")
         said = list(_passed_over(chosen, given))
         doubt = search.doubt or lacks_last(chosen.path) or lacks_last(given)
@@ -221,7 +221,11 @@ def take(path: str | os.PathLike[str], *, strict: bool = False, whole_steps: boo
         formats.open(given)  # raises, and says what the directory looks like: a save that did not finish, ...
     raise SourceError(
         f"{escape(given)}: no complete checkpoint in it",
-        problems=[f"{escape(name)}: {reason}" for name, reason in search.skipped] or search.looked_for(),
+        problems=[f"{escape(name)}: {reason}" for name, reason in search.skipped]
+        or [
+            f"looked for directories and .ckpt files of known formats, {_MAX_DEPTH} levels deep",
+            f"looked for {', '.join(TRACKERS)}",
+        ],
         hint="give the directory that the trainer's save made, or its parent",
     )
 
@@ -254,19 +258,19 @@ def _refuse_rivals(given: str, rivals: Collection[str]) -> None:
         )
 
 
-def _not_the_newest(given: str, found: ResolvedCheckpoint, complete: Collection[str]) -> SourceError:
+def _not_the_newest(given: str, chosen: ResolvedCheckpoint, complete: Collection[str]) -> SourceError:
     """Return the error for a checkpoint that may not be the newest one, where only that will do."""
-    lines = zip(found.skipped, _passed_over(found, given), strict=True)
+    lines = zip(chosen.skipped, _passed_over(chosen, given), strict=True)
     if all(is_older or name in complete for (name, _), (_, is_older) in lines):
         return SourceError(
             f"{escape(given)}: it is not certain which checkpoint in it is the newest",
-            problems=found.warnings,
-            hint=f"name the one to take, such as {escape(found.path)}",
+            problems=chosen.warnings,
+            hint=f"name the one to take, such as {escape(chosen.path)}",
         )
     return SourceError(
         f"{escape(given)}: the newest checkpoint in it cannot be taken",
-        problems=found.warnings,
-        hint=f"repair or remove it, or name the one to take: {escape(found.path)}",
+        problems=chosen.warnings,
+        hint=f"repair or remove it, or name the one to take: {escape(chosen.path)}",
     )
 
 
@@ -318,15 +322,15 @@ def adapter_file(path: str) -> str | None:
     return os.path.join(path, ADAPTER_WEIGHTS) if storage.isdir(path) and is_adapter(listing(path)) else None
 
 
-def _passed_over(found: ResolvedCheckpoint, home: str) -> Iterator[tuple[str, bool]]:
+def _passed_over(chosen: ResolvedCheckpoint, home: str) -> Iterator[tuple[str, bool]]:
     """Yield (a line, whether it is older) for each that was skipped."""
-    taken = os.path.relpath(found.path, home)
-    shown_taken = f"step {found.step}" if taken == os.curdir else escape(taken)
-    for path, reason in found.skipped:
+    taken = os.path.relpath(chosen.path, home)
+    shown_taken = f"step {chosen.step}" if taken == os.curdir else escape(taken)
+    for path, reason in chosen.skipped:
         name, beside = _where_they_part(path, taken)
         step, limit = step_of(name), step_of(beside)
         if limit is None and beside == taken:
-            limit = found.step  # `last.ckpt` may hold one
+            limit = chosen.step  # `last.ckpt` may hold one
         is_known = step is not None and limit is not None and step != limit
         is_older = is_known and (step or 0) < (limit or 0)
         age = f"is {'older' if is_older else 'newer'} than {shown_taken}" if is_known else "may be newer"
@@ -366,12 +370,6 @@ class _Search:
         self.doubt: str | None = None
         """Why the one that was taken may not be finished."""
         self.entries_left = _MAX_ENTRIES
-
-    def looked_for(self) -> list[str]:
-        return [
-            f"looked for directories and .ckpt files of known formats, {_MAX_DEPTH} levels deep",
-            f"looked for {', '.join(TRACKERS)}",
-        ]
 
     def itself(self) -> ResolvedCheckpoint | None:
         """Return the path itself where it is a checkpoint, and not also a run directory."""
@@ -456,15 +454,18 @@ class _Search:
         return None
 
     def _doubt(
-        self, directory: str, names: list[str], best: ResolvedCheckpoint, found: list[ResolvedCheckpoint]
+        self, directory: str, names: list[str], best: ResolvedCheckpoint, candidates: list[ResolvedCheckpoint]
     ) -> None:
         """Note what else might be meant where nothing tells which of several is the newest.
 
         Args:
             names: of all in the directory that may be meant, damaged ones too.
-            found: the newest of those that are numbered alike.
+            candidates: the newest of those that are numbered alike.
         """
-        tops = {os.path.relpath(each.path, directory).split(os.sep)[0]: each.path for each in found}
+        tops = {
+            os.path.relpath(candidate.path, directory).split(os.sep)[0]: candidate.path
+            for candidate in candidates
+        }
         if all(map(has_date, tops)):
             return
         rivals, passed = list[str](), {os.path.join(self.home, path) for path, _ in self.skipped}
@@ -559,11 +560,11 @@ class _Search:
         if recognised is not None:
             reason = self._damage(path)
             if reason is None:
-                found = self._take(path, recognised.name, _step_inside(path) if step is None else step, "")
+                resolved = self._take(path, recognised.name, _step_inside(path) if step is None else step, "")
                 reason = lacks_last(path)
                 if reason is None:
-                    return found
-                self.unfinished.append((found, reason))
+                    return resolved
+                self.unfinished.append((resolved, reason))
         elif not storage.isdir(path):
             reason = "not a checkpoint of a known format"
         else:
@@ -716,10 +717,12 @@ def _why(
     return "{it} is the only one" if is_only else "{it} is the only complete one"
 
 
-def _undated(best: ResolvedCheckpoint, found: Iterable[ResolvedCheckpoint]) -> list[tuple[str, str]]:
+def _undated(best: ResolvedCheckpoint, candidates: Iterable[ResolvedCheckpoint]) -> list[tuple[str, str]]:
     """Return (path, reason) of those whose age no step tells, of several found by one rule."""
     return [
-        (other.path, _UNDATED) for other in found if other is not best and None in (other.step, best.step)
+        (other.path, _UNDATED)
+        for other in candidates
+        if other is not best and None in (other.step, best.step)
     ]
 
 
@@ -746,12 +749,12 @@ def _groups(places: Iterable[tuple[Recency, str]]) -> Iterator[list[str]]:
     yield from groups.values()
 
 
-def _what_it_is(found: ResolvedCheckpoint) -> str:
+def _what_it_is(checkpoint: ResolvedCheckpoint) -> str:
     """Describe a checkpoint whose name tells no step: where its link leads, or the step that it holds."""
-    name = escape(os.path.basename(found.path))
-    if storage.islink(found.path):
-        return f"{name}, a link to {escape(storage.readlink(found.path))},"
-    return f"{name}, which holds step {found.step},"
+    name = escape(os.path.basename(checkpoint.path))
+    if storage.islink(checkpoint.path):
+        return f"{name}, a link to {escape(storage.readlink(checkpoint.path))},"
+    return f"{name}, which holds step {checkpoint.step},"
 
 
 def _step_inside(path: str) -> int | None:

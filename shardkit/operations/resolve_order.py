@@ -68,9 +68,9 @@ def step_of(name: str) -> int | None:
     if _REQUEUED.fullmatch(name):
         return None
     for pattern in (_STEP, _NUMBER):
-        found = pattern.findall(name)
-        if found:
-            return int(found[-1])
+        numbers = pattern.findall(name)
+        if numbers:
+            return int(numbers[-1])
     return int(name) if _BARE.fullmatch(name) else None
 
 
@@ -116,10 +116,10 @@ def ordered(names: Iterable[str], tracked: str | None) -> list[tuple[Recency, st
         names: of checkpoints and of directories that may hold some.
         tracked: what a tracker file says: a name or a step; None if there is no such file.
     """
-    found = list(names)
-    named = next((name for name in found if tracked is not None and _is_tracked(name, tracked)), None)
+    known = list(names)
+    named = next((name for name in known if tracked is not None and _is_tracked(name, tracked)), None)
     limit = step_of(named) if named is not None else None
-    placed = [(_place(name, named, limit), name) for name in found]
+    placed = [(_place(name, named, limit), name) for name in known]
     return sorted(placed, key=lambda pair: (*pair[0], pair[1]), reverse=True)
 
 

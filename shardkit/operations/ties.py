@@ -121,15 +121,18 @@ def place_of(catalog: Catalog, stored: str) -> tuple[object, ...] | None:
     return entry.dtype.name, entry.shape, extents, tuple(chunks.regions(rows))
 
 
-def tie_groups(found: Ties, names: Collection[str], *, declared: bool | None) -> list[tuple[str, ...]]:
+def tie_groups(decided: Ties, names: Collection[str], *, declared: bool | None) -> list[tuple[str, ...]]:
     """Return groups of names that are one parameter; one side may store only some of a group.
 
     Args:
-        found: what was decided.
+        decided: what was decided.
         names: the names of both sides.
         declared: whether the config ties embeddings.
     """
-    groups: list[tuple[str, ...]] = [*found.diverged, *((kept, name) for name, kept in found.dropped.items())]
+    groups: list[tuple[str, ...]] = [
+        *decided.diverged,
+        *((kept, name) for name, kept in decided.dropped.items()),
+    ]
     return [*groups, *(ties.tie_groups(names) if declared else ())]
 
 

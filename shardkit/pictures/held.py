@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import count, escape, format_size
-from shardkit.operations.holdings import HeldUnit, Holdings, Strip
+from shardkit.operations.holdings import HeldUnit, Holdings, Strip, imbalance_of
 from shardkit.pictures.page import Page, Section, details, legend, picture, short_names, table
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def _figures(held: Holdings) -> Iterator[tuple[str, str]]:
     else:
         yield f"{len(held.files):,}", "files; no mesh is recorded" if len(held.files) > 1 else "file"
     if len(held.holders) > 1:
-        yield f"{_imbalance(held):.2f} x", f"largest {_noun(held)} over the mean"
+        imbalance = imbalance_of([holder.held_bytes for holder in held.holders])
+        yield f"{imbalance:.2f} x", f"largest {_noun(held)} over the mean"
     if held.has_ranks:
         read, naive = _read_bytes(held), held.num_holders * held.tensor_bytes
         yield format_size(read), f"read by all ranks, not {format_size(naive)}"
@@ -81,18 +82,13 @@ def _noun(held: Holdings) -> str:
     return "rank" if held.has_ranks else "file"
 
 
-def _imbalance(held: Holdings) -> float:
-    sizes = [holder.held_bytes for holder in held.holders]
-    return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0
-
-
 def _read_bytes(held: Holdings) -> int:
     return sum(holder.held_bytes for holder in held.holders)
 
 
 def _notable(held: Holdings) -> Iterator[str]:
     sizes = [holder.held_bytes for holder in held.holders]
-    if held.has_ranks and len(sizes) > 1 and _imbalance(held) >= _UNEVEN:
+    if held.has_ranks and len(sizes) > 1 and imbalance_of(sizes) >= _UNEVEN:
         largest, least = sizes.index(max(sizes)), sizes.index(min(sizes))
         yield (
             f"The bytes are uneven: {_row_name(held, largest)} holds {format_size(max(sizes))}, "

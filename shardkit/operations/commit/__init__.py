@@ -173,11 +173,11 @@ def commit(
     if staging is not None:
         staging.reopen()
     if staging is None or not staging.is_open:
-        found = None
+        ended = None
         if staging is not None and not staging.is_attended:
-            found = _end(staging, progress, on_warning)
+            ended = _end(staging, progress, on_warning)
             staging.remove()
-        return _was_there(place, begun, found)
+        return _was_there(place, begun, ended)
     try:
         agreement = Agreement.of(staging)
         _wait_for_all(staging, agreement, until)
@@ -217,10 +217,10 @@ def _destination(output: str | os.PathLike[str]) -> Destination:
 
 def _end(staging: Notebook, progress: ProgressOption, on_warning: OnWarning | None) -> WriteResult | None:
     """Do what comes after an output whose process died before it had; None if there is nothing to do, or no record of it."""
-    found = read_all([staging]) if staging.is_left else []
-    if not (found and found[0][1].command.goes_on):
+    records = read_all([staging]) if staging.is_left else []
+    if not (records and records[0][1].command.goes_on):
         return None
-    return _carry_out(staging, found[0][1], False, progress, on_warning)[0]
+    return _carry_out(staging, records[0][1], False, progress, on_warning)[0]
 
 
 def _carry_out(
@@ -307,17 +307,13 @@ def _wait_for_all(staging: Notebook, agreement: Agreement, until: float) -> None
 
 
 def _only_one(place: Destination) -> Notebook | None:
-    found, path = place.stagings(), place.path
-    if len(found) > 1:
+    notebooks, path = place.stagings(), place.path
+    if len(notebooks) > 1:
         raise UsageError(
-            f"parts of {len(found)} plans were begun for {escape(path)}: {listed([_hash_in(each) for each in found])}",
+            f"parts of {len(notebooks)} plans were begun for {escape(path)}: {listed([notebook.path.rpartition('-')[2] for notebook in notebooks])}",
             hint=f"see `shardkit status {in_shell(path)}`; {_give_up(path)} gives up all of them",
         )
-    return found[0] if found else None
-
-
-def _hash_in(staging: Notebook) -> str:
-    return staging.path.rpartition("-")[2]
+    return notebooks[0] if notebooks else None
 
 
 def _was_there(place: Destination, begun: float, ended: WriteResult | None = None) -> CommitResult:
@@ -363,31 +359,31 @@ def status(
         SourceError, ResourceError: the record of the parts cannot be read, or not be removed.
     """
     place = _destination(output)
-    found = place.stagings()
+    notebooks = place.stagings()
     plans: tuple[PlanStatus, ...] = ()
     try:
-        plans = tuple(_plan_status(staging, agreement) for staging, agreement in read_all(found))
+        plans = tuple(_plan_status(staging, agreement) for staging, agreement in read_all(notebooks))
     except SourceError:
         if not abort:
             raise
     stored, runs, shown = place.uncommitted(), place.runs(), escape(place.path)
     warnings: tuple[str, ...] = ()
     if abort:
-        shared = [each.path for each in found if location_of(each.path).has_directories]
+        shared = [notebook.path for notebook in notebooks if location_of(notebook.path).has_directories]
         warnings = warn_before(runs, on_warning, also_unknown=True, shared=shared)
-        for staging in found:
+        for staging in notebooks:
             staging.give_up()
         place.give_up()
         runs = remove(place.path, runs, also_unknown=True)
     notes = []
-    if not found and stored is None and not runs:
+    if not notebooks and stored is None and not runs:
         is_theirs = " since they have committed it" if place.has_commits() else ""
         notes.append(f"no parts are under way for {shown}{is_theirs}")
     return StatusResult(
         output=place.path,
         is_there=place.identity() is not None,
         plans=plans,
-        aborted=abort and (bool(found) or stored is not None or any(run.is_removed for run in runs)),
+        aborted=abort and (bool(notebooks) or stored is not None or any(run.is_removed for run in runs)),
         stored=stored,
         runs=runs,
         notes=tuple(notes),

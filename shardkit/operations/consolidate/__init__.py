@@ -26,7 +26,7 @@ from shardkit.formats.owned import HUB_INDEX, OutputKind, is_text
 from shardkit.formats.quantised import hidden
 from shardkit.formats.registry import stray_weights
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as
-from shardkit.operations.consolidate.assets import earlier_assets
+from shardkit.operations.consolidate.assets import Asset
 from shardkit.operations.consolidate.job import ConsolidateJob, build_job
 from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.consolidate.run import ClassCheck, HubDescriptions
@@ -139,7 +139,8 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
         job = job.marked(writer.destination.hash(job)[:8])
     writer.destination.check_beside(
         {asset.name: asset.read for asset in job.assets if not is_weights(asset.name)},
-        {} if base is None else earlier_assets(base),
+        # Earlier versions copied cards, licences and code as the base has them: whoever finds others, finds a person's.
+        {} if base is None else {name: [Asset(name, path, b"").read] for name, path in base.assets.items()},
     )
     writer.warn(job.warnings)
     settled, pushed = _write(job, writer, resolved.path, sidecar)
@@ -430,7 +431,7 @@ def _result(
         candidates=selection.candidates,
         base=job.base.label if job.base else None,
         model_class=model_class_of(job.base.config if job.base else None),
-        assets=tuple(sorted([each.name for each in job.assets] + [each.file for each in job.modules])),
+        assets=tuple(sorted(job.beside)),
         ties=tuple((kept, dropped) for dropped, kept in job.ties.dropped.items()),
         untied=job.ties.diverged,
         from_base=job.fit.carried,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -147,15 +147,6 @@ def _card(base: Base) -> tuple[list[Asset], list[str]]:
     return [], []
 
 
-def earlier_assets(base: Base) -> dict[str, list[Callable[[], bytes]]]:
-    """Return, by name, what gives each content that an earlier version has put beside the weights of an output.
-
-    Whoever finds another content in a card, a licence or code has found a person's file. Earlier versions copied all of
-    these as the base has them.
-    """
-    return {name: [Asset(name, path, b"").read] for name, path in base.assets.items()}
-
-
 def adapter_assets(base: Base | None, config: bytes | None) -> list[Asset]:
     """Return the files to write beside an adapter's weights: its config, and the tokenizer."""
     beside = base.assets.items() if base else ()
@@ -231,17 +222,6 @@ def dump_config(config: Mapping[str, object]) -> bytes:
     return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
 
 
-class _TrainedModule(NamedTuple):
-    """A module whose weights would be copied, though the checkpoint has tensors of it."""
-
-    file: str
-    """Its weights, relative to the model."""
-    place: str
-    """Beginning of its tensors' names in the checkpoint."""
-    trained: list[str]
-    """These names."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModule:
     """A module's weight file, to be written from the checkpoint."""
@@ -287,27 +267,31 @@ def trained_modules(
     Raises:
         SourceError: a trained tensor cannot be read.
     """
-    found, warnings = list[TrainedModule](), list[str]()
-    for module in _places(base, assets, root, left):
+    written, warnings = list[TrainedModule](), list[str]()
+    for file, place, trained in _places(base, assets, root, left):
         assert base is not None
         why = "" if takes else "names were chosen by hand"
         if not why:
-            made = _made(checkpoint, base, module, dtype)
+            made = _made(checkpoint, base, file, place, trained, dtype)
             if isinstance(made, TrainedModule):
-                found.append(made)
+                written.append(made)
                 continue
             why = made
-        trained = f"{count(len(module.trained), 'tensor')} of that module ({listed(module.trained)})"
+        tensors = f"{count(len(trained), 'tensor')} of that module ({listed(trained)})"
         warnings.append(
-            f"{escape(module.file)} comes from the base, though the checkpoint has {trained}: {why}; "
-            f"--root {escape(module.place)} writes these, to put them in its place"
+            f"{escape(file)} comes from the base, though the checkpoint has {tensors}: {why}; "
+            f"--root {escape(place)} writes these, to put them in its place"
         )
-    return found, warnings
+    return written, warnings
 
 
 def _places(
     base: Base | None, assets: Iterable[str], root: str, left: Iterable[str]
-) -> Iterator[_TrainedModule]:
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield (weights, beginning of its names in the checkpoint, these names) of modules that have been trained.
+
+    Their weights would be copied, though the checkpoint has tensors of them.
+    """
     folders = modules(base.directory) if base is not None else {}
     parts, main = root.split("."), folders.get(os.curdir)
     if main not in parts:
@@ -316,23 +300,25 @@ def _places(
     for folder, name in folders.items():
         copied = [file for file in files if file.startswith(f"{folder}/") and is_weights(file)]
         place = ".".join((*before, name))
-        trained = [each for each in names if each.startswith(f"{place}.")]
+        trained = [stored for stored in names if stored.startswith(f"{place}.")]
         if name and folder != os.curdir and copied and trained:
-            yield _TrainedModule(copied[0], place, trained)
+            yield copied[0], place, trained
 
 
-def _made(checkpoint: Checkpoint, base: Base, module: _TrainedModule, dtype: str) -> TrainedModule | str:
+def _made(
+    checkpoint: Checkpoint, base: Base, file: str, place: str, trained: Sequence[str], dtype: str
+) -> TrainedModule | str:
     """Return the module to write, or why it is not certain that these tensors are its own."""
-    directory, file = os.path.split(base.assets[module.file])
-    if not file.endswith(_ENDING):
+    directory, name_in_base = os.path.split(base.assets[file])
+    if not name_in_base.endswith(_ENDING):
         return "its file is not a safetensors file"
     try:
-        held = open_weights(directory, select_file(file), chosen_by_hand=True).catalog.tensors
+        held = open_weights(directory, select_file(name_in_base), chosen_by_hand=True).catalog.tensors
     except ShardkitError as error:
         return f"its file cannot be opened: {error.message}"
     entries = checkpoint.catalog.tensors
-    names = {source.removeprefix(f"{module.place}."): source for source in module.trained}
-    if differing := _differing(held.keys(), names.keys()):
+    names = {source.removeprefix(f"{place}."): source for source in trained}
+    if differing := sorted(held.keys() ^ names.keys()):
         return f"its file has other names ({listed(differing)})"
     shapes = [name for name, source in names.items() if entries[source].shape != held[name].shape]
     if shapes:
@@ -344,15 +330,11 @@ def _made(checkpoint: Checkpoint, base: Base, module: _TrainedModule, dtype: str
         can_cast = stored.is_convertible and wanted.is_convertible and dtype != KEEP
         chosen.append(OutputTensor(name, names[name], wanted if can_cast else stored, held[name].shape))
     catalog = checkpoint.select(list(names.values()))
-    output = SafetensorsImages(chosen, max_shard_bytes=None, stem=module.file.removesuffix(_ENDING))
+    output = SafetensorsImages(chosen, max_shard_bytes=None, stem=file.removesuffix(_ENDING))
     return TrainedModule(
-        file=module.file,
-        place=module.place,
+        file=file,
+        place=place,
         catalog=catalog,
         output=output,
         plan=build_plan(output, catalog),
     )
-
-
-def _differing(held: Collection[str], found: Collection[str]) -> list[str]:
-    return sorted(set(held) ^ set(found))

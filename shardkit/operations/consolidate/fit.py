@@ -104,13 +104,13 @@ def check_fit(
     if base is None or theirs is None:
         return BaseFit()
     label, allow_missing = escape(base.label), options.allow_missing
-    found, carried, said = _explain(compare_with_base(shapes, theirs, ties=ties), theirs, asked, label)
+    comparison, carried, said = _explain(compare_with_base(shapes, theirs, ties=ties), theirs, asked, label)
     is_here = base.catalog is not None and not options.naming.chooses_part
     if carried:
         what = f"taken from {label} as they are" if is_here else "not written"
         said.append(f"{what}, the model computes them or has no place for them: {listed(carried)}")
-    filling = _fill(found.missing, base, frozenset(carried), options.fill_from_base)
-    found = replace(found, missing=filling.left)
+    filling = _fill(comparison.missing, base, frozenset(carried), options.fill_from_base)
+    comparison = replace(comparison, missing=filling.left)
     said += filling.notes(options.fill_from_base, label)
     carried = [*(carried if is_here else ()), *filling.names]
     short = list(_short(carried, base, vocabulary.changed))
@@ -118,30 +118,34 @@ def check_fit(
         said.append(f"not written, they have the rows of the base's vocabulary: {listed(short)}")
         carried = [name for name in carried if name not in short]
     fit = BaseFit(
-        notes=tuple(said), is_whole=not (found.missing or found.wrong_shapes), carried=tuple(carried)
+        notes=tuple(said),
+        is_whole=not (comparison.missing or comparison.wrong_shapes),
+        carried=tuple(carried),
     )
-    if found.is_equal and not filling.refused and (allow_missing or not short):
+    if comparison.is_equal and not filling.refused and (allow_missing or not short):
         if not vocabulary.changed:
             _log.debug("names and shapes are the same as in %s", label)
             return fit
         what = "names, and shapes but for the rows of the vocabulary,"
         return replace(fit, notes=(f"{what} are the same as in {label}", *said))
     if not base.is_given:
-        told = tuple(_differences(found, f"the weights in {label}"))
-        num_lost = 1 if found.missing else 0
+        told = tuple(_differences(comparison, f"the weights in {label}"))
+        num_lost = 1 if comparison.missing else 0
         return replace(fit, missing=told[:num_lost], warnings=told[num_lost:])
     experts = list[str]()
     if not (allow_missing and options.allow_unexpected):
-        found, experts = _take_out_experts(found, shapes, theirs)
-    problems = [*filling.refused, *experts, *_problems(found, short, options)]
-    if problems and why_not_rules and found.missing and found.unexpected:
+        comparison, experts = _take_out_experts(comparison, shapes, theirs)
+    problems = [*filling.refused, *experts, *_problems(comparison, short, options)]
+    if problems and why_not_rules and comparison.missing and comparison.unexpected:
         raise _names_of_a_trainer(base, checkpoint, why_not_rules)
     LayoutError.raise_for(
         problems,
         f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
-        hint=_FEWER if experts else _hint(found, filling, vocabulary, checkpoint, options.fill_from_base),
+        hint=_FEWER
+        if experts
+        else _hint(comparison, filling, vocabulary, checkpoint, options.fill_from_base),
     )
-    return replace(fit, notes=(*_differences(found, label), *said))
+    return replace(fit, notes=(*_differences(comparison, label), *said))
 
 
 def _names_of_a_trainer(base: Base, checkpoint: str, why_not_rules: Sequence[str]) -> LayoutError:
@@ -154,13 +158,13 @@ def _names_of_a_trainer(base: Base, checkpoint: str, why_not_rules: Sequence[str
     )
 
 
-def _problems(found: BaseComparison, short: Iterable[str], options: ConsolidateOptions) -> Iterator[str]:
+def _problems(comparison: BaseComparison, short: Iterable[str], options: ConsolidateOptions) -> Iterator[str]:
     """Yield what is asked of the output and does not fit; `short` would be taken from the base with rows of its own."""
     if not options.allow_missing:
-        yield from _misfits("missing", found.missing, found.unexpected)
+        yield from _misfits("missing", comparison.missing, comparison.unexpected)
     if not options.allow_unexpected:
-        yield from _misfits("unexpected", found.unexpected, found.missing)
-    for name, theirs, ours in found.wrong_shapes:
+        yield from _misfits("unexpected", comparison.unexpected, comparison.missing)
+    for name, theirs, ours in comparison.wrong_shapes:
         yield f"shape: {escape(name)}: {list(ours)}, in the base {list(theirs)}"
     if not options.allow_missing:
         for name in short:
@@ -168,12 +172,12 @@ def _problems(found: BaseComparison, short: Iterable[str], options: ConsolidateO
 
 
 def _take_out_experts(
-    found: BaseComparison, shapes: Mapping[str, Shape], theirs: Mapping[str, Shape]
+    comparison: BaseComparison, shapes: Mapping[str, Shape], theirs: Mapping[str, Shape]
 ) -> tuple[BaseComparison, list[str]]:
     """Return a comparison without experts of which the output has another number than the base, and a line for each."""
     numbers = other_numbers_of_experts(shapes, theirs)
     if not numbers:
-        return found, []
+        return comparison, []
     homes = tuple(f"{name.rpartition('.')[0]}." for name in numbers)
     lines = [
         f"shape: {escape(name)}: {list(shapes[name])}, {count(shapes[name][0], 'expert')}; the base has {number}"
@@ -181,9 +185,9 @@ def _take_out_experts(
     ]
     missing, unexpected = (
         tuple(name for name in names if not name.startswith(homes))
-        for names in (found.missing, found.unexpected)
+        for names in (comparison.missing, comparison.unexpected)
     )
-    return replace(found, missing=missing, unexpected=unexpected), lines
+    return replace(comparison, missing=missing, unexpected=unexpected), lines
 
 
 class _TakenFromBase(NamedTuple):
@@ -250,7 +254,7 @@ def _tied_in(base: Base, wanted: Collection[str], held: Collection[str]) -> Iter
 
 
 def _hint(
-    found: BaseComparison,
+    comparison: BaseComparison,
     filling: _TakenFromBase,
     vocabulary: RowsChange,
     checkpoint: str,
@@ -259,15 +263,15 @@ def _hint(
     """Return the hint for a checkpoint that does not fit: a part of a larger model can be filled up."""
     if filling.refused:
         return "only whole parts are taken from the base, no layer of a stack and no tensor of a module"
-    if holds_fused_experts(found.unexpected):
+    if holds_fused_experts(comparison.unexpected):
         return _FUSED
-    if found.unexpected or torn_parts(found.missing, filling.held):
+    if comparison.unexpected or torn_parts(comparison.missing, filling.held):
         return _OTHER_NAMES
-    if found.wrong_shapes:
+    if comparison.wrong_shapes:
         return vocabulary.hint or _OTHER_SHAPES
-    if not found.missing:
+    if not comparison.missing:
         return "--allow-missing leaves them out"
-    base, globs = vocabulary.base, [*fill, *whole_parts(found.missing, filling.held)]
+    base, globs = vocabulary.base, [*fill, *whole_parts(comparison.missing, filling.held)]
     assert base is not None
     options = " ".join(f"--fill-from-base {in_shell(glob)}" for glob in globs)
     if base.catalog is None:
@@ -278,7 +282,7 @@ def _hint(
 
 def _short(carried: Iterable[str], base: Base, rows: Sequence[TokenRows]) -> Iterator[str]:
     """Yield what would be taken from the base with as many rows as its vocabulary has, which is not the output's."""
-    old = {each.old for each in rows}
+    old = {change.old for change in rows}
     for name in carried:
         shape = base.catalog.tensors[name].shape if base.catalog is not None else ()
         if len(shape) > 1 and shape[0] in old:
@@ -297,7 +301,7 @@ def _refuse_base(base: Base, *, is_plain: bool) -> None:
 
 
 def _explain(
-    found: BaseComparison, theirs: Mapping[str, Shape], asked: ClassNames | None, label: str
+    comparison: BaseComparison, theirs: Mapping[str, Shape], asked: ClassNames | None, label: str
 ) -> tuple[BaseComparison, list[str], list[str]]:
     """Take out of a comparison what the model computes, makes or has no place for.
 
@@ -309,21 +313,21 @@ def _explain(
         # A block that the class has no place for is no head of another objective: it may belong to another model.
         spare = [
             name
-            for name in found.missing
+            for name in comparison.missing
             if name in asked.ignored or (name in asked.unused and not _IN_BLOCK.search(name))
         ]
-        made = [name for name in found.unexpected if name in asked.made]
-    computed = [name for name in found.computed if name not in theirs]
+        made = [name for name in comparison.unexpected if name in asked.made]
+    computed = [name for name in comparison.computed if name not in theirs]
     if computed:
         said.append(f"not compared with {label}, every model computes them: {listed(computed)}")
     if made:
         said.append(f"not in {label}, the model computes them where they are missing: {listed(made)}")
     left = replace(
-        found,
-        missing=tuple(name for name in found.missing if name not in spare),
-        unexpected=tuple(name for name in found.unexpected if name not in made),
+        comparison,
+        missing=tuple(name for name in comparison.missing if name not in spare),
+        unexpected=tuple(name for name in comparison.unexpected if name not in made),
     )
-    return left, [*(name for name in found.computed if name in theirs), *spare], said
+    return left, [*(name for name in comparison.computed if name in theirs), *spare], said
 
 
 def _misfits(what: str, names: Sequence[str], others: Sequence[str]) -> Iterator[str]:
@@ -332,11 +336,11 @@ def _misfits(what: str, names: Sequence[str], others: Sequence[str]) -> Iterator
         yield f"{what}: {escape(name)}{closest.get(name, '')}"
 
 
-def _differences(found: BaseComparison, label: str) -> Iterator[str]:
-    if found.missing:
-        yield f"missing of {label}: {count(len(found.missing), 'tensor')}: {listed(found.missing)}"
-    if found.unexpected:
-        yield f"not in {label}: {count(len(found.unexpected), 'tensor')}: {listed(found.unexpected)}"
-    if found.wrong_shapes:
-        names = [name for name, _, _ in found.wrong_shapes]
+def _differences(comparison: BaseComparison, label: str) -> Iterator[str]:
+    if comparison.missing:
+        yield f"missing of {label}: {count(len(comparison.missing), 'tensor')}: {listed(comparison.missing)}"
+    if comparison.unexpected:
+        yield f"not in {label}: {count(len(comparison.unexpected), 'tensor')}: {listed(comparison.unexpected)}"
+    if comparison.wrong_shapes:
+        names = [name for name, _, _ in comparison.wrong_shapes]
         yield f"of another shape than in {label}: {count(len(names), 'tensor')}: {listed(names)}"

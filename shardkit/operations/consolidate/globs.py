@@ -57,7 +57,7 @@ class Sieve:
         """Return the notes about a selection, once `sift` has left some of it out."""
         if not self.undecided:
             return selection
-        stored = {each for source in chosen.names for each in chosen.origins.get(source, (source,))}
+        stored = {origin for source in chosen.names for origin in chosen.origins.get(source, (source,))}
         early = self.globs.idle(())
         return selection.only(stored, [note for note in selection.notes if note not in early])
 
@@ -74,7 +74,7 @@ class Sieve:
     @staticmethod
     def _names(source: str, name: str, chosen: Chosen, selection: Selection) -> list[str]:
         stored = chosen.origins.get(source, (source,))
-        return [name, *(each for origin in stored for each in selection.names_of(origin))]
+        return [name, *(known for origin in stored for known in selection.names_of(origin))]
 
 
 def make_sieve(

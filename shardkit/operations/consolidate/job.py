@@ -385,7 +385,8 @@ def _tensors(
         UsageError: the dtype or a rule cannot be carried out.
     """
     names, stored = named.names, named.chosen.catalog
-    held = held_dtypes(stored, {name: each for each, name in names.items()}, checkpoint.dequantized, {})
+    sources = {name: source for source, name in names.items()}
+    held = held_dtypes(stored, sources, checkpoint.dequantized, {})
     said = list[str]()
     folds = made_among(stored, names, Fold)
     folded = [name for source, name in names.items() if source in folds]
@@ -554,9 +555,11 @@ def _made(chosen: Chosen, made: Mapping[str, Expression], sources: Mapping[str, 
         made: name in the output -> an expression of names in memory.
         sources: name in memory -> name in the catalog.
     """
-    stored = {name: under_names(each, sources) for name, each in made.items()}
+    stored = {name: under_names(expression, sources) for name, expression in made.items()}
     names, others = as_tensors(stored, chosen.catalog.tensors)
-    origins = {source: frozenset(leaf.name for leaf in leaves(each)) for source, each in others.items()}
+    origins = {
+        source: frozenset(leaf.name for leaf in leaves(expression)) for source, expression in others.items()
+    }
     return replace(
         chosen,
         catalog=bind(chosen.catalog, others),
@@ -750,12 +753,12 @@ def _live_in_whole(
         options: globs of names that the base gives are no part's.
         asked: what the class of the whole model says.
     """
-    found = {source: live.get(source, name) for source, name in chosen.names.items()}
+    in_memory = {source: live.get(source, name) for source, name in chosen.names.items()}
     whole = {fqn: made.shape for fqn, made in asked.converted.items()}
     whole |= {fqn: theirs[name] for fqn, name in asked.names.items() if name in theirs}
-    shapes = {source: chosen.catalog.tensors[source].shape for source in found}
-    named = name_part(found, shapes, _wholes(whole, asked.names, options))
-    return live if named == found else {**live, **named}
+    shapes = {source: chosen.catalog.tensors[source].shape for source in in_memory}
+    named = name_part(in_memory, shapes, _wholes(whole, asked.names, options))
+    return live if named == in_memory else {**live, **named}
 
 
 def _wholes(
@@ -959,8 +962,7 @@ def _may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Coll
     theirs = base_shapes(base)
     if base is None or theirs is None or not base.is_given:
         return False
-    found = compare_with_base(shapes, theirs, ties=ties)
-    return not found.is_equal
+    return not compare_with_base(shapes, theirs, ties=ties).is_equal
 
 
 def _ask_class(base: Base, on_step: OnStep) -> ClassNames | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -108,15 +108,7 @@ class HubDescriptions(ExitStack):
     def _write_manifest(self, digests: Mapping[str, FileDigest], others: list[manifest.File]) -> None:
         for name in digests.keys() - self._hashes.keys():  # of an interrupted run
             self._hashes[name] = self._sha256_of(digests[name])
-        data = manifest.dump(self._manifest(digests, others))
-        if self._job.options.manifest:
-            self._files.write(manifest.NAME, data)
-        self._on_manifest(data)
-
-    def _manifest(
-        self, digests: Mapping[str, FileDigest], others: Sequence[manifest.File]
-    ) -> manifest.HubModel:
-        return replace(
+        content = replace(
             self._job.describe(self._tensor_crcs(digests) if self._has_digests else {}),
             files=tuple(
                 manifest.File(
@@ -129,16 +121,20 @@ class HubDescriptions(ExitStack):
             ),
             others=tuple(others),
         )
+        data = manifest.dump(content)
+        if self._job.options.manifest:
+            self._files.write(manifest.NAME, data)
+        self._on_manifest(data)
 
     def _tensor_crcs(self, digests: Mapping[str, FileDigest]) -> dict[str, int]:
         """Return the CRC-32 of every tensor: its holes are neighbours in its file, and in order."""
-        found = dict[str, int]()
+        tensor_crcs = dict[str, int]()
         for image in self._job.output:
             crcs = iter(digests[image.name].data_crcs)
             for tensor in image.tensors:
                 holes = self._job.output.holes(tensor.fqn)
-                found[tensor.fqn] = combine([(next(crcs), hole.nbytes) for _, hole in holes])
-        return found
+                tensor_crcs[tensor.fqn] = combine([(next(crcs), hole.nbytes) for _, hole in holes])
+        return tensor_crcs
 
     def _write_asset(self, asset: Asset) -> manifest.File:
         """Write a file beside the weights; a module's own weights are copied block by block."""
@@ -198,13 +194,13 @@ def _open(job: ConsolidateJob, directory: str) -> OpenedHubModel:
 
 
 def _differences(job: ConsolidateJob, model: OpenedHubModel) -> Iterator[str]:
-    found, expected = model.catalog.tensors, {tensor.fqn: tensor for tensor in job.tensors}
-    for name in expected.keys() - found.keys():
+    written, expected = model.catalog.tensors, {tensor.fqn: tensor for tensor in job.tensors}
+    for name in expected.keys() - written.keys():
         yield f"{escape(name)}: missing"
-    for name in found.keys() - expected.keys():
+    for name in written.keys() - expected.keys():
         yield f"{escape(name)}: not expected"
     for name, tensor in expected.items():
-        entry = found.get(name)
+        entry = written.get(name)
         if entry is not None and (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
             yield (
                 f"{escape(name)}: {entry.dtype.name} {list(entry.shape)}, "
@@ -271,9 +267,9 @@ def _with_answer(job: ConsolidateJob, answer: ClassAnswer) -> ConsolidateJob:
     if answer.failure is not None:
         note = f"the model's class was not asked whether from_pretrained finds all weights: {answer.failure}"
         return replace(job, answer=answer, notes=(*job.notes, note))
-    found = tuple(answer.lines("the output"))
-    unloadable = (*job.selection.unloadable, *found)
+    lines = tuple(answer.lines("the output"))
+    unloadable = (*job.selection.unloadable, *lines)
     others = job.warnings[len(job.unloadable) :]
     # A weight that the base has is a difference even if the class does not miss it.
-    differs = () if found else job.fit.missing
+    differs = () if lines else job.fit.missing
     return replace(job, answer=answer, unloadable=unloadable, warnings=(*unloadable, *differs, *others))

@@ -156,7 +156,7 @@ def _notes(changed: tuple[TokenRows, ...], base: Base, tokenizer: Tokenizer | No
 
 def _where(checkpoint: Checkpoint) -> str:
     """Return the checkpoint's own directory that has a tokenizer, to name it; else a placeholder."""
-    return next((in_shell(each) for each in checkpoint.assets if tokenizer_files(each)), "DIR")
+    return next((in_shell(directory) for directory in checkpoint.assets if tokenizer_files(directory)), "DIR")
 
 
 def check_tokenizer(tokenizer: Tokenizer | None, base: Base | None, shapes: Mapping[str, Shape]) -> None:
@@ -173,7 +173,7 @@ def check_tokenizer(tokenizer: Tokenizer | None, base: Base | None, shapes: Mapp
     if tokenizer is None or tokenizer.tokens is None or base is None or base.config is None:
         return
     rows = {name: (tokenizer.tokens, *shape[1:]) for name, shape in shapes.items()}
-    short = [each for each in find_token_rows(rows, shapes, base.config) if each.new[0] > each.old]
+    short = [change for change in find_token_rows(rows, shapes, base.config) if change.new[0] > change.old]
     if short:
         raise LayoutError(
             f"--tokenizer {escape(tokenizer.label)} needs {count(tokenizer.tokens, 'row')}, and the vocabulary has "

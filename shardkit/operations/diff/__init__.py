@@ -21,16 +21,9 @@ from shardkit.core.text import count, listed, parse_size
 from shardkit.core.threads import progress_for
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
+from shardkit.keys.names import natural
 from shardkit.operations.diff.options import DiffOptions
-from shardkit.operations.diff.sides import (
-    OF_DIFF,
-    ComparisonWording,
-    Pair,
-    Side,
-    find_ties,
-    open_sides,
-    pairs,
-)
+from shardkit.operations.diff.sides import OF_DIFF, ComparisonWording, find_ties, open_sides
 from shardkit.operations.resolve import Taken, take
 from shardkit.transfer.plan import chunk_ranges
 from shardkit.transfer.sources import Reader, SourceFiles
@@ -280,20 +273,20 @@ class Comparison:
         self._begun, self._options = time.monotonic(), options
         self._progress = progress_for(options.progress)
         self._a, self._b, self._notes = open_sides(taken, options, wording)
-        self._pairs = pairs(self._a, self._b)
+        self._names = sorted({*self._a.names, *self._b.names}, key=natural)
         self._readers: list[Reader] = []
         self._roundings: dict[str, Roundings] = {}
         """By name, of those that are equal after rounding."""
         self._read_bytes = 0  # of both sides
 
     def compare(self) -> DiffResult:
-        """Compare all pairs.
+        """Compare all tensors that both sides have.
 
         Raises:
             IntegrityError, ResourceError: a file changed while it was read, or cannot be read.
         """
         one, two = sides = self._a, self._b
-        names = [pair.name for pair in self._pairs if _is_read(one, two, pair)]
+        names = [name for name in self._names if self._is_read(name)]
         with ExitStack() as stack:
             stack.enter_context(storage.hold_at_most(parse_size(self._options.max_memory) // 2))
             files = [stack.enter_context(SourceFiles(side.catalog.files)) for side in sides]
@@ -303,11 +296,11 @@ class Comparison:
                 source.expect(chunk_ranges(side.catalog, {side.names[name] for name in names}), places)
             self._progress.start(sum(one.entry(name).nbytes for name in names), "diff")
             try:
-                is_one_alone = any(pair.in_a != pair.in_b for pair in self._pairs)
+                is_one_alone = one.names.keys() != two.names.keys()
                 ties = {**find_ties(one, two), **find_ties(two, one)} if is_one_alone else {}
                 tensors = [
-                    self._compare(pair) if _is_read(one, two, pair) else self._unread(pair, ties)
-                    for pair in self._pairs
+                    self._compare(name) if self._is_read(name) else self._unread(name, ties)
+                    for name in self._names
                 ]
             finally:
                 self._progress.finish()
@@ -315,14 +308,18 @@ class Comparison:
                 source.check_unchanged()
         return self._result(tensors)
 
-    def _unread(self, pair: Pair, ties: Mapping[str, str]) -> TensorDiff:
+    def _is_read(self, name: str) -> bool:
+        """True if both sides have a tensor of this name, in one shape."""
+        is_in_both = name in self._a.names and name in self._b.names
+        return is_in_both and self._a.entry(name).shape == self._b.entry(name).shape
+
+    def _unread(self, name: str, ties: Mapping[str, str]) -> TensorDiff:
         """Return the text about a tensor that one side alone has, or that has two shapes."""
-        if pair.in_a and pair.in_b:
-            return _describe(self._a, self._b, pair, "shape")
-        kept = ties.get(pair.name)
-        alone: Status = "only_a" if pair.in_a else "only_b"
-        status = "tied" if kept is not None else alone
-        return _describe(self._a, self._b, pair, status, tied_to=kept)
+        in_a, kept = name in self._a.names, ties.get(name)
+        if in_a and name in self._b.names:
+            return self._describe(name, "shape")
+        alone: Status = "only_a" if in_a else "only_b"
+        return self._describe(name, alone if kept is None else "tied", tied_to=kept)
 
     def _result(self, tensors: list[TensorDiff]) -> DiffResult:
         options, one, two = self._options, self._a, self._b
@@ -347,9 +344,8 @@ class Comparison:
             warnings=(*one.resolved.warnings, *two.resolved.warnings),
         )
 
-    def _compare(self, pair: Pair) -> TensorDiff:
+    def _compare(self, name: str) -> TensorDiff:
         """Compare what both sides have under a name, in one shape."""
-        name = pair.name
         measure = self._measure(name)
         entry, status = self._a.entry(name), self._status(name, measure)
         if status in ("dtype", "values"):
@@ -357,16 +353,28 @@ class Comparison:
                 self._roundings[name] = measure.roundings
             elif self._is_factors(name) and _is_folded_well(measure):
                 status = "folded"
-        return _describe(
-            self._a,
-            self._b,
-            pair,
+        return self._describe(
+            name,
             status,
             num_changed=measure.num_changed,
             num_outside=measure.num_outside if self._options.tolerance is not None else None,
             num_off_rounding=measure.num_off_rounding,
             first_changed=_unravel(measure.first_changed, entry.shape),
             stats=measure.stats() if measure.num_changed and self._options.takes_stats else None,
+        )
+
+    def _describe(self, name: str, status: Status, **fields: Any) -> TensorDiff:
+        one, two = (side.entry(name) if name in side.names else None for side in (self._a, self._b))
+        return TensorDiff(
+            name=name,
+            status=status,
+            stored_a=one.fqn if one else None,
+            stored_b=two.fqn if two else None,
+            dtype_a=one.dtype.name if one else None,
+            dtype_b=two.dtype.name if two else None,
+            shape_a=one.shape if one else None,
+            shape_b=two.shape if two else None,
+            **fields,
         )
 
     def _status(self, name: str, measure: Measure) -> Status:
@@ -468,26 +476,6 @@ def _rounded_one_way(
                 tensors[name], status="rounded", rounded_to=dtype.name, num_flushed=ways[side, dtype]
             )
     return list(tensors.values()), side
-
-
-def _is_read(a: Side, b: Side, pair: Pair) -> bool:
-    return pair.in_a and pair.in_b and a.entry(pair.name).shape == b.entry(pair.name).shape
-
-
-def _describe(a: Side, b: Side, pair: Pair, status: Status, **fields: Any) -> TensorDiff:
-    one = a.entry(pair.name) if pair.in_a else None
-    two = b.entry(pair.name) if pair.in_b else None
-    return TensorDiff(
-        name=pair.name,
-        status=status,
-        stored_a=one.fqn if one else None,
-        stored_b=two.fqn if two else None,
-        dtype_a=one.dtype.name if one else None,
-        dtype_b=two.dtype.name if two else None,
-        shape_a=one.shape if one else None,
-        shape_b=two.shape if two else None,
-        **fields,
-    )
 
 
 def _is_folded_well(measure: Measure) -> bool:

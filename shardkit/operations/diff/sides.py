@@ -23,7 +23,6 @@ from shardkit.formats.dequantize import PLAIN, config_of, take_plain
 from shardkit.formats.hub.base import recorded_rules, saved_derived
 from shardkit.formats.quantised import can_dequantize, hidden, why_narrow, why_quantised
 from shardkit.keys.expressions import under_names
-from shardkit.keys.names import natural
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import Globs, select_model
 from shardkit.layout.decided import ClassNames, as_tensors, decide_names
@@ -115,14 +114,6 @@ class Side:
                 left = memoryview(rest + bytes(following)) if rest else following
             yield left[:nbytes]
             left = left[nbytes:]
-
-
-class Pair(NamedTuple):
-    """A name, and where it is."""
-
-    name: str
-    in_a: bool
-    in_b: bool
 
 
 class ComparisonWording(NamedTuple):
@@ -325,13 +316,6 @@ def _ask_class(side: Side, on_unasked: Callable[[str], object] = lambda why: Non
         with contextlib.suppress(ShardkitError):  # no transformers, or no such class
             return ask_names(hub.directory, shapes)
     return None
-
-
-def pairs(a: Side, b: Side) -> list[Pair]:
-    """Return every name of either side, in the order of names."""
-    return [
-        Pair(name, name in a.names, name in b.names) for name in sorted({*a.names, *b.names}, key=natural)
-    ]
 
 
 def find_ties(side: Side, other: Side) -> dict[str, str]:

@@ -29,6 +29,7 @@ from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import parse_metadata
 from shardkit.formats.hub.directory import read_index
 from shardkit.formats.owned import HUB_INDEX, MARKED_WEIGHTS
+from shardkit.operations.destination import absolute
 from shardkit.operations.leftovers import Leftover, leftovers, output_of, remove, warn_before
 from shardkit.operations.uploading.status import upload_name
 
@@ -106,7 +107,10 @@ def gc(
     given, age = os.fspath(path), parse_age(older_than)
     stores.forget()
     uploads = _under_way(given)
-    destination = _destination(given) if location_of(given).renames else ""
+    destination = ""
+    if location_of(given).renames:
+        destination = absolute(given)
+        destination = output_of(destination) or destination  # a run's own directory stands for the output
     runs = leftovers(destination) if destination else ()
     names = _list(given) if not (uploads or runs) or storage.isdir(given) else []
     marker, kept = _named(given, names)
@@ -149,13 +153,6 @@ def gc(
         runs=runs,
         warnings=warnings,
     )
-
-
-def _destination(given: str) -> str:
-    """Return the absolute path of an output on a disk; that of a run's own directory is the output's."""
-    path = storage.absolute(given)
-    path = os.path.join(storage.realpath(os.path.dirname(path)), os.path.basename(path))
-    return output_of(path) or path
 
 
 def parse_age(text: str | int) -> int:

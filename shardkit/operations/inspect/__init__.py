@@ -37,7 +37,7 @@ from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.keys.ties import ties_embeddings
 from shardkit.layout.recorded import recorded_layout
 from shardkit.operations.casts import DTypeCount, count_dtypes
-from shardkit.operations.holdings import Holdings, hold, shared_extents, size_on_disk
+from shardkit.operations.holdings import Holdings, hold, imbalance_of, shared_extents, size_on_disk
 from shardkit.operations.leftovers import Leftover, finished_in, leftover_at, refuse
 from shardkit.operations.resolve import stands_for
 
@@ -241,7 +241,9 @@ def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
             shapes = {fqn: tensor.shape for fqn, tensor in said.tensors.items()}
             with contextlib.suppress(SourceError):  # no JSON: verify tells by its checksum
                 result = _with_gaps(result, gaps_among(shapes, read_config(directory)))
-            return replace(result, holdings=_hold_presharded(directory, said)) if holdings else result
+            if not holdings:
+                return result
+            return replace(result, holdings=hold(formats.open(directory).catalog, recorded_layout(said)))
     is_legacy = path.endswith(".bin") and storage.isfile(path)  # else it is a state dict, of whatever
     checkpoint = formats.open(path, format="hub" if is_legacy else None)
     describe = _inspect_sharded if checkpoint.hub is None else _inspect_hub
@@ -251,11 +253,6 @@ def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
 
 def _with_gaps(result: InspectResult, gaps: Gaps) -> InspectResult:
     return replace(result, warnings=(*result.warnings, *gaps.lines("the model")))
-
-
-def _hold_presharded(directory: str, said: manifest.Presharded) -> Holdings:
-    catalog = formats.open(directory).catalog
-    return hold(catalog, recorded_layout(said))
 
 
 def _is_part_of_checkpoint(name: str) -> bool:
@@ -310,7 +307,7 @@ def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> Insp
         made_by=checkpoint.writer or None,
         **_tensor_fields(tensors, unfold=unfold),
         files=files,
-        imbalance=_imbalance([file.file_bytes or 0 for file in files]),
+        imbalance=round(imbalance_of([file.file_bytes or 0 for file in files]), 4),
         ties=ties,
         objects=catalog.objects,
         roots=tuple((kind, ".".join(map(str, root))) for kind, root in checkpoint.roots.items()),
@@ -381,7 +378,7 @@ def _inspect_presharded(
         units=_units(said.units),
         **_tensor_fields(tensors, unfold=unfold),
         files=files,
-        imbalance=_imbalance([file.size for file in said.files]),
+        imbalance=round(imbalance_of([file.size for file in said.files]), 4),
         ties=said.ties,
         objects=said.objects or (),
         omitted=tuple((tensor.name, tensor.reason) for tensor in said.omitted),
@@ -484,11 +481,6 @@ def _target_fields(tensors: Sequence[_Tensor], objects: Iterable[str] = ()) -> d
         for kind in kinds
     ]
     return {"osft": tuple(inspected), "warnings": warnings}
-
-
-def _imbalance(sizes: Sequence[int]) -> float:
-    """Return the largest size over the mean."""
-    return round(max(sizes) * len(sizes) / sum(sizes), 4) if sum(sizes) else 1.0
 
 
 def _beside(directory: str) -> Iterator[str]:

@@ -60,9 +60,9 @@ def load_rules(given: str | os.PathLike[str]) -> RuleSet:
     """
     name = os.fspath(given)
     if not storage.lexists(name):
-        found = find_shipped(name)
-        if found is not None:
-            return found
+        rule_set = find_shipped(name)
+        if rule_set is not None:
+            return rule_set
         known = [rules.name for rules in shipped()]
         raise UsageError(
             f"--keys {escape(name)}: no such file, and no rule set of that name{suggestion(name, known)}",
@@ -157,13 +157,13 @@ def check_keys(
         UsageError: there is no such rule set, or it has mistakes; lists all.
         SourceError, IntegrityError, ResourceError: the source cannot be opened.
     """
-    found, opened = load_rules(rules), _open(os.fspath(source), base)
+    rule_set, opened = load_rules(rules), _open(os.fspath(source), base)
     try:
-        decided, problems = _decide(opened, rules=found), tuple[str, ...]()
+        decided, problems = _decide(opened, rules=rule_set), tuple[str, ...]()
     except LayoutError as error:
-        foreign, problems = foreign_type(found, opened.config), tuple(error.problems)
+        foreign, problems = foreign_type(rule_set, opened.config), tuple(error.problems)
         decided = DecidedNames(made={}, by={}, warnings=foreign)
-    return _result(opened, found.name, found.title, decided, problems=problems)
+    return _result(opened, rule_set.name, rule_set.title, decided, problems=problems)
 
 
 @may_follow_links
@@ -236,13 +236,13 @@ def _open(path: str, base: str | os.PathLike[str] | None) -> _OpenedSide:
         return _OpenedSide(path=path, checkpoint=checkpoint, side="hub", shapes=shapes, config=config)
     catalog = checkpoint.catalog
     selection = select_model(catalog.tensors, catalog.objects, catalog.paths, checkpoint.roots)
-    found = given or find_base(checkpoint)
+    known_base = given or find_base(checkpoint)
     return _OpenedSide(
         path=path,
         checkpoint=checkpoint,
         side="model",
         shapes={selection.live[name]: catalog.tensors[name].shape for name in selection.names},
-        config=found.config if found is not None else None,
+        config=known_base.config if known_base is not None else None,
     )
 
 
@@ -276,8 +276,13 @@ def _result(
                 name=name,
                 shape=made.shape,
                 steps=" of ".join(_steps(made)),
-                sources=tuple(each.pattern for each in fold((n, None) for n in _names(made))),
-                is_reordered=_is_reordered(made),
+                sources=tuple(
+                    folded.pattern
+                    for folded in fold(
+                        (name, None) for name in dict.fromkeys(leaf.name for leaf in leaves(made))
+                    )
+                ),
+                is_reordered=not all(piece.is_box for piece in pieces(made)),
             )
             for name, made in decided.made.items()
         ),
@@ -286,14 +291,6 @@ def _result(
         notes=(*opened.checkpoint.notes, *notes),
         warnings=decided.warnings,
     )
-
-
-def _names(made: Expression) -> Iterator[str]:
-    yield from dict.fromkeys(leaf.name for leaf in leaves(made))
-
-
-def _is_reordered(made: Expression) -> bool:
-    return not all(piece.is_box for piece in pieces(made))
 
 
 def _steps(made: Expression) -> Iterator[str]:

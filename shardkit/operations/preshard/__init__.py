@@ -13,9 +13,10 @@ import os
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardkit import formats
+from shardkit.core.catalog import Catalog, SourceFile, join_name
 from shardkit.core.keywords import keywords_of
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import escape, in_shell
@@ -30,14 +31,13 @@ from shardkit.formats.hub.directory import loader_of
 from shardkit.formats.registry import recognise
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.casts import dequantized_as
-from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
+from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, DcpOutput, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space, default_output
-from shardkit.operations.holdings import Holdings
+from shardkit.operations.holdings import Holdings, hold, imbalance_of
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.parts.pool import in_pool
 from shardkit.operations.parts.results import WriteResult
-from shardkit.operations.preshard.held import hold_job
 from shardkit.operations.preshard.job import PreshardJob, build_job
 from shardkit.operations.preshard.options import PreshardOptions
 from shardkit.operations.preshard.profiles import write_companions
@@ -46,6 +46,7 @@ from shardkit.operations.write import Writer, Writing
 from shardkit.osft.compute import factored_job
 from shardkit.osft.cost import OsftResult, osft_result
 from shardkit.osft.job import FactoredJob
+from shardkit.transfer.rank_files import PlacedRegion
 
 _MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies what is smaller
 
@@ -178,7 +179,7 @@ def preshard(options: PreshardOptions) -> PreshardResult:
     path = writer.check_destination(os.fspath(chosen), local, local if output is None else None)
 
     job = build_job(plain, options)
-    room = _room(job, path)
+    shared_bytes = _shared_bytes(job, path)
     factors = factored_job(
         options.plan,
         job.records,
@@ -191,8 +192,8 @@ def preshard(options: PreshardOptions) -> PreshardResult:
         Writing(
             job=job,
             describe=partial(_describe, job, factors, sha256=options.sha256),
-            needed_bytes=room.needed_bytes,
-            share_extents=room.shared_bytes > 0,
+            needed_bytes=_needed_bytes(job, path, shared_bytes),
+            share_extents=shared_bytes > 0,
             factors=factors,
             can_read=can_read,
         )
@@ -203,8 +204,8 @@ def preshard(options: PreshardOptions) -> PreshardResult:
     if factors is not None:
         numbers = None if part is None else share_of([size for _, size in factors.weights], part)
         facts["osft"] = osft_result(factors, numbers, record_bytes=writer.record_bytes)
-    result = _result(job, source, facts, shares_extents=room.shared_bytes > job.plan.written_bytes // 2)
-    return replace(result, holdings=hold_job(job)) if options.holdings else result
+    result = _result(job, source, facts, shares_extents=shared_bytes > job.plan.written_bytes // 2)
+    return replace(result, holdings=_hold(job)) if options.holdings else result
 
 
 def _open(source: str, options: PreshardOptions, writer: Writer) -> Checkpoint:
@@ -229,8 +230,8 @@ def _of_a_training(source: str, mesh: Mesh, error: SourceError) -> SourceError:
         taken = stands_for(source).path
     except ShardkitError:
         return error
-    found = recognise(taken)
-    if found is None or found.name == "hub":
+    recognised = recognise(taken)
+    if recognised is None or recognised.name == "hub":
         return error
     place = in_shell(source)
     ways = [f"`shardkit consolidate {place}` makes a Hub model of it"]
@@ -259,21 +260,6 @@ def _describe(
     )
 
 
-class _Room(NamedTuple):
-    needed_bytes: int
-    """That the run takes on the disk of its output."""
-    shared_bytes: int
-    """Of the images; they take no room, as the source has them."""
-
-
-def _room(job: PreshardJob, path: str) -> _Room:
-    """Return the bytes that a job needs on the disk of its output; errors as `_needed_bytes`."""
-    shared = _shareable_bytes(job)
-    if shared and not can_share_extents(job.model.catalog, os.path.dirname(path)):
-        shared = 0
-    return _Room(_needed_bytes(job, path, shared), shared)
-
-
 def _needed_bytes(job: PreshardJob, path: str, shared_bytes: int) -> int:
     """Return the bytes that the run takes on the disk of its output.
 
@@ -292,8 +278,8 @@ def _needed_bytes(job: PreshardJob, path: str, shared_bytes: int) -> int:
     return needed + download
 
 
-def _shareable_bytes(job: PreshardJob) -> int:
-    """Return how many bytes of the images lie in whole blocks of the source, so that their extents can be shared.
+def _shared_bytes(job: PreshardJob, path: str) -> int:
+    """Return how many bytes of the images take no room: whole blocks of the source, whose extents the disk can share.
 
     It is a cautious estimate: the ragged ends of each hole count as two blocks, which hold the record around it too.
     """
@@ -311,11 +297,11 @@ def _shareable_bytes(job: PreshardJob) -> int:
             total += max(
                 holes.nbytes - small - job.part.output.catalog.tensors[holes.fqn].num_chunks * 2 * BLOCK, 0
             )
-    return total
+    return total if total and can_share_extents(catalog, os.path.dirname(path)) else 0
 
 
 def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_extents: bool) -> PreshardResult:
-    layout, sizes = job.layout, [image.size for image in job.output]
+    layout = job.layout
     return PreshardResult(
         **facts,
         source=source,
@@ -327,8 +313,10 @@ def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_exte
         layout=layout.origin,
         num_units=len(layout.units),
         num_tensors=len(layout.tensors),
-        imbalance=round(max(sizes) * len(sizes) / sum(sizes), 4) if sum(sizes) else 1.0,
-        num_tensors_with_empty_shards=_count_empty(job),
+        imbalance=round(imbalance_of([image.size for image in job.output]), 4),
+        num_tensors_with_empty_shards=sum(
+            _has_empty_shards(layout, fqn, tensor) for fqn, tensor in layout.tensors.items()
+        ),
         shares_extents=shares_extents,
         download_bytes=job.model.download_bytes,
         ties=tuple((name, *others) for name, others in job.aliases.items()),
@@ -339,15 +327,32 @@ def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_exte
     )
 
 
-def _count_empty(job: PreshardJob) -> int:
-    layout = job.layout
-    return sum(
-        tensor.is_sharded
-        and not any(part.region.num_elements for part in layout.held(fqn, _last_rank(layout, tensor)))
-        for fqn, tensor in layout.tensors.items()
-    )
-
-
-def _last_rank(layout: Layout, tensor: TensorLayout) -> int:
+def _has_empty_shards(layout: Layout, fqn: str, tensor: TensorLayout) -> bool:
     mesh = layout.mesh if tensor.stage is None else layout.mesh.on_stage(tensor.stage)
-    return (mesh.ranks or range(mesh.size))[-1]
+    last_rank = (mesh.ranks or range(mesh.size))[-1]
+    return tensor.is_sharded and not any(part.region.num_elements for part in layout.held(fqn, last_rank))
+
+
+def _hold(job: PreshardJob) -> Holdings:
+    """Return who will hold what, before a byte moves."""
+    if isinstance(job.part, DcpOutput):
+        folder = job.profile.folder
+        return hold(job.part.output.catalog, job.part.layout, names=lambda file: join_name(folder, file.name))
+    catalog = Catalog(format="", directory="")  # of files of ranks that do not exist yet
+    places: dict[str, list[tuple[int, int, PlacedRegion]]] = {}
+    for number, image in enumerate(job.part.output):
+        catalog.files.append(SourceFile(name=image.name, path="", size=image.size))
+        for placed, hole in zip(image.placed, image.holes, strict=True):
+            places.setdefault(placed.fqn, []).append((number, hole.start, placed))
+    for fqn, rows in places.items():
+        _, _, first = rows[0]
+        catalog.add_tensor_columns(
+            fqn,
+            first.dtype,
+            first.shape,
+            [number for number, _, _ in rows],
+            [start for _, start, _ in rows],
+            [placed.nbytes for _, _, placed in rows],
+            [placed.region for _, _, placed in rows],
+        )
+    return hold(catalog, job.layout)

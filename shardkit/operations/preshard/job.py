@@ -100,7 +100,7 @@ class PreshardJob:
             "identity": self.part.identity,
             "description": self.part.describe(),
             "profile": self.profile.name,
-            "companions": _hex(self.profile.companions),
+            "companions": {name: data.hex() for name, data in self.profile.companions.items()},
             "traced_with": versions and asdict(versions),
             "computed_by": computed_by() if self.records.weights else None,
             "assets": [ReadFile(name, path) for name, path in self.assets.items()],
@@ -110,10 +110,6 @@ class PreshardJob:
     def beside(self) -> tuple[str, ...]:
         """See `operations.write.Job`."""
         return (*self.assets, *companions_of(self.profile, self.layout.mesh.size))
-
-
-def _hex(files: Mapping[str, bytes]) -> dict[str, str]:
-    return {name: data.hex() for name, data in files.items()}
 
 
 def build_job(checkpoint: Checkpoint, options: PreshardOptions) -> PreshardJob:
@@ -178,8 +174,7 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
             *_old_transformers(layout),
             *untried,
             *notes,
-            *_skipped(model),
-            *_not_copied(assets.refused),
+            *_left_out(model, assets.refused),
         ),
         warnings=(
             *(
@@ -471,17 +466,12 @@ def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleS
     )
 
 
-def _skipped(model: OpenedHubModel) -> list[str]:
-    objects = model.catalog.objects
-    return [f"left out, as they are not tensors: {escape(', '.join(objects))}"] if objects else []
-
-
-def _not_copied(links: Sequence[str]) -> list[str]:
-    return (
-        [f"not copied, as they are links out of the model's directory: {escape(', '.join(links))}"]
-        if links
-        else []
-    )
+def _left_out(model: OpenedHubModel, links: Sequence[str]) -> Iterator[str]:
+    """Yield what to tell about entries that are no tensors, and about links out of the model's directory."""
+    if objects := model.catalog.objects:
+        yield f"left out, as they are not tensors: {escape(', '.join(objects))}"
+    if links:
+        yield f"not copied, as they are links out of the model's directory: {escape(', '.join(links))}"
 
 
 def _resolve_ties(

@@ -270,14 +270,14 @@ def find_assets(profile: Profile, model: OpenedHubModel) -> Assets:
     if identity.repo is not None and repo_of(model.directory) is None:
         fetch_files(identity.repo, asset_patterns(), revision=identity.commit)
     # Of a repo of weights alone, a dry run has downloaded nothing.
-    found, refused = list_assets(model.directory) if storage.isdir(model.directory) else ({}, ())
-    if profile.needs_config and "config.json" not in found:
+    files, refused = list_assets(model.directory) if storage.isdir(model.directory) else ({}, ())
+    if profile.needs_config and "config.json" not in files:
         raise SourceError(
             f"--profile {profile.name}: there is no config.json beside the weights, and the trainer needs it",
             hint="give the directory of a whole model",
         )
-    found = {name: path for name, path in found.items() if name not in FILES}  # what is presharded is plain
-    return Assets({os.path.join(profile.assets, name): path for name, path in found.items()}, refused)
+    files = {name: path for name, path in files.items() if name not in FILES}  # what is presharded is plain
+    return Assets({os.path.join(profile.assets, name): path for name, path in files.items()}, refused)
 
 
 def with_config(
@@ -293,7 +293,7 @@ def with_config(
     name = os.path.join(profile.assets, "config.json")
     companions = {**profile.companions, name: _json(config or {})}
     return replace(profile, companions=companions), {
-        each: path for each, path in assets.items() if each != name
+        other: path for other, path in assets.items() if other != name
     }
 
 
