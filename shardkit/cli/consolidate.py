@@ -10,18 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import (
-    Output,
-    copied,
-    count,
-    ending,
-    file_sizes,
-    format_name,
-    limited,
-    written,
-)
+from shardkit.cli.output import Output, copied, ending, file_sizes, limited, written
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import escape, format_size
+from shardkit.core.text import count, escape, format_name, format_size
 
 if TYPE_CHECKING:
     from shardkit.operations.consolidate import ConsolidateResult, SkippedPart
@@ -69,7 +60,6 @@ Examples:
 @opt.naming
 @opt.keys("auto", "a set that knows all names")
 @opt.on_or_off(
-    "Checks",
     "--ask-class",
     help="Ask the config's class whether from_pretrained would find all weights; off saves seconds.",
 )
@@ -129,7 +119,8 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     yield from limited("untied", [f"{escape(a)} and {escape(b)} differ: both kept" for a, b in result.untied])
     yield from limited("skipped", [_skipped(part) for part in result.skipped])
     yield f"{would}read", f"{count(result.num_tensors, 'tensor')}, {format_size(result.read_bytes)}"
-    yield f"{would}write", _written(result)
+    size = f"{count(result.num_files, 'weight file')}, {format_size(result.written_bytes)}"
+    yield f"{would}write", f"{size}, {result.num_parameters:,} parameters"
     for dtype in result.dtypes:
         yield (
             "dtypes",
@@ -168,11 +159,6 @@ def _skipped(part: SkippedPart) -> str:
     counts += [f"{part.num_objects} other"] if part.num_objects else []
     names = dict.fromkeys([escape(part.what), escape(part.where)])  # an optimizer may lie in `optimizer`
     return ": ".join(filter(None, [*names, ", ".join(counts)]))
-
-
-def _written(result: ConsolidateResult) -> str:
-    size = f"{count(result.num_files, 'weight file')}, {format_size(result.written_bytes)}"
-    return f"{size}, {result.num_parameters:,} parameters"
 
 
 def _how_to_load(result: ConsolidateResult) -> list[str]:

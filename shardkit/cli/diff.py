@@ -12,19 +12,9 @@ import click
 
 from shardkit._folding import fold, spread, template
 from shardkit.cli import options as opt
-from shardkit.cli.output import (
-    Output,
-    PageFile,
-    count,
-    drawn,
-    facts,
-    format_name,
-    max_lines,
-    more,
-    table,
-)
+from shardkit.cli.output import Output, PageFile, drawn, facts, first_rows
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import escape, format_size
+from shardkit.core.text import count, escape, format_name, format_size
 from shardkit.formats.hub.adapter import ADAPTER, is_adapter_file
 from shardkit.operations.diff import DiffResult, TensorDiff, diff
 from shardkit.operations.diff.options import SORTS
@@ -121,9 +111,7 @@ def render(result: DiffResult) -> list[str]:
     """Return a result as lines for people."""
     # Figures are shown of all tensors that have some, such as those that are equal after rounding.
     rows = list(_rows([tensor for tensor in result.tensors if tensor.is_difference or tensor.stats]))
-    lines = table(rows[: max_lines()], indent="")
-    if len(rows) > max_lines():
-        lines.append(more(len(rows) - max_lines()))
+    lines = first_rows(rows, indent="")
     return [*facts(_facts(result)), "", *_alike(result), *lines, "", result.headline()]
 
 

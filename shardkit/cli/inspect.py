@@ -14,19 +14,18 @@ from shardkit.cli.output import (
     UNEVEN,
     Output,
     PageFile,
-    count,
     drawn,
     facts,
     file_size,
+    first_rows,
     limited,
     max_lines,
-    more,
     size_runs,
     table,
     uneven,
 )
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import escape, format_size, in_shell
+from shardkit.core.text import count, escape, format_size, in_shell
 from shardkit.operations.inspect import InspectedFile, InspectedTargets, InspectResult, inspect
 
 if TYPE_CHECKING:
@@ -184,9 +183,8 @@ def _file_lines(files: tuple[InspectedFile, ...]) -> list[str]:
     """List the files; if there are many, runs of equal size share a line."""
     if len(files) <= _MAX_FILES:
         return table([(escape(file.name), file_size(file.file_bytes)) for file in files], right=(1,))
-    rows = [(_span(files, numbers), size) for numbers, size in size_runs([file.file_bytes for file in files])]
-    lines = table(rows[: max_lines()])
-    return [*lines, f"  {more(len(rows) - max_lines())}"] if len(rows) > max_lines() else lines
+    runs = size_runs([file.file_bytes for file in files])
+    return first_rows([(_span(files, numbers), size) for numbers, size in runs])
 
 
 def _span(files: tuple[InspectedFile, ...], numbers: str) -> str:

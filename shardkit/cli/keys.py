@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, count, facts, format_name, max_lines, shown
-from shardkit.core.text import escape, listed
+from shardkit.cli.output import Output, facts, max_lines, shown
+from shardkit.core.text import count, escape, format_name, listed
 
 if TYPE_CHECKING:
     from shardkit.operations.keys import KeysResult

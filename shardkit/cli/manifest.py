@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import (
-    Output,
-    count,
-    facts,
-    format_name,
-    max_lines,
-)
-from shardkit.core.text import format_size
+from shardkit.cli.output import Output, facts, max_lines
+from shardkit.core.text import count, format_name, format_size
 
 if TYPE_CHECKING:
     from shardkit.operations.manifest import ManifestResult

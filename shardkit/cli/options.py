@@ -154,10 +154,10 @@ def group(*options: Decorator) -> Decorator:
     return add
 
 
-def on_or_off(section: str, name: str, *, help: str) -> Decorator:
-    """Return an option that is on by default; the command gets a bool."""
+def on_or_off(name: str, *, help: str) -> Decorator:
+    """Return a check that is on by default; the command gets a bool."""
     return option(
-        section,
+        "Checks",
         name,
         type=click.Choice(["on", "off"]),
         default="on",
@@ -567,7 +567,6 @@ moving = group(
     ),
     sha256,
     on_or_off(
-        "Checks",
         "--check-source",
         help="Compare what is read with the checksums in the source; off lets damaged bytes through.",
     ),

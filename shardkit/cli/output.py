@@ -18,9 +18,7 @@ import click
 
 from shardkit._folding import FoldedNames, fold_lines
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import LISTS_WHOLE, MIB, escape, format_size, listed
-from shardkit.core.text import count as count
-from shardkit.core.text import format_name as format_name
+from shardkit.core.text import LISTS_WHOLE, MIB, count, escape, format_size, listed
 from shardkit.errors import ResourceError
 
 if TYPE_CHECKING:
@@ -134,10 +132,6 @@ def written(
     return lines if result.dry_run else [*lines, "", *way_on()]
 
 
-def _parts(missing: Sequence[str]) -> str:
-    return f"{'part' if len(missing) == 1 else 'parts'} {listed(missing)}"
-
-
 def _part_lines(
     result: WriteResult, part: PartResult, more: Iterable[tuple[str, str]], *, shows_rate: bool
 ) -> list[str]:
@@ -162,7 +156,8 @@ def _part_lines(
     if result.dry_run:
         pairs += [*more, *ending(result)]
     elif part.missing:
-        pairs.append(("missing", f"{_parts(part.missing)}; the last to finish makes the output"))
+        parts = "part" if len(part.missing) == 1 else "parts"
+        pairs.append(("missing", f"{parts} {listed(part.missing)}; the last to finish makes the output"))
         pairs.append(("time", _time(result, shows_rate=shows_rate)))
     return [result.headline(), *facts(pairs)]
 
@@ -442,6 +437,12 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent: s
         ).rstrip()
         for row in rows
     ]
+
+
+def first_rows(rows: Sequence[Sequence[str]], *, indent: str = "  ") -> list[str]:
+    """Return as many rows as the command that runs prints of one list, as `table` does, and how many more there are."""
+    lines, hidden = table(rows[: max_lines()], indent=indent), len(rows) - max_lines()
+    return [*lines, f"{indent}{more(hidden)}"] if hidden > 0 else lines
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:

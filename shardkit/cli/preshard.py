@@ -16,7 +16,6 @@ from shardkit.cli.output import (
     PageFile,
     converted,
     copied,
-    count,
     ending,
     file_sizes,
     limited,
@@ -24,7 +23,7 @@ from shardkit.cli.output import (
     written,
 )
 from shardkit.core.factored import FACTORS
-from shardkit.core.text import escape, format_duration, format_size
+from shardkit.core.text import count, escape, format_duration, format_size
 from shardkit.files import storage
 from shardkit.files.location import location_of
 

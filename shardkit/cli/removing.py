@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, count, facts
-from shardkit.core.text import escape, format_size
+from shardkit.cli.output import Output, facts
+from shardkit.core.text import count, escape, format_size
 
 if TYPE_CHECKING:
     from shardkit.operations.gc import GcResult, Unused

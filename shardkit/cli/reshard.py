@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import (
-    Output,
-    converted,
-    copied,
-    count,
-    ending,
-    file_sizes,
-    format_name,
-    written,
-)
-from shardkit.core.text import escape, format_size
+from shardkit.cli.output import Output, converted, copied, ending, file_sizes, written
+from shardkit.core.text import count, escape, format_name, format_size
 
 if TYPE_CHECKING:
     from shardkit.operations.reshard import ReshardResult

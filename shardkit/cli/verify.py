@@ -9,18 +9,8 @@ from typing import Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import (
-    Output,
-    PageFile,
-    count,
-    facts,
-    format_name,
-    indented,
-    max_lines,
-    more,
-    shown,
-)
-from shardkit.core.text import escape, format_size
+from shardkit.cli.output import Output, PageFile, facts, indented, max_lines, more, shown
+from shardkit.core.text import count, escape, format_name, format_size
 from shardkit.errors import ResourceError
 from shardkit.operations.verify import verify
 from shardkit.operations.verify.result import VerifyProblem, VerifyResult

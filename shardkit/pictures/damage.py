@@ -135,7 +135,7 @@ def _problems(problems: Sequence[VerifyProblem]) -> str:
         ("file", "tensor", "first byte", "bytes", "what is wrong"),
         rows,
         searchable="Search",
-        classes=["bad"] * len(rows),
+        row_class="bad",
     )
 
 

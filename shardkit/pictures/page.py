@@ -36,7 +36,6 @@ class Section:
     lead: str
     """What one sees, and what the colours mean."""
     body: str
-    id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +126,7 @@ def _unusual(page: Page) -> str:
 
 
 def _section(section: Section) -> str:
-    name = f' id="{html(section.id)}"' if section.id else ""
-    return (
-        f"<section{name}><h2>{html(section.title)}</h2><p>{html(section.lead)}</p>{section.body}</section>\n"
-    )
+    return f"<section><h2>{html(section.title)}</h2><p>{html(section.lead)}</p>{section.body}</section>\n"
 
 
 def _text(page: Page) -> str:
@@ -179,7 +175,7 @@ def table(
     rows: Iterable[Sequence[str | tuple[str, float]]],
     *,
     searchable: str = "",
-    classes: Sequence[str] = (),
+    row_class: str = "",
 ) -> str:
     """Return a table, which the script makes sortable.
 
@@ -189,17 +185,16 @@ def table(
         columns: their heads.
         rows: cells; (text, number) sorts by the number, and stands on the right.
         searchable: what the search field is called; "" for none.
-        classes: of each row, if there are any.
+        row_class: of every row; "" for none.
     """
-    rows, body = list(rows), []
+    rows = list(rows)
     numbers = {index for row in rows[:1] for index, cell in enumerate(row) if isinstance(cell, tuple)}
     head = "".join(
         f'<th scope="col"{" class=n" if index in numbers else ""}>{html(column)}</th>'
         for index, column in enumerate(columns)
     )
-    for index, row in enumerate(rows):
-        kind = f' class="{html(classes[index])}"' if classes and classes[index] else ""
-        body.append(f"<tr{kind}>{''.join(map(_cell, row))}</tr>")
+    kind = f' class="{html(row_class)}"' if row_class else ""
+    body = [f"<tr{kind}>{''.join(map(_cell, row))}</tr>" for row in rows]
     search = (
         f'<p class="search" hidden><label>{html(searchable)} <input type="search" autocomplete="off"></label> '
         f'<span role="status"></span></p>'
