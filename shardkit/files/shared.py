@@ -200,6 +200,11 @@ class SharedStaging:
             return False
         return True
 
+    def leave(self, owner: Owner) -> None:
+        """End what `enter` began."""
+        owner.end()
+        storage.remove_tree(os.path.join(self._work, str(owner)))
+
     def set_apart(self) -> None:
         """Move what stays of it from among the files of a run to where no run looks: this one goes on with the others.
 
@@ -229,11 +234,6 @@ class SharedStaging:
             except OSError:
                 return
             folder = os.path.dirname(folder)
-
-    def leave(self, owner: Owner) -> None:
-        """End what `enter` began."""
-        owner.end()
-        storage.remove_tree(os.path.join(self._work, str(owner)))
 
     @contextlib.contextmanager
     def workplace(self) -> Iterator[str]:
