@@ -76,18 +76,16 @@ class Asset(NamedTuple):
 def main_dtype(tensors: Sequence[OutputTensor], base: Base | None) -> DType | None:
     """Return the dtype that most bytes of ordinary floating tensors have; None where the base's config says it already.
 
-    The base's own dtype need not be that of most bytes: a small model's embedding may be most of it.
+    The base's own dtype need not be that of most bytes: a small model's embedding may be most of it. But one that no tensor
+    has is not the model's, whatever the base says: `from_pretrained` would round all of them to it.
     """
+    said = None if base is None else dtype_of(base.config)
     theirs = (base.tensors if base is not None else None) or {}
     both = [tensor for tensor in tensors if tensor.fqn in theirs]
-    if both and all(tensor.dtype == theirs[tensor.fqn].dtype for tensor in both):
-        return None
-    if (
-        base is not None
-        and base.says_dtype
-        and dtype_of(base.config) in {tensor.dtype.name for tensor in tensors}
-    ):
-        return None
+    are_theirs = bool(both) and all(tensor.dtype == theirs[tensor.fqn].dtype for tensor in both)
+    if are_theirs or (base is not None and base.says_dtype and said is not None):
+        if said is None or said in {tensor.dtype.name for tensor in tensors}:
+            return None
     return most_bytes((tensor.dtype, tensor.nbytes) for tensor in tensors)
 
 

@@ -498,6 +498,12 @@ class TestBase:
         result = shardkit.consolidate(checkpoint, base=str(base), overwrite=True, dtype="fp32")
         assert config_of(result.output)["dtype"] == "float32"
 
+    def test_a_dtype_that_no_tensor_has_is_not_kept(self, trained: Path, tmp_path: Path) -> None:
+        """The base's own tensors are fp32 too, and its config is wrong: loaded by it, all weights would be rounded."""
+        base = hub(tmp_path / "base", weights(), {**CONFIG, "dtype": "bfloat16"})
+        result = shardkit.consolidate(trained, base=str(base))
+        assert config_of(result.output)["dtype"] == "float32"
+
     @pytest.mark.parametrize("half", ["bf16", "fp16"])
     def test_a_model_twice_as_wide_as_its_base_has_a_note(
         self, half: str, trained: Path, tmp_path: Path
