@@ -489,7 +489,13 @@ def set_mesh_place(
         device: device type of that rank's mesh.
         tensors: DTensors on the mesh, and others, which are left alone.
     """
-    place = {"_rank": rank, "_device_type": device, "_hash": None, "_coordinate_on_dim": tuple(coordinate)}
+    place = {
+        "_rank": rank,
+        "_device_type": device,
+        "device_type": device,  # in torch 2.6, where it is no property
+        "_hash": None,
+        "_coordinate_on_dim": tuple(coordinate),
+    }
     for name, value in place.items():
         if name in vars(mesh):
             kind = type(vars(mesh)[name])
