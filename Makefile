@@ -44,6 +44,10 @@ DIRECTORY ?= $(VENV)/benchmarks
 # Of `make matrix`: rows of scripts/matrix.py, by default all.
 VERSIONS ?=
 
+# What is imported is compiled once, also where the environment says that nothing is kept: tests start hundreds of
+# processes, and the newest torch is installed as sources.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help dist docs demo osft test test-newest newest matrix check models fuzz torture torture-stores powerloss corruption slurm gpu pictures venv
 
 help:

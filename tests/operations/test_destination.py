@@ -18,7 +18,10 @@ from shardkit.formats.owned import OutputKind, find_foreign
 from shardkit.operations.destination import check_replaceable, default_output
 from tests.operations.consolidate.checkpoints import CONFIG, hub, save, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled"),
+    pytest.mark.usefixtures("fast_trace"),
+]
 
 
 @pytest.fixture

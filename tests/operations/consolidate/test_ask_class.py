@@ -431,7 +431,7 @@ def test_verify_asks_the_class_of_a_model(tmp_path: Path) -> None:
     assert len(result.doubts) == 2
 
 
-def test_experts_of_some_ranks_are_named_with_their_shapes(tmp_path: Path) -> None:
+def test_experts_of_some_ranks_are_named_with_their_shapes(tmp_path: Path, fast_trace: None) -> None:
     model = moe()
     model.save_pretrained(tmp_path / "hub")
     half = {name: x[:2] if ".experts." in name else x for name, x in model.state_dict().items()}
