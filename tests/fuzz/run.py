@@ -131,6 +131,8 @@ def _kind_of(error: Exception) -> str:
 
 def run_target(name: str, *, seed: int, first: int, count: int, seconds: float) -> dict[str, Any]:
     """Fuzz one target in a child process; return what came of it."""
+    # A fork of a process in which torch has run threads of OpenMP may wait for them for ever.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     target = load(name)
     target.seeds()  # made once, here; also what they import counts as this process's memory
     shared = mmap.mmap(-1, _HEAD.size + _MAX_INPUT)
