@@ -170,20 +170,23 @@ def problems(package: Path) -> Iterator[str]:
 
 
 def shared_names(package: Path) -> Iterator[str]:
-    """Yield a line for each class name that two files define, also if one of them has it for a type that is no class."""
+    """Yield a line for each class name that two files define, also if one of them has it for a type that is no class.
+
+    With an underscore before it a name is the same name.
+    """
     homes: dict[str, set[str]] = defaultdict(set)
     classes = set[str]()
     for path in modules(package).values():
         tree, file = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(package).as_posix()
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                classes.add(node.name)
-                homes[node.name].add(file)
+                classes.add(node.name.lstrip("_"))
+                homes[node.name.lstrip("_")].add(file)
         for node in tree.body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             for target in targets:
                 if isinstance(target, ast.Name):
-                    homes[target.id].add(file)
+                    homes[target.id.lstrip("_")].add(file)
     for name, files in sorted(homes.items()):
         if name in classes and len(files) > 1:
             yield f"class {name} is in {' and in '.join(sorted(files))}: name each for what it is, or make them one"

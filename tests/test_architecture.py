@@ -72,7 +72,7 @@ def test_a_class_name_in_two_files_is_found(tmp_path: Path) -> None:
     )
     assert list(architecture.shared_names(inside)) == [
         "class Part is in core/a.py and in core/d.py: name each for what it is, or make them one",
-        "class _Row is in core/a.py and in core/b.py: name each for what it is, or make them one",
+        "class Row is in core/a.py and in core/b.py and in core/d.py: name each for what it is, or make them one",
     ]
 
 

@@ -194,7 +194,7 @@ def signals_raised() -> Iterator[None]:
         return
     # An ignored signal stays ignored: `nohup` and background jobs of a plain shell want that.
     chosen = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
-    handler = _Handler()
+    handler = _SignalHandler()
     before = {signum: signal.signal(signum, handler) for signum in chosen}
     try:
         yield
@@ -203,7 +203,7 @@ def signals_raised() -> Iterator[None]:
             signal.signal(signum, old)
 
 
-class _Handler:
+class _SignalHandler:
     def __init__(self) -> None:
         self._was_called = False
 

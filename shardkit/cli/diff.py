@@ -144,7 +144,7 @@ def _alike(result: DiffResult) -> Iterator[str]:
         yield f"~  {count(number, 'weight')} folded: equal but for what factors miss"
 
 
-class _Row(NamedTuple):
+class _DiffRow(NamedTuple):
     """A line of the list; the name comes between the first two."""
 
     symbol: str
@@ -160,7 +160,7 @@ def _rows(tensors: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
         row = _row(tensor)
         kind = template(_what(tensor, is_one=False))
         alike.setdefault((_NUMBER.sub("*", tensor.name), *row[:3], tensor.status, kind), []).append(tensor)
-    rows = dict[str, _Row]()
+    rows = dict[str, _DiffRow]()
     for group in alike.values():
         said = {_what(tensor) for tensor in group}  # else the least and the most of each number
         what = said.pop() if len(said) == 1 else spread([_what(tensor, is_one=False) for tensor in group])
@@ -170,11 +170,11 @@ def _rows(tensors: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
         yield line.key.symbol, escape(line.pattern), times, line.key.dtypes, line.key.shapes, line.key.what
 
 
-def _row(tensor: TensorDiff) -> _Row:
+def _row(tensor: TensorDiff) -> _DiffRow:
     one = (tensor.dtype_a, tensor.shape_a), (tensor.dtype_b, tensor.shape_b)
     dtypes = [short_dtype(dtype) for dtype, _ in one if dtype is not None]
     shapes = [str(list(shape)) for _, shape in one if shape is not None]
-    return _Row(
+    return _DiffRow(
         tensor.symbol, " -> ".join(dict.fromkeys(dtypes)), " -> ".join(dict.fromkeys(shapes)), _what(tensor)
     )
 

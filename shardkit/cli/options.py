@@ -188,7 +188,7 @@ def completing(words: Callable[[], Iterable[str]], *, and_files: str = "") -> Co
     return complete
 
 
-class _DType(_Choice):
+class _DTypeChoice(_Choice):
     """A choice of dtypes, which may also be written as torch has them: bfloat16, torch.bfloat16."""
 
     def shell_complete(
@@ -204,7 +204,7 @@ class _DType(_Choice):
 
 def dtype(name: str, *choices: str, help: str, default: str | None = "keep") -> Decorator:
     """Return an option for the dtype that floating tensors are converted to; `choices` are allowed too."""
-    values = _DType(["keep", *choices, "bf16", "fp16", "fp32"])
+    values = _DTypeChoice(["keep", *choices, "bf16", "fp16", "fp32"])
     return option("Dtypes", name, first=True, type=values, default=default, show_default=True, help=help)
 
 

@@ -284,7 +284,7 @@ class Owner:
         return not (is_same and (self.pid != os.getpid() or self.run in _live_runs))
 
 
-class _Status(NamedTuple):
+class _ProcessStatus(NamedTuple):
     started: int
     is_zombie: bool
     """It has ended, but its parent has not asked how; the first process of a container may never ask."""
@@ -307,14 +307,14 @@ def _pid_namespace() -> int:
         return 0
 
 
-def _status(pid: int) -> _Status | None:
+def _status(pid: int) -> _ProcessStatus | None:
     content = _content(f"/proc/{pid}/stat")
     try:
         # man 5 proc: fields 3 and 22, counted after the command, which may hold blanks and brackets
         fields = content.rpartition(")")[2].split() if content else []
         # The first thread of a process may have ended while others live on.
         is_zombie = fields[0] in "ZX" and len(storage.listdir(f"/proc/{pid}/task")) <= 1
-        return _Status(int(fields[19]), is_zombie)
+        return _ProcessStatus(int(fields[19]), is_zombie)
     except (IndexError, ValueError, *_NOT_THERE):
         return None
 

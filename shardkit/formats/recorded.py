@@ -58,7 +58,7 @@ class SourceManifests:
         )
 
 
-class _Read(NamedTuple):
+class _ReadManifest(NamedTuple):
     """A manifest, and the directory that its names are relative to."""
 
     content: manifest.Manifest
@@ -132,14 +132,16 @@ def find_manifests(
     return manifests
 
 
-def _read_given(path: str, source: str) -> _Read:
+def _read_given(path: str, source: str) -> _ReadManifest:
     if not storage.lexists(path):
         raise SourceError(f"{escape(path)}: no such file", hint="shardkit manifest writes one")
     content = manifest.read_file(path, path)
-    return _Read(content, source if storage.isdir(source) else os.path.dirname(source) or os.curdir, path)
+    return _ReadManifest(
+        content, source if storage.isdir(source) else os.path.dirname(source) or os.curdir, path
+    )
 
 
-def _read_beside(home: str) -> _Read | None:
+def _read_beside(home: str) -> _ReadManifest | None:
     """Return the manifest in a directory, or else the one beside it; for a file the order is reversed."""
     is_directory = storage.isdir(home)
     inside = os.path.join(home if is_directory else os.path.dirname(home), manifest.NAME)
@@ -148,17 +150,17 @@ def _read_beside(home: str) -> _Read | None:
         if storage.lexists(path):
             directory = home if is_directory else os.path.dirname(home)
             content = manifest.read(directory) if path == inside else manifest.read_file(path, path)
-            return None if content is None else _Read(content, directory, path)
+            return None if content is None else _ReadManifest(content, directory, path)
     return None
 
 
-def _listed(read: _Read) -> dict[str, manifest.SavedFile]:
+def _listed(read: _ReadManifest) -> dict[str, manifest.SavedFile]:
     """Return each file that a manifest lists, by real path."""
     files = manifest.all_files(read.content)
     return {storage.realpath(os.path.join(read.home, file.name)): file for file in files}
 
 
-def _check_fits(read: _Read, catalogs: Iterable[Catalog]) -> None:
+def _check_fits(read: _ReadManifest, catalogs: Iterable[Catalog]) -> None:
     """Refuse a manifest that a person gave if it is about other files."""
     sizes, home = {path: file.size for path, file in _listed(read).items()}, storage.realpath(read.home)
     problems = dict[str, None]()
@@ -175,7 +177,7 @@ def _check_fits(read: _Read, catalogs: Iterable[Catalog]) -> None:
     SourceError.raise_for(list(problems), message, hint=_NEW_ONE)
 
 
-def _take(read: _Read, catalogs: Iterable[Catalog], manifests: SourceManifests) -> None:
+def _take(read: _ReadManifest, catalogs: Iterable[Catalog], manifests: SourceManifests) -> None:
     """Give files the checksums of a manifest."""
     listed, tensors = _listed(read), manifest.all_tensors(read.content)
     for path, file in listed.items():

@@ -85,7 +85,7 @@ class PeftNames:
     """Names of the adapter that no merge here can use."""
 
 
-class _Part(NamedTuple):
+class _AdapterName(NamedTuple):
     """One name of an adapter, taken apart."""
 
     name: str
@@ -104,7 +104,7 @@ def classify_peft(names: Iterable[str]) -> PeftNames:
     Raises:
         UsageError: there are several adapters and none is `default`.
     """
-    plain, parts = list[str](), list[_Part]()
+    plain, parts = list[str](), list[_AdapterName]()
     for name in names:
         part = _take_apart(name)
         if part is None:
@@ -161,13 +161,13 @@ def without_peft_modules(fqn: str) -> str:
     return _WRAPPED.sub("", fqn)
 
 
-def _take_apart(name: str) -> _Part | None:
+def _take_apart(name: str) -> _AdapterName | None:
     segments = _without_prefix(split(name))
     for place, segment in enumerate(segments):
         if segment in (*_LORA, _SAVED, _ORIGINAL) or _OTHER.fullmatch(segment):
             rest = segments[place + 1 :]
             has_adapter = bool(rest) and rest[0] not in _PARAMETERS and segment != _ORIGINAL
-            return _Part(
+            return _AdapterName(
                 name=name,
                 module=segments[:place],
                 marker=segment,
@@ -181,7 +181,7 @@ def _without_prefix(segments: Segments) -> Segments:
     return segments[len(PEFT) :] if segments[: len(PEFT)] == PEFT else segments
 
 
-def _choose(parts: list[_Part]) -> tuple[str | None, tuple[str, ...]]:
+def _choose(parts: list[_AdapterName]) -> tuple[str | None, tuple[str, ...]]:
     """Return the adapter to take, `default` or the only one, and the others; None if there is none."""
     counts = Counter(part.adapter for part in parts if part.adapter is not None)
     if len(counts) > 1 and "default" not in counts:
@@ -193,7 +193,7 @@ def _choose(parts: list[_Part]) -> tuple[str | None, tuple[str, ...]]:
     return chosen, tuple(name for name in counts if name != chosen)
 
 
-def _methods(parts: list[_Part]) -> tuple[str, ...]:
+def _methods(parts: list[_AdapterName]) -> tuple[str, ...]:
     methods = dict[str, None]()
     for part in parts:
         if part.marker == _MAGNITUDE:
@@ -206,7 +206,7 @@ def _methods(parts: list[_Part]) -> tuple[str, ...]:
     return tuple(methods)
 
 
-def _adapter_names(parts: list[_Part], plain: list[str]) -> dict[str, str]:
+def _adapter_names(parts: list[_AdapterName], plain: list[str]) -> dict[str, str]:
     """Name tensors as PEFT's files do. In an adapter alone, plain names are of modules trained in full."""
     names = {}
     for part in parts:
@@ -220,7 +220,7 @@ def _adapter_names(parts: list[_Part], plain: list[str]) -> dict[str, str]:
     return names
 
 
-def _base_names(parts: list[_Part], plain: list[str]) -> dict[str, str]:
+def _base_names(parts: list[_AdapterName], plain: list[str]) -> dict[str, str]:
     names = {name: _plain(_without_prefix(split(name))) for name in plain}
     replaced = {(*part.module, *part.rest) for part in parts if part.marker == _SAVED}
     for part in parts:
@@ -230,7 +230,7 @@ def _base_names(parts: list[_Part], plain: list[str]) -> dict[str, str]:
     return names
 
 
-def _modules(parts: list[_Part], plain: list[str]) -> tuple[LoraModule, ...]:
+def _modules(parts: list[_AdapterName], plain: list[str]) -> tuple[LoraModule, ...]:
     by_path = {_without_prefix(split(name)): name for name in plain}
     tensors_of: dict[Segments, dict[str, str]] = {}
     embeddings = set[Segments]()

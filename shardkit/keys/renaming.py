@@ -55,7 +55,7 @@ class KeyRule(NamedTuple):
     """How many names it changes."""
 
 
-class _Group(NamedTuple):
+class _PrefixGroup(NamedTuple):
     """Names below one prefix, and the prefixes that may replace it."""
 
     names: tuple[Segments, ...]
@@ -213,13 +213,13 @@ def _kind(name: str, shape: Shape, is_copy: bool) -> object:
     return path[-1], tuple(filter(is_number, path)), tuple(shape), is_copy
 
 
-def _groups(sides: _NamesOfSides) -> list[_Group]:
+def _groups(sides: _NamesOfSides) -> list[_PrefixGroup]:
     """Divide the names that change into the largest parts that one prefix each can move.
 
     Raises:
         _NoWay: nothing can move a tensor.
     """
-    groups = list[_Group]()
+    groups = list[_PrefixGroup]()
 
     def whole(level: list[Segments], depth: int) -> bool:
         names = set(map(join, level))
@@ -228,7 +228,7 @@ def _groups(sides: _NamesOfSides) -> list[_Group]:
         targets = sides.targets(level, depth) if names <= sides.left else []
         if targets:
             is_copy = names <= sides.our_copies
-            groups.append(_Group(tuple(level), level[0][:depth], targets, is_copy))
+            groups.append(_PrefixGroup(tuple(level), level[0][:depth], targets, is_copy))
         return bool(targets)
 
     def single(path: Segments) -> None:
@@ -238,19 +238,21 @@ def _groups(sides: _NamesOfSides) -> list[_Group]:
         targets, is_copy = sides.targets([path], len(path) - 1), name in sides.our_copies
         if not targets and not is_copy:
             raise _NoWay
-        groups.append(_Group((path,), path[:-1], targets, is_copy))
+        groups.append(_PrefixGroup((path,), path[:-1], targets, is_copy))
 
     _walk(map(split, sides.ours), whole, single)
     return groups
 
 
-def _choose(sides: _NamesOfSides, groups: Sequence[_Group]) -> list[tuple[_Group, Segments]] | None:
+def _choose(
+    sides: _NamesOfSides, groups: Sequence[_PrefixGroup]
+) -> list[tuple[_PrefixGroup, Segments]] | None:
     """Give each group the one place that is left for it; None if several places are left.
 
     Raises:
         _NoWay: two groups have only one place.
     """
-    taken, chosen = set[str](), list[tuple[_Group, Segments]]()
+    taken, chosen = set[str](), list[tuple[_PrefixGroup, Segments]]()
     for of_copies in (False, True):  # copies take what the others leave
         pending = [group for group in groups if group.is_copy == of_copies]
         while pending:
@@ -270,7 +272,7 @@ def _choose(sides: _NamesOfSides, groups: Sequence[_Group]) -> list[tuple[_Group
     return chosen
 
 
-def _places(sides: _NamesOfSides, group: _Group, new: Segments) -> set[str]:
+def _places(sides: _NamesOfSides, group: _PrefixGroup, new: Segments) -> set[str]:
     """Return the base's names that a group would take."""
     return {join((*new, *path[len(group.old) :])) for path in group.names} & sides.free
 

@@ -295,12 +295,10 @@ class _Builder:
             self._ways[key] = self._way(entry, numbers, boxes.tolist(), placements, mesh)
         unit = self._units.of(fqn)
         if placements is not None and mesh is not None:
-            axes = zip(
-                mesh.axes, placements, strict=True
-            )  # fully_shard does not gather over those of tp and ep
-            num_parts = prod(
-                axis.size for axis, p in axes if axis.role == "tensor" and p.shard_dim is not None
-            )
+            axes = zip(mesh.axes, placements, strict=True)
+            # fully_shard does not gather over the axes of tp and ep.
+            cuts = (axis.size for axis, p in axes if axis.role == "tensor" and p.shard_dim is not None)
+            num_parts = prod(cuts)
             self._units.gather(unit, entry.nbytes, num_parts)
         self._placed.append((fqn, entry, self._ways[key], unit))
 

@@ -375,14 +375,14 @@ class StoreDestination(Destination):
     def place(self, job: Job, agreement: Agreement, *, is_computed: bool) -> Iterator[Place]:
         share, plan, files = self._options.share, agreement.plan, agreement.files
         overwrites = self._options.overwrite
-        output = replace(self.target, overwrites=overwrites, look=self._look, is_computed=is_computed)
-        output = replace(output, plan=self.hash(job))
+        output = replace(
+            self.target, plan=self.hash(job), overwrites=overwrites, look=self._look, is_computed=is_computed
+        )
         if share is not None:
             replaces_any = isinstance(share, Committing) and share.overwrite
             yield PartsInStore(output, plan, files, replaces_any=replaces_any)
             return
-        is_dry = self._options.dry_run
-        beside = nullcontext(place_of_records(self.path)) if is_dry else None
+        beside = nullcontext(place_of_records(self.path)) if self._options.dry_run else None
         with beside or place_of_run(self.path, is_needed=is_computed) as here:
             notebook = SharedStaging.of_plan(here, plan, nothing, is_run=True)
             if is_computed and overwrites and RunInStore(output, notebook, files).is_named:

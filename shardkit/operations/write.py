@@ -43,7 +43,7 @@ from shardkit.osft.phase import FactorPhase, PhaseAt
 from shardkit.transfer.checks import OFF, CheckedSource
 from shardkit.transfer.existing import Existing
 
-_Outcome = tuple[PartResult | None, CheckedSource]
+_PartOutcome = tuple[PartResult | None, CheckedSource]
 """What became of a part, and what was compared."""
 
 
@@ -214,7 +214,7 @@ class Writer:
             self._describe_again(writing, divided)
         self._note(divided, outcome, free=free)
 
-    def _run(self, writing: Writing, divided: Divided) -> _Outcome | None:
+    def _run(self, writing: Writing, divided: Divided) -> _PartOutcome | None:
         """Write all of a job, and remove what was written if it fails; None if another process has made an output meanwhile.
 
         It stays after a signal, where a process died that computed something, and where something that appeared at the
@@ -291,7 +291,7 @@ class Writer:
         divided.describe_again(self.destination.prepared(writing.whole().plan, self.options)[0])
 
     def _note(
-        self, divided: Divided, outcome: _Outcome, *, free: int | None, finished: int | None = None
+        self, divided: Divided, outcome: _PartOutcome, *, free: int | None, finished: int | None = None
     ) -> None:
         """Keep what the result says of the writing."""
         (part, source), plan = outcome, divided.plan
@@ -330,7 +330,7 @@ class Writer:
     def _note_infinite(self, fqn: str, dtype: DType) -> None:
         self._infinite[fqn, dtype] = None  # from any thread
 
-    def _carry_out(self, writing: Writing, divided: Divided, share: Share) -> _Outcome:
+    def _carry_out(self, writing: Writing, divided: Divided, share: Share) -> _PartOutcome:
         """Write a part, and make the output if it was the last; return what became of it, and what was compared."""
         result: PartResult | None = None
         divided.on_joined = lambda begun: self._warn_of_versions(writing.job, begun)

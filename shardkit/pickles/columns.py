@@ -112,7 +112,7 @@ class _UnitForm(NamedTuple):
     """Bytes of a unit, without the groups."""
 
 
-class _Taken(NamedTuple):
+class _TakenRun(NamedTuple):
     """A run: its values and what the interpreter has to know."""
 
     values: tuple[object, ...]
@@ -149,7 +149,7 @@ class RunFinder:
         self._made = lru_cache(_MAX_KNOWN)(partial(_made, memo, kind.made))
         self._corner = lru_cache(_MAX_KNOWN)(partial(_corner, kind.maker))
 
-    def take(self, pos: int, num_memoized: int) -> _Taken | None:
+    def take(self, pos: int, num_memoized: int) -> _TakenRun | None:
         """Return the run that begins at `pos`, just behind an executed unit; None if there is none."""
         before, self._end = self._end, pos
         if self._left:
@@ -220,7 +220,7 @@ class RunFinder:
         """Return the value that BINGET or LONG_BINGET fetches."""
         return self._memo.get(int.from_bytes(text[1:], "little"))
 
-    def _read(self, pos: int, num_memoized: int) -> _Taken | None:
+    def _read(self, pos: int, num_memoized: int) -> _TakenRun | None:
         """Read units up to the first that differs, or that the interpreter has to look at."""
         form = self._form
         run = form and form.run.match(self._data, pos, pos + _WINDOW)
@@ -240,7 +240,7 @@ class RunFinder:
         if values is None:
             self._form, self._forms_left = None, 0
             return None
-        return _Taken(values, stop, num_memoized)
+        return _TakenRun(values, stop, num_memoized)
 
     def _memoize(self, form: _UnitForm, units: Sequence[tuple[bytes, ...]], first: int) -> tuple[int, int]:
         """Put strings that are fetched later into the memo.

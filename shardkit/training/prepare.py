@@ -135,7 +135,7 @@ class PrepareOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plain:
+class _SourcelessModel:
     """A model before it has a source."""
 
     model: nn.Module
@@ -330,7 +330,7 @@ def _stored_dtype(model: str, asked: PrepareOptions) -> str | None:
     return next((dtype for dtypes in zip(*exchanged.of_all, strict=True) for dtype in dtypes if dtype), None)
 
 
-def _factor(plain: _Plain, asked: PrepareOptions) -> _Plain:
+def _factor(plain: _SourcelessModel, asked: PrepareOptions) -> _SourcelessModel:
     """Return a model with factors where the source has them, or where they are wanted; every rank calls it."""
     with agreed(_OPENING) as exchanged:
         exchanged.mine = [asdict(target) for target in _stored_targets(plain, asked)]
@@ -345,7 +345,7 @@ def _factor(plain: _Plain, asked: PrepareOptions) -> _Plain:
         return replace(plain, expected=expected, ties=ties, factoring=factoring)
 
 
-def _stored_targets(plain: _Plain, asked: PrepareOptions) -> tuple[Target, ...]:
+def _stored_targets(plain: _SourcelessModel, asked: PrepareOptions) -> tuple[Target, ...]:
     """Return the targets that the source has as factors; none if this rank cannot open it."""
     if asked.place is None:
         return ()
@@ -356,7 +356,7 @@ def _stored_targets(plain: _Plain, asked: PrepareOptions) -> tuple[Target, ...]:
     return find_targets(opened, dense_names(plain.model, plain.expected), model=plain.model)
 
 
-def _build(asked: PrepareOptions, dtype: torch.dtype | str | None) -> _Plain:
+def _build(asked: PrepareOptions, dtype: torch.dtype | str | None) -> _SourcelessModel:
     what, tokenizer, align = asked.build_model, asked.tokenizer, asked.align_vocab
     moved = None if isinstance(what, nn.Module) else list[nn.Parameter]()
     model = build_model(
@@ -379,7 +379,7 @@ def _build(asked: PrepareOptions, dtype: torch.dtype | str | None) -> _Plain:
     tied = {name for group in ties for name in group}  # written by each of their modules
     named = ((clean_name(name), param) for name, param in model.named_parameters())
     writes = {fqn: times_written(param) for fqn, param in named if fqn not in tied}
-    return _Plain(
+    return _SourcelessModel(
         model=model,
         expected=expected,
         ties=ties,
@@ -391,7 +391,7 @@ def _build(asked: PrepareOptions, dtype: torch.dtype | str | None) -> _Plain:
     )
 
 
-def _open_together(plain: _Plain, asked: PrepareOptions) -> _FoundSource:
+def _open_together(plain: _SourcelessModel, asked: PrepareOptions) -> _FoundSource:
     """Open the source on every rank that has it; the first of these tells all what is read and initialised."""
     told = gather_json(plain.digest(asked), phase=_OPENING)
     with agreed(_OPENING):
@@ -424,7 +424,9 @@ def _open_together(plain: _Plain, asked: PrepareOptions) -> _FoundSource:
     return _FoundSource(weights=weights, fit=fit, absent=error, untied=tuple(untied))
 
 
-def _open(plain: _Plain, source: str | RankSource, asked: PrepareOptions) -> tuple[Weights, ModelFit]:
+def _open(
+    plain: _SourcelessModel, source: str | RankSource, asked: PrepareOptions
+) -> tuple[Weights, ModelFit]:
     opened = asked.open(source, asked.revision)
     wanted = {**plain.read, **extra_states(plain.model)}
     weights = find_weights(opened, wanted, plain.ties, model=plain.model, rules=asked.rules)
@@ -466,7 +468,7 @@ def _is_absent(source: str | RankSource, error: BaseException) -> bool:
     return False
 
 
-def _untied(plain: _Plain, weights: Weights) -> list[str]:
+def _untied(plain: _SourcelessModel, weights: Weights) -> list[str]:
     """Return the names that `from_pretrained` would untie: the source has two values for one parameter."""
     if not weights.match.is_transformers or plain.grown:
         check_ties(plain.ties, weights)
@@ -474,7 +476,7 @@ def _untied(plain: _Plain, weights: Weights) -> list[str]:
     return [fqn for _, _, fqn in diverged_ties(plain.ties, weights)]
 
 
-def _untie(plain: _Plain, fqns: Sequence[str]) -> _Plain:
+def _untie(plain: _SourcelessModel, fqns: Sequence[str]) -> _SourcelessModel:
     """Give some names of tied parameters their own parameters.
 
     Source: transformers 5.23, PreTrainedModel.tie_weights.
@@ -493,7 +495,7 @@ def _untie(plain: _Plain, fqns: Sequence[str]) -> _Plain:
     return replace(plain, expected=expected, ties=ties)
 
 
-def _refuse_uncomputed(plain: _Plain, buffers: Mapping[str, torch.Tensor], fit: ModelFit) -> None:
+def _refuse_uncomputed(plain: _SourcelessModel, buffers: Mapping[str, torch.Tensor], fit: ModelFit) -> None:
     """Refuse buffers that the model does not compute and the source lacks."""
     lost = [
         escape(fqn)
@@ -515,7 +517,7 @@ def _blueprint(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memoryless)
 
 
-def _warn_not_repeated(blueprint: nn.Module, plain: _Plain, fit: ModelFit) -> None:
+def _warn_not_repeated(blueprint: nn.Module, plain: _SourcelessModel, fit: ModelFit) -> None:
     lost = not_repeated(blueprint, plain.writes, fit.initialised)
     if lost:
         say(
@@ -525,7 +527,7 @@ def _warn_not_repeated(blueprint: nn.Module, plain: _Plain, fit: ModelFit) -> No
         )
 
 
-def _notes(plain: _Plain, opened: _FoundSource, fit: ModelFit, *, is_given: bool) -> Iterator[str]:
+def _notes(plain: _SourcelessModel, opened: _FoundSource, fit: ModelFit, *, is_given: bool) -> Iterator[str]:
     """Yield what a person should be told.
 
     Args:

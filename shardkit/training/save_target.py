@@ -243,7 +243,7 @@ class _StoreFiles(FileSystem):
                 self.small[path] = small.getvalue()
             return
         fd = storage.open_fd(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        stream = _Stream(fd, self.expected_nbytes)
+        stream = _SentStream(fd, self.expected_nbytes)
         try:
             yield stream
             storage.fsync(fd)
@@ -283,7 +283,7 @@ class _StoreFiles(FileSystem):
         del self.small[str(path)]
 
 
-class _Stream(io.RawIOBase):
+class _SentStream(io.RawIOBase):
     """A file that is written front to back. A part of it is sent as soon as something follows.
 
     Args:

@@ -43,7 +43,7 @@ Fetch = Callable[[int, int], memoryview]
 """(first byte, bytes) -> so many bytes."""
 
 
-class _Span:
+class _FetchedSpan:
     """Bytes of an object that are fetched together, and make room together."""
 
     __slots__ = (
@@ -66,7 +66,7 @@ class _Span:
         self.request, self.is_planned = request, request is not None
         self.is_under_way = self.was_held = self.is_read_to_end = self.is_ahead = False
 
-    def __lt__(self, other: _Span) -> bool:
+    def __lt__(self, other: _FetchedSpan) -> bool:
         return self.start < other.start
 
     @property
@@ -86,7 +86,7 @@ class _Memory:
     def __init__(self) -> None:
         self.limit = DEFAULT_LIMIT_NBYTES
         self.changed = threading.Condition()
-        self.held: OrderedDict[_Span, None] = OrderedDict()
+        self.held: OrderedDict[_FetchedSpan, None] = OrderedDict()
         """Spans with data; the first was used longest ago."""
         self.used = 0
         """Bytes held and under way."""
@@ -122,7 +122,7 @@ class _Memory:
             self.drop(dropped)
         return dropped is not None
 
-    def drop(self, span: _Span) -> None:
+    def drop(self, span: _FetchedSpan) -> None:
         """Forget the bytes of a span. The lock is held."""
         assert span.data is not None
         self.used -= len(span.data)
@@ -132,7 +132,7 @@ class _Memory:
         span.owner.was_dropped(span)
         self.changed.notify_all()
 
-    def is_wanted(self, span: _Span) -> None:
+    def is_wanted(self, span: _FetchedSpan) -> None:
         """Note that a span is ahead of nobody any more. The lock is held."""
         if span.is_ahead:
             span.is_ahead = False
@@ -185,7 +185,7 @@ class Ranges:
 
     def __init__(self, size: int, fetch: Fetch) -> None:
         self.size, self._fetch, self._memory = size, fetch, _memory
-        self._spans: list[_Span] = []
+        self._spans: list[_FetchedSpan] = []
         self._ends: deque[int] = deque(maxlen=_KEPT_ENDS)
         self._streak, self._is_planned = 0, False
         self._set_places(1)
@@ -225,13 +225,13 @@ class Ranges:
         if offset < stop:
             self._add(offset, stop, min(nbytes, stop - offset), request)
 
-    def _add(self, start: int, stop: int, wanted: int, request: int | None = None) -> _Span:
-        span = _Span(self, start, stop, wanted, request)
+    def _add(self, start: int, stop: int, wanted: int, request: int | None = None) -> _FetchedSpan:
+        span = _FetchedSpan(self, start, stop, wanted, request)
         insort(self._spans, span)
         return span
 
-    def _overlapping(self, start: int, stop: int) -> list[_Span]:
-        spans = list[_Span]()
+    def _overlapping(self, start: int, stop: int) -> list[_FetchedSpan]:
+        spans = list[_FetchedSpan]()
         for index in range(max(self._index(start), 0), len(self._spans)):
             span = self._spans[index]
             if span.start >= stop:
@@ -269,7 +269,7 @@ class Ranges:
                     self._memory.drop(span)
             self._spans = []
 
-    def was_dropped(self, span: _Span) -> None:
+    def was_dropped(self, span: _FetchedSpan) -> None:
         """Forget a span that nobody planned, now that its bytes are gone. The lock is held."""
         self._ends.append(span.stop)
         if not span.is_planned:
@@ -277,7 +277,7 @@ class Ranges:
             if index >= 0 and self._spans[index] is span:
                 del self._spans[index]
 
-    def _batch(self, span: _Span) -> list[_Span]:
+    def _batch(self, span: _FetchedSpan) -> list[_FetchedSpan]:
         """Return a span and those after it that one request brings. The lock is held."""
         batch = [span]
         if span.is_planned:
@@ -289,7 +289,7 @@ class Ranges:
                 batch.append(other)
         return batch
 
-    def _bytes_at(self, offset: int, stop: int) -> tuple[_Span, memoryview, int]:
+    def _bytes_at(self, offset: int, stop: int) -> tuple[_FetchedSpan, memoryview, int]:
         """Return the span around byte `offset`, its bytes, and the place of the first of them."""
         memory = self._memory
         with memory.changed:
@@ -316,7 +316,7 @@ class Ranges:
             begin = span.start
         return span, self._carry_out(batch), begin
 
-    def _count(self, span: _Span, start: int, stop: int) -> None:
+    def _count(self, span: _FetchedSpan, start: int, stop: int) -> None:
         """Count what was taken of a span; once its end was, the next ones are fetched."""
         with self._memory.changed:
             span.left -= stop - start
@@ -326,7 +326,7 @@ class Ranges:
             if span.is_read_to_end:
                 self._fetch_ahead(self._next_after(span, stop))
 
-    def _span(self, offset: int, stop: int) -> _Span:
+    def _span(self, offset: int, stop: int) -> _FetchedSpan:
         """Return the span that holds byte `offset`; a new one where nobody planned any."""
         index = self._index(offset)
         if index >= 0 and offset < self._spans[index].stop:
@@ -346,11 +346,11 @@ class Ranges:
             return self._nbytes
         return wanted if wanted >= _LARGE_NBYTES else min(_FIRST_NBYTES, self._nbytes)
 
-    def _next_after(self, span: _Span, stop: int) -> list[_Span]:
+    def _next_after(self, span: _FetchedSpan, stop: int) -> list[_FetchedSpan]:
         """Return the spans to fetch while one is in use: the rest of a large read, then the spans that come next."""
         if span.is_planned:
             return self._planned_from(self._index(span.start) + 1)
-        goes_on, spans, offset = self._streak >= _STREAK, list[_Span](), span.stop
+        goes_on, spans, offset = self._streak >= _STREAK, list[_FetchedSpan](), span.stop
         until = min(max(stop, span.stop + self._nbytes if goes_on else 0), self.size)
         while offset < until and len(spans) < MAX_CONNECTIONS:
             index = self._index(offset)
@@ -363,9 +363,9 @@ class Ranges:
             offset = spans[-1].stop
         return spans
 
-    def _planned_from(self, index: int) -> list[_Span]:
+    def _planned_from(self, index: int) -> list[_FetchedSpan]:
         """Return the planned spans from one on that are not used yet, as many as may be fetched ahead."""
-        spans, room, requests = list[_Span](), self._ahead_nbytes, set[int | None]()
+        spans, room, requests = list[_FetchedSpan](), self._ahead_nbytes, set[int | None]()
         while index < len(self._spans) and len(requests) < MAX_CONNECTIONS:
             span = self._spans[index]
             if span.is_planned and span.left > 0:
@@ -377,7 +377,7 @@ class Ranges:
             index += 1
         return spans
 
-    def _fetch_ahead(self, spans: Iterable[_Span]) -> None:
+    def _fetch_ahead(self, spans: Iterable[_FetchedSpan]) -> None:
         """Fetch spans in the background, as far as there is room. The lock is held.
 
         What is fetched ahead leaves room for one request of each place: else it would drive out what is read now.
@@ -397,13 +397,13 @@ class Ranges:
             memory.ahead += nbytes
             memory.threads().submit(self._carry_out_quietly, batch)
 
-    def _carry_out_quietly(self, batch: Sequence[_Span]) -> None:
+    def _carry_out_quietly(self, batch: Sequence[_FetchedSpan]) -> None:
         try:
             self._carry_out(batch)
         except Exception:  # who needs the bytes tries again, and says what is wrong
             return
 
-    def _carry_out(self, batch: Sequence[_Span]) -> memoryview:
+    def _carry_out(self, batch: Sequence[_FetchedSpan]) -> memoryview:
         """Fetch spans that follow one another and for which there is room, hold them, and return the bytes of the first."""
         memory, start, parts = self._memory, batch[0].start, list[memoryview | None]()
         try:
@@ -458,11 +458,11 @@ def _copied(data: memoryview) -> memoryview:
     return view
 
 
-def _nbytes_of(batch: Sequence[_Span]) -> int:
+def _nbytes_of(batch: Sequence[_FetchedSpan]) -> int:
     return batch[-1].stop - batch[0].start
 
 
-def _start_of(span: _Span) -> int:
+def _start_of(span: _FetchedSpan) -> int:
     return span.start
 
 

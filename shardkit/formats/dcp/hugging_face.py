@@ -284,7 +284,7 @@ class _PartExtent(NamedTuple):
     nbytes: int
 
 
-class _Parts(NamedTuple):
+class _PartsOfTensor(NamedTuple):
     """One tensor's parts."""
 
     dtype: DType
@@ -313,7 +313,7 @@ def _read_shards(directory: str, prefix: str) -> Catalog:
     shards = _shard_names(listing(directory))
     _check_numbers(shards, prefix)
     catalog = Catalog(format="dcp-safetensors", directory=directory)
-    parts: dict[str, _Parts] = {}
+    parts: dict[str, _PartsOfTensor] = {}
     problems: list[str] = []
     for name in shards:
         _read_shard(catalog, parts, locate(directory, name), prefix + name, problems)
@@ -350,7 +350,7 @@ def _gaps(present: Collection[int], last: int) -> list[int]:
 
 
 def _read_shard(
-    catalog: Catalog, parts: dict[str, _Parts], path: str, name: str, problems: list[str]
+    catalog: Catalog, parts: dict[str, _PartsOfTensor], path: str, name: str, problems: list[str]
 ) -> None:
     header = read_header(path, name)
     corners = saved_offsets(header, name)
@@ -358,7 +358,7 @@ def _read_shard(
     file = len(catalog.files) - 1
     for tensor in header.tensors:
         corner = corners[tensor.fqn] if corners is not None else (0,) * len(tensor.shape)
-        known = parts.setdefault(tensor.fqn, _Parts(tensor.dtype, {}))
+        known = parts.setdefault(tensor.fqn, _PartsOfTensor(tensor.dtype, {}))
         region = Region(corner, tensor.shape)
         if known.dtype is not tensor.dtype:
             problems.append(
@@ -372,7 +372,7 @@ def _read_shard(
             known.chunks.setdefault(region, _PartExtent(file, tensor.start, tensor.nbytes))
 
 
-def _add(catalog: Catalog, fqn: str, parts: _Parts, problems: list[str]) -> None:
+def _add(catalog: Catalog, fqn: str, parts: _PartsOfTensor, problems: list[str]) -> None:
     regions, chunks = list(parts.chunks), list(parts.chunks.values())
     shape: Shape = tuple(map(max, zip(*(region.stops for region in regions), strict=True)))
     reason = find_tiling_error(shape, regions)

@@ -90,7 +90,7 @@ def select_raw(
         IntegrityError: records that are intact, but not what `.metadata` says.
         ResourceError: a file may not be read.
     """
-    scan = _Scan(catalog, transforms, names, opened)
+    scan = _RecordOpener(catalog, transforms, names, opened)
     chosen, num_unrecorded = scan.chosen, 0
     pointer = _BulkPointer(chosen, scan.scanner) if len(chosen.chunks) >= MIN_TOTAL else None
     for number, fd, source, rows in scan.files():
@@ -141,11 +141,11 @@ def open_late(catalog: Catalog, names: Collection[str]) -> Catalog:
     for file, of_file in rows.items():
         checksums = Checksums.of((start, table.nbytes[row], UNSEEN) for start, (row, *_) in of_file.items())
         chosen.files[file] = replace(chosen.files[file], checksums=checksums)
-    chosen.late = _LateRecords(catalog, chosen, rows)
+    chosen.late = _LateDcpRecords(catalog, chosen, rows)
     return chosen
 
 
-class _LateRecords:
+class _LateDcpRecords:
     """See `LateRecords`.
 
     Args:
@@ -218,7 +218,7 @@ def check_records(catalog: Catalog, transforms: Transforms, names: Collection[st
 
     Records without a CRC-32 are skipped. Arguments and errors are those of `select_raw`.
     """
-    scan = _Scan(catalog, transforms, names)
+    scan = _RecordOpener(catalog, transforms, names)
     for _, fd, source, rows in scan.files():
         for row, record in scan.records_of_file(fd, source, rows):
             if record.crc32 is None:
@@ -271,7 +271,7 @@ def _attach(catalog: Catalog, row: int, file: SourceFile) -> None:
     catalog.chunks.nbytes[row] = file.size
 
 
-class _Scan:
+class _RecordOpener:
     """Opens the records of some tensors, file by file and front to back, and collects their problems."""
 
     def __init__(

@@ -82,7 +82,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
-class _Weights:
+class _ModuleWeights:
     """The weights, under the module's names and in its order."""
 
     files: Sequence[TorchFile]
@@ -281,7 +281,7 @@ def _notes_on_masters(state: ModelStates, optimizers: Sequence[OptimizerStates])
 
 
 def _checkpoint(
-    path: str, tag: Tag, state: ModelStates, weights: _Weights, kind: str, notes: Sequence[str]
+    path: str, tag: Tag, state: ModelStates, weights: _ModuleWeights, kind: str, notes: Sequence[str]
 ) -> Checkpoint:
     if not weights.by_name:
         raise SourceError(f"{escape(tag.directory)} holds no weights", hint="give another checkpoint")
@@ -312,7 +312,7 @@ def _assemble(
     states: Sequence[ModelStates],
     masters: Mapping[str, Weight],
     experts: Sequence[ExpertStates] = (),
-) -> _Weights:
+) -> _ModuleWeights:
     """Return the weights of a checkpoint: fp32 masters, frozen parameters, buffers, ties.
 
     Args:
@@ -322,7 +322,7 @@ def _assemble(
         experts: what their files hold, for those that have no masters.
     """
     main = states[0]
-    weights = _Weights(files=files)
+    weights = _ModuleWeights(files=files)
     numbers = {id(file): number for number, file in enumerate(files)}
     whole = {
         name: Weight.whole(numbers[id(expert.file)], ref)
@@ -388,7 +388,7 @@ def _as_stored(name: str, state: ModelStates, numbers: Mapping[int, int]) -> Wei
     return Weight.whole(numbers[id(state.file)], stored)
 
 
-class _Settings(NamedTuple):
+class _OptimizerSettings(NamedTuple):
     """What `optimizer_state.pt` says."""
 
     file: TorchFile
@@ -531,7 +531,7 @@ def _weight(number: int, stored: TensorRef, shape: Shape | None) -> Weight | Non
     return Weight.whole(number, stored, shape) if fits else None
 
 
-def _read_settings(file: TorchFile) -> _Settings:
+def _read_settings(file: TorchFile) -> _OptimizerSettings:
     tree: Any = file.tree if isinstance(file.tree, dict) else {}
     groups, inner_state = read_groups(file.name, tree.get(GROUPS)), tree.get("optimizer_state_dict")
     if groups is None:
@@ -546,7 +546,7 @@ def _read_settings(file: TorchFile) -> _Settings:
         elif type(number) is int and isinstance(step, TensorRef) and not step.shape:
             steps[number] = Weight.whole(0, step)
             kept.append(step)
-    return _Settings(without_tree(file, kept), groups, steps)
+    return _OptimizerSettings(without_tree(file, kept), groups, steps)
 
 
 OPENERS = {"deepspeed": Opener(is_deepspeed, open_deepspeed)}

@@ -73,7 +73,7 @@ class Gathered(NamedTuple):
         )
 
 
-class _Chunk(NamedTuple):
+class _PartBytes(NamedTuple):
     """Where a part lies."""
 
     file: int
@@ -90,7 +90,7 @@ class _CollectedTensor(NamedTuple):
     dtype: DType
     shape: Shape
     is_plain: bool
-    chunks: dict[Region, _Chunk]
+    chunks: dict[Region, _PartBytes]
 
 
 def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
@@ -277,11 +277,11 @@ class TensorCollector:
             if region.num_elements and region not in tensor.chunks:
                 tensor.chunks[region] = self._place(name, part)
 
-    def _place(self, name: str, tensor: TensorRef) -> _Chunk:
+    def _place(self, name: str, tensor: TensorRef) -> _PartBytes:
         files, file = self._catalog.files, self._file_ids[-1]
         crc = tensor.crc32 if tensor.nbytes == tensor.data_nbytes else None
         if tensor.is_contiguous:
-            return _Chunk(file, tensor.start, tensor.nbytes, crc)
+            return _PartBytes(file, tensor.start, tensor.nbytes, crc)
         # Others may share the storage: only the stretch that this tensor reaches over is read.
         start = tensor.start
         record = replace(
@@ -289,7 +289,7 @@ class TensorCollector:
         )
         entry = TensorEntry(fqn=name, dtype=tensor.dtype, shape=tensor.shape, first_chunk=0, num_chunks=1)
         files.append(strided_file(files[file], entry, record))
-        return _Chunk(len(files) - 1, 0, tensor.nbytes, crc)
+        return _PartBytes(len(files) - 1, 0, tensor.nbytes, crc)
 
     def finish(self) -> Gathered:
         """Return the tensors, each of them whole.

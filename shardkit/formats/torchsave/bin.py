@@ -87,7 +87,7 @@ class BinTensor(NamedTuple):
     """Gives the bytes if there is no `start`: read-only, row-major, contiguous, little-endian. Else None."""
 
 
-_Entries = tuple[tuple[BinTensor, ...], tuple[str, ...], Mapping[str, str]]
+_BinEntries = tuple[tuple[BinTensor, ...], tuple[str, ...], Mapping[str, str]]
 """The tensors, the objects and the unreadable entries of a file, as in `BinFile`."""
 
 
@@ -178,7 +178,7 @@ def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...] | Sou
     return crc32(json.dumps(rows).encode()), stretches, screened
 
 
-def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> _Entries:
+def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> _BinEntries:
     """Take the entries of a zip; nothing is unpickled.
 
     Args:
@@ -217,7 +217,7 @@ def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> 
     return _content_of(file)
 
 
-def _content_of(file: TorchFile) -> _Entries:
+def _content_of(file: TorchFile) -> _BinEntries:
     """Return the entries of what a zip holds."""
     path, name = file.path, file.name
     if not isinstance(file.tree, dict):
@@ -304,7 +304,7 @@ def _refusal(error: Exception, path: str, name: str) -> SourceError:
     return SourceError(f"{escape(name)}: torch cannot load it: {escape(reason)}", hint=DOWNLOAD_AGAIN)
 
 
-def _split(entries: Mapping[object, object], name: str) -> _Entries:
+def _split(entries: Mapping[object, object], name: str) -> _BinEntries:
     """Return the tensors, and the names of everything else."""
     import torch
 

@@ -309,8 +309,9 @@ def _wait_for_all(staging: Notebook, agreement: Agreement, until: float) -> None
 def _only_one(place: Destination) -> Notebook | None:
     notebooks, path = place.stagings(), place.path
     if len(notebooks) > 1:
+        plans = [notebook.path.rpartition("-")[2] for notebook in notebooks]
         raise UsageError(
-            f"parts of {len(notebooks)} plans were begun for {escape(path)}: {listed([notebook.path.rpartition('-')[2] for notebook in notebooks])}",
+            f"parts of {len(plans)} plans were begun for {escape(path)}: {listed(plans)}",
             hint=f"see `shardkit status {in_shell(path)}`; {_give_up(path)} gives up all of them",
         )
     return notebooks[0] if notebooks else None
@@ -394,7 +395,7 @@ def status(
 def _plan_status(staging: Notebook, agreement: Agreement) -> PlanStatus:
     files = agreement.files
     missing = staging.done.missing(len(files))
-    finished = [number for number in range(len(files)) if number not in missing]
+    finished = sorted({*range(len(files))} - {*missing})
     weights = without_factors(staging, agreement)
     return PlanStatus(
         staging=staging.path,

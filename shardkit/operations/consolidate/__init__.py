@@ -155,7 +155,7 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
 
 def _write(
     job: ConsolidateJob, writer: Writer, source: str, sidecar: str | None
-) -> tuple[ConsolidateJob, _Pushed]:
+) -> tuple[ConsolidateJob, _UploadOutcome]:
     """Carry out a job and do what comes after; return it with what the model's class says, and what was uploaded.
 
     Args:
@@ -164,7 +164,7 @@ def _write(
         source: the checkpoint's directory.
         sidecar: where the manifest goes apart from the output, if anywhere.
     """
-    options, written, pushed = job.options, list[bytes](), list[_Pushed]()
+    options, written, pushed = job.options, list[bytes](), list[_UploadOutcome]()
     catalogs = [job.catalog, *(module.catalog for module in job.modules)]
     manifests = writer.find_manifests(catalogs, source)
     with ClassCheck(job, writer.warn) as asked:
@@ -194,10 +194,10 @@ def _write(
             )
         )
         settled = asked.settle() if writer.ends or options.dry_run else job
-    return settled, pushed[0] if pushed else _Pushed()
+    return settled, pushed[0] if pushed else _UploadOutcome()
 
 
-class _Pushed(NamedTuple):
+class _UploadOutcome(NamedTuple):
     """What became of an upload."""
 
     address: str | None = None
@@ -205,10 +205,10 @@ class _Pushed(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> _Pushed:
+def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> _UploadOutcome:
     """Upload a finished output where a repo is named; `names` are those of its files beside the weights."""
     if options.push_to_hub is None:
-        return _Pushed()
+        return _UploadOutcome()
     from shardkit.formats.hub.repo import push
 
     repo = escape(options.push_to_hub)
@@ -225,7 +225,7 @@ def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> 
         notes.append(f"{repo} keeps its own {listed(pushed.kept)}; ours stayed in {escape(directory)}")
     if pushed.removed:
         notes.append(f"{repo}: {listed(pushed.removed)} of its earlier, quantised weights was removed")
-    return _Pushed(pushed.address, tuple(notes))
+    return _UploadOutcome(pushed.address, tuple(notes))
 
 
 def _find_sidecar(options: ConsolidateOptions, writer: Writer, source: str) -> str | None:

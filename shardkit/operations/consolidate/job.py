@@ -293,7 +293,7 @@ def _opened(written: Written, images: Iterable[SafetensorsImage], *, as_read: bo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Named:
+class _NamedTensors:
     """The tensors to write, and their names."""
 
     chosen: Chosen
@@ -327,7 +327,7 @@ class _Named:
         yield from self.chosen.warnings
 
 
-def _name(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions) -> _Named:
+def _name(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions) -> _NamedTensors:
     """Choose the tensors, name them, and compare them with the base's; errors as for `build_job`."""
     ask = partial(_ask_class, on_step=options.tell_step)
     sieve, selection, chosen = _sifted(checkpoint, base, options, ask)
@@ -342,7 +342,7 @@ def _name(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions
     selection = sieve.tell(selection, chosen)
     selection = replace(selection, renamed=(*selection.renamed, *by_class, *renamed))
     chosen = replace(chosen, names=_in_order(chosen.names, base_shapes(base)) or chosen.names)
-    named = _Named(
+    named = _NamedTensors(
         chosen=chosen, selection=selection, ties=ties, fit=fit, vocabulary=vocabulary, answer=answer
     )
     model_type = base.config.get("model_type") if base is not None and base.config else None
@@ -377,7 +377,7 @@ def _has_config(base: Base | None) -> bool:
 
 
 def _tensors(
-    named: _Named, checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions
+    named: _NamedTensors, checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions
 ) -> tuple[tuple[OutputTensor, ...], Dtypes]:
     """Choose the dtypes; return what is written, in the order of the output.
 

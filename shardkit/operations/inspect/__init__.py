@@ -270,7 +270,7 @@ def _quantised(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Iter
 def _inspect_hub(path: str, checkpoint: Checkpoint, *, unfold: bool) -> InspectResult:
     assert checkpoint.hub is not None
     catalog, config = checkpoint.catalog, checkpoint.hub.config or {}
-    tensors = [_Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values()]
+    tensors = [_OneTensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values()]
     notes = catalog.notes
     if ties_embeddings(config):
         notes += ("config.json ties the word embeddings: input and output are one parameter",)
@@ -295,7 +295,9 @@ def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> Insp
     ties = shared_extents(catalog)
     copies = {name for group in ties for name in group[1:]}
     tensors = [
-        _Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values() if e.fqn not in copies
+        _OneTensor(e.fqn, e.dtype.name, e.shape, None)
+        for e in catalog.tensors.values()
+        if e.fqn not in copies
     ]
     files = tuple(_files(catalog, copies))
     is_dcp = checkpoint.format == catalog.format  # no trainer's own
@@ -349,7 +351,7 @@ def _inspect_presharded(
 
     This reads only the manifest: `.metadata` of a thousand ranks takes seconds to parse.
     """
-    tensors = [_Tensor(fqn, t.dtype, t.shape, ",".join(t.placements)) for fqn, t in said.tensors.items()]
+    tensors = [_OneTensor(fqn, t.dtype, t.shape, ",".join(t.placements)) for fqn, t in said.tensors.items()]
     listed_files = [record for file in said.files for record in (file, file.chunks)]
     listed_files += [said.metadata] if said.metadata else []
     on_disk = unlike(directory, listed_files)
@@ -417,7 +419,7 @@ def _differences(
         yield f"{len(stale)} {_SHARD_SUFFIX} files are not of this checkpoint: {listed(stale)}"
 
 
-class _Tensor(NamedTuple):
+class _OneTensor(NamedTuple):
     """One tensor, before similar ones become one entry."""
 
     name: str
@@ -430,7 +432,7 @@ class _Tensor(NamedTuple):
         return prod(self.shape) * (BY_NAME.get(self.dtype) or OF_CODES[self.dtype]).itemsize
 
 
-def _tensor_fields(tensors: Sequence[_Tensor], *, unfold: bool) -> dict[str, Any]:
+def _tensor_fields(tensors: Sequence[_OneTensor], *, unfold: bool) -> dict[str, Any]:
     """Return the fields of the result that describe the tensors."""
     dtypes = count_dtypes((tensor.dtype, tensor.nbytes) for tensor in tensors)
     groups = (
@@ -456,7 +458,7 @@ def _tensor_fields(tensors: Sequence[_Tensor], *, unfold: bool) -> dict[str, Any
     }
 
 
-def _target_fields(tensors: Sequence[_Tensor], objects: Iterable[str] = ()) -> dict[str, Any]:
+def _target_fields(tensors: Sequence[_OneTensor], objects: Iterable[str] = ()) -> dict[str, Any]:
     """Return the fields of the result that are about factors of OSFT, and warnings of shapes.
 
     Args:

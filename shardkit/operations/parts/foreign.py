@@ -19,13 +19,13 @@ from shardkit.formats.owned import is_nobodys
 from shardkit.operations.parts.agreement import SAVE, Agreement
 
 _RECORD, _OF_EARLIER = "plan.json", "journal.jsonl"
+_AT_THE_TOP = (OWNER, _RECORD, "committed.json", _OF_EARLIER)
 _OF_ANY = re.compile(
-    rf"({re.escape(OWNER)}|plan\.json|committed\.json|journal\.jsonl"
-    rf"|{GONE}[^/]*/.+"  # an old output that was looked through
-    r"|(factors|work)/\d+(-[0-9a-f]{8}|\.json)?)",  # records, and their notes
+    rf"{GONE}[^/]*/.+"  # an old output that was looked through
+    r"|(factors|work)/\d+(-[0-9a-f]{8}|\.json)?",  # records, and their notes
     re.ASCII | re.DOTALL,
 )
-"""What lies in the directories of runs and of parts, whatever else is there."""
+"""What lies in folders of runs and of parts, whatever else is there."""
 _OF_SHARED = re.compile(r"done/\d+\.json|parts/\d+-of-\d+\.json", re.ASCII)
 """What else lies where there is a record."""
 _OF_RUNS = re.compile(
@@ -48,7 +48,7 @@ def foreign_in(path: str) -> list[str]:
 
     def is_known(name: str) -> bool:
         top, _, below = name.partition("/")
-        if is_nobodys(name) or _OF_ANY.fullmatch(name) or (is_shared and _OF_SHARED.fullmatch(name)):
+        if is_nobodys(name) or name in _AT_THE_TOP or _OF_ANY.fullmatch(name):
             return True
         if top == "work":  # its name says whose it was
             return Owner.parse(below.partition("/")[0]) is not None
@@ -60,7 +60,7 @@ def foreign_in(path: str) -> list[str]:
             goes_back = top == ASIDE and storage.lexists(os.path.join(path, "data"))
             goes_back |= below == NOTHING and _is_empty(os.path.join(path, name))
             return goes_back or lists(top)(below)
-        return False
+        return is_shared and _OF_SHARED.fullmatch(name) is not None
 
     return [name for name in files_in(path) if not is_known(name)]
 
@@ -137,6 +137,5 @@ def name_foreign(destination: str) -> Iterator[str]:
             continue
         except SourceError:
             pass
-        foreign = foreign_in(path)
-        if foreign:
+        if foreign := foreign_in(path):
             yield stays(path, foreign)

@@ -43,13 +43,13 @@ class RayPool:
         self.notes = () if own else (f"the parts ran on a Ray cluster: {size}",)
         self._options = {"num_cpus": each, "max_retries": _MAX_RETRIES, "scheduling_strategy": "SPREAD"}
 
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> _Task:
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> _RayTask:
         """Let Ray call a function."""
         task = self._ray.remote(function).options(name=str(kwargs.get("part", "")), **self._options)
-        return _Task(self._ray, task.remote(*args, **kwargs), kwargs.get("part"))
+        return _RayTask(self._ray, task.remote(*args, **kwargs), kwargs.get("part"))
 
 
-class _Task:
+class _RayTask:
     """A call that Ray carries out."""
 
     def __init__(self, ray: Any, reference: Any, part: Any) -> None:

@@ -24,7 +24,7 @@ Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Share:
+class _SharedGradients:
     """Gradients that are cut over the same ranks."""
 
     groups: tuple[dist.ProcessGroup, ...] = ()
@@ -141,13 +141,13 @@ def _norm(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit], norm_t
     return stacked.amax() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
 
 
-def _shares(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit]) -> list[_Share]:
+def _shares(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit]) -> list[_SharedGradients]:
     """Sort gradients by the ranks that share them.
 
     Parameters, not gradients, decide which collectives there are: a rank that lacks a gradient must
     not miss one.
     """
-    shares: dict[object, _Share] = {}
+    shares: dict[object, _SharedGradients] = {}
     for parameter in parameters:
         share = _share_of(parameter, units.get(id(parameter)), shares)
         gradient = parameter.grad
@@ -160,21 +160,23 @@ def _shares(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit]) -> l
     return list(shares.values())
 
 
-def _share_of(parameter: torch.Tensor, unit: Fsdp1Unit | None, shares: dict[object, _Share]) -> _Share:
+def _share_of(
+    parameter: torch.Tensor, unit: Fsdp1Unit | None, shares: dict[object, _SharedGradients]
+) -> _SharedGradients:
     """Return the share to which a parameter belongs, adding it if it is new."""
     if unit is not None and unit.group is not None:
-        return shares.setdefault(unit.group, _Share(groups=(unit.group,), device=unit.device))
+        return shares.setdefault(unit.group, _SharedGradients(groups=(unit.group,), device=unit.device))
     if isinstance(parameter, DTensor):
         mesh, axes = parameter.device_mesh, cut_axes(parameter)
         if axes and (mesh, axes) not in shares:
             groups = tuple(map(mesh.get_group, axes))
-            shares[mesh, axes] = _Share(groups=groups, device=mesh.device_type)
+            shares[mesh, axes] = _SharedGradients(groups=groups, device=mesh.device_type)
         if axes:
             return shares[mesh, axes]
-    return shares.setdefault(None, _Share())
+    return shares.setdefault(None, _SharedGradients())
 
 
-def _reduced(share: _Share, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
+def _reduced(share: _SharedGradients, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum of |x|^norm_type over some whole gradients, or their largest |x|."""
     is_max = math.isinf(norm_type)
     total = torch.zeros((), dtype=dtype)

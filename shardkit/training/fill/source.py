@@ -182,7 +182,7 @@ def first_dtype(source: Source) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
+class _StoredModel:
     """The weights of the model in a source."""
 
     names: Mapping[str, str]
@@ -347,7 +347,7 @@ def _match_notes(made: Mapping[str, Expression], match: ClassNames) -> Iterator[
 
 
 def _naming(
-    stored: _Stored, made: Mapping[str, Expression], ties: Iterable[Collection[str]]
+    stored: _StoredModel, made: Mapping[str, Expression], ties: Iterable[Collection[str]]
 ) -> HubNaming | None:
     hub, rules, derived = stored.hub_names, None, stored.derived
     plain = {fqn: expression.name for fqn, expression in made.items() if isinstance(expression, Stored)}
@@ -368,7 +368,7 @@ def _naming(
     )
 
 
-def _stored(source: Source, wanted: list[str]) -> _Stored:
+def _stored(source: Source, wanted: list[str]) -> _StoredModel:
     if wanted:
         # First: otherwise the error would be that names fit nothing.
         refuse_factors(source.catalog.tensors, wanted)
@@ -379,13 +379,13 @@ def _stored(source: Source, wanted: list[str]) -> _Stored:
     return _of_checkpoint(source, source.checkpoint, wanted)
 
 
-def _of_records(source: Source, wanted: list[str]) -> _Stored:
+def _of_records(source: Source, wanted: list[str]) -> _StoredModel:
     """Describe a pre-sharded directory, or the memory of a rank."""
     catalog, presharded = source.catalog, source.presharded
     names, notes = _select(source, wanted)
     select = partial(subset, catalog)
     if presharded is None:
-        return _Stored(
+        return _StoredModel(
             names=names,
             hub_names=names,
             may_have_own_names=True,
@@ -395,7 +395,7 @@ def _of_records(source: Source, wanted: list[str]) -> _Stored:
             notes=(*catalog.notes, *notes),
         )
     assets = inner(source.path, SAVED_ASSETS)
-    return _Stored(
+    return _StoredModel(
         names=names,
         hub_names=apply_key_rules(presharded.key_rules, names),
         derived=presharded.derived,
@@ -421,9 +421,9 @@ def _other_versions(presharded: PreshardedSource) -> Iterator[str]:
             yield f"pre-sharded with {name} {escape(there)}, and this job has {escape(here)}: modules may differ"
 
 
-def _of_hub(model: OpenedHubModel) -> _Stored:
+def _of_hub(model: OpenedHubModel) -> _StoredModel:
     names = {name: name for name in model.catalog.tensors}
-    return _Stored(
+    return _StoredModel(
         names=names,
         hub_names=names,
         select=partial(subset, model.catalog),
@@ -436,14 +436,14 @@ def _of_hub(model: OpenedHubModel) -> _Stored:
     )
 
 
-def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) -> _Stored:
+def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) -> _StoredModel:
     names, notes = _select(source, wanted)
     config = next((read_config(directory) for directory in checkpoint.assets), None)
     recorded, dcp, save = recorded_rules(checkpoint), checkpoint.dcp, checkpoint.catalog.metadata_crc32
     has_records = dcp is not None and dcp.has_records
     # What `save` wrote beside them is the config of the live model, whose tensors these are.
     is_plain = checkpoint.dequantized is not None or checkpoint.writer == "shardkit"
-    return _Stored(
+    return _StoredModel(
         names=names,
         hub_names=None if recorded is None else apply_key_rules(recorded.rules, names),
         derived=saved_derived(checkpoint),
