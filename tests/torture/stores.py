@@ -36,19 +36,17 @@ MARKERS = {"consolidate": "model.safetensors.index.json"}
 _CHILD = """
 import gc, json, os, signal, sys
 from shardkit.cli import main
-import boto3, obstore, click
+import obstore, click
 from shardkit.files import uploads
 import shardkit.operations.commit
 import torch
 from shardkit.osft import compute
 from tests.worlds.factors import WorkerHere
-from tests.worlds.stores import read_models_once
+from tests.worlds import s3_models
 torch.set_num_threads(1)
 compute.FactorWorker = WorkerHere  # so that a part is one process
 for verb in ("preshard", "consolidate", "reshard"):
     main.get_command(click.Context(main), verb)
-read_models_once()
-boto3.session.Session().client("s3", region_name="us-east-1")
 gc.freeze()
 uploads.PART_NBYTES = int(sys.argv[1])
 for line in sys.stdin:

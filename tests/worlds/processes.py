@@ -30,6 +30,7 @@ _OF_WORLDS = (
     "shardkit.operations.consolidate",
     "shardkit.operations.preshard",
     "shardkit.osft.trace_child",
+    "tests.worlds.s3_models",
     *sorted(
         home for home in shardkit._HOMES if home.startswith(("shardkit.osft.training.", "shardkit.training."))
     ),

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import hashlib
 import hmac
 import http.client
+import importlib
 import importlib.util
 import os
 import shutil
@@ -355,7 +355,8 @@ def command(kind: str, port: int, home: Path) -> list[str] | None:
     """Return how a server is started, None if it is not installed."""
     if kind == "moto":
         is_there = importlib.util.find_spec("moto") and importlib.util.find_spec("flask")
-        return [sys.executable, "-m", "moto.server", "-p", str(port)] if is_there else None
+        server = str(Path(__file__).with_name("moto_server.py"))
+        return [sys.executable, server, "-p", str(port)] if is_there else None
     places = [*sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep), os.path.dirname(sys.executable)]
     inside = (os.path.join(place, folder) for place in places for folder in ("bin", ""))
     weed = shutil.which("weed") or next(
@@ -385,24 +386,58 @@ def serving(kind: str, home: Path) -> Iterator[int | None]:
         kind: of `SERVERS`.
         home: a new directory for what it stores.
     """
+    if command(kind, 1, home) is None:
+        yield None
+        return
+    server, port = _idle_motos.pop() if kind == "moto" and _idle_motos else _start(kind, home)
+    try:
+        yield port
+    finally:
+        if kind == "moto":
+            _empty(server, port)
+            _idle_motos.append((server, port))
+        else:
+            server.kill()
+            server.communicate()
+
+
+_idle_motos = list[tuple[subprocess.Popen[bytes], int]]()
+"""moto's servers that nobody uses now, with nothing but the bucket, and their ports. They end with this process: what
+each imports takes longer than a test."""
+
+
+def _empty(server: subprocess.Popen[bytes], port: int) -> None:
+    """Let moto have nothing but the bucket. Source: moto's documentation of its server mode."""
+    there = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(there):
+        there.request("POST", "/moto-api/reset")
+        assert there.getresponse().read() == b'{"status": "ok"}'
+    assert _wait_for(port, server)
+
+
+def _start(kind: str, home: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a server that is installed, with the bucket; return it and its port."""
     for turn in range(_NUM_STARTS):
         port = free_port()
         started = command(kind, port, home / str(turn))
-        if started is None:
-            yield None
-            return
+        assert started is not None
         (home / str(turn)).mkdir(parents=True)
         with open(home / f"log{turn}", "wb") as log:
             server = subprocess.Popen(
-                started, stdout=log, stderr=log, cwd=home, env={**os.environ, **_SMALL_PARTS}
+                started,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                cwd=home,
+                env={**os.environ, **_SMALL_PARTS},
             )
         try:
             if _wait_for(port, server):
-                yield port
-                return
-        finally:
+                return server, port
+        except BaseException:
             server.kill()
-            server.wait()
+            raise
+        server.communicate()
     raise AssertionError(f"the server does not start: {(home / 'log0').read_text()[-1000:]}")
 
 
@@ -417,7 +452,7 @@ def reached(kind: str, home: Path) -> Iterator[Proxy]:
     """
     for name in ("obstore", "boto3"):
         pytest.importorskip(name, reason=f"{name} is not installed: pip install 'shardkit[stores]'")
-    read_models_once()
+    importlib.import_module("tests.worlds.s3_models")
     is_google = kind == "google"
     if kind in ("any", "google"):
         kind = next((each for each in SERVERS if command(each, 1, home)), SERVERS[-1])
@@ -438,16 +473,6 @@ def reached(kind: str, home: Path) -> Iterator[Proxy]:
         finally:
             forget()
             proxy.close()
-
-
-@functools.cache
-def read_models_once() -> None:
-    """Have boto3 read what it says of S3 once in this process and its forks: each test has a client of its own."""
-    from botocore.loaders import JSONFileLoader
-
-    loader, load_file = JSONFileLoader(), JSONFileLoader.load_file
-    loaded = functools.cache(lambda path: load_file(loader, path))
-    JSONFileLoader.load_file = lambda self, path: loaded(path)
 
 
 def forget() -> None:
