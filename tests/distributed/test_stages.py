@@ -28,6 +28,7 @@ from tests.distributed.parallel import (
     made_mesh,
     mine,
     preshard_all,
+    shared_model,
     wrong,
 )
 from tests.worlds.ranks import Ranks, on_all
@@ -63,7 +64,7 @@ def test_regions_are_those_of_each_stage(case: Case, out: Path) -> None:
 def test_what_stages_save_is_one_checkpoint(out: Path) -> None:
     """The momentum of a first step is the gradient, which here is the parameter."""
     (case, _) = THEIRS
-    model = loaded_by_transformers(case, out)
+    model = shared_model(case, out)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
@@ -97,7 +98,7 @@ def test_what_stages_save_is_one_checkpoint(out: Path) -> None:
 @four.test
 def test_load_into_fills_a_stage(out: Path) -> None:
     (case, _) = THEIRS
-    model = loaded_by_transformers(case, out)
+    model = shared_model(case, out)
     for source in (case.label, case.name):
         truth = blank(model.state_dict())
         shardkit.load_into(model, out / source)
