@@ -21,15 +21,14 @@ from typing import Any
 from shardkit.core.factored import FACTORS
 from shardkit.core.text import count
 from shardkit.core.threads import Progress
-from shardkit.errors import IntegrityError, ResourceError, ShardkitError
+from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.place.contract import Records
-from shardkit.files.strict_json import parse_object
+from shardkit.files.typed_json import parse_record
 from shardkit.osft.compute import FactorRun
 from shardkit.osft.job import FactoredJob, measured_of
 from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.digests import parse_versions
 from shardkit.transfer.fill import image_crc
 from shardkit.transfer.stream import read_back
 
@@ -59,24 +58,20 @@ class FactorNote:
         return [self.target["whole"][name] for name in FACTORS]
 
 
-def _parsed(content: Mapping[str, Any], path: str) -> FactorNote | None:
+def _parsed(data: bytes, path: str) -> FactorNote | None:
     """Return the note on a target; None if it is damaged."""
-    target, source, by = (content.get(key) for key in ("target", "source", "computed_by"))
-    if not (isinstance(target, dict) and target.get("path") == path and isinstance(by, str)):
+    note = parse_record(FactorNote, data)
+    if note is None or note.target.get("path") != path:
         return None
-    whole, numbers = target.get("whole"), [target.get(key) for key in ("error", "orthogonality")]
-    if not (
-        isinstance(whole, dict) and set(whole) == set(FACTORS) and isinstance(target.get("algorithm"), str)
-    ):
+    whole, numbers = note.target.get("whole"), [note.target.get(key) for key in ("error", "orthogonality")]
+    if not (isinstance(whole, dict) and set(whole) == set(FACTORS)):
         return None
     if not all(type(crc) is int and 0 <= crc < 1 << 32 for crc in whole.values()) or not all(
         type(number) is float for number in numbers
     ):
         return None
-    if type(target.get("weight_crc32")) is not int or not (source is None or isinstance(source, dict)):
-        return None
-    versions = parse_versions(content.get("versions"))
-    return FactorNote(target=target, source=source, computed_by=by, versions=versions)
+    has_rest = type(note.target.get("weight_crc32")) is int and isinstance(note.target.get("algorithm"), str)
+    return note if has_rest else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +139,7 @@ class FactorPhase:
         }
 
     def _parsed(self, number: int, data: bytes) -> FactorNote | None:
-        try:
-            note = _parsed(parse_object(data, str(number)), self._path(number))
-        except ShardkitError:
-            return None
+        note = _parsed(data, self._path(number))
         return None if note is None or (self.compares and note.source is None) else note
 
     def _path(self, number: int) -> str:

@@ -30,7 +30,6 @@ from shardkit.errors import (
     IncompleteError,
     IntegrityError,
     ResourceError,
-    ShardkitError,
     SourceError,
     UsageError,
 )
@@ -44,6 +43,7 @@ from shardkit.files.remote.contract import WrittenObject
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared import SharedStaging, note_name, remove_runs
 from shardkit.files.strict_json import parse_object
+from shardkit.files.typed_json import parse_record
 from shardkit.files.uploads import PART_NBYTES, Session
 
 PROBE = ".shardkit-probe-"
@@ -85,6 +85,15 @@ class StoredOutput:
     def directory(self) -> str:
         """Where the files lie."""
         return self.path if self.is_flat else os.path.join(self.path, self.mark)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredNote:
+    """A note, and what the store has of the file that it is about."""
+
+    note: Mapping[str, Any]
+    etag: str
+    crc32: int
 
 
 class StorePlace(Place):
@@ -185,27 +194,17 @@ class StorePlace(Place):
         wanted = [number for number in numbers if number not in missing]
         for start in range(0, len(wanted), _NOTES_AT_ONCE):
             notes = {
-                number: parsed
+                number: note
                 for number, data in self._notebook.done.notes(wanted[start : start + _NOTES_AT_ONCE]).items()
-                if (parsed := self._parsed(number, data)) is not None
+                if (note := parse_record(StoredNote, data)) is not None
             }
             names = [self._files[number][0] for number in notes]
             there = at_once(self._store.head, map(self.path_of, names))
-            for (number, (note, stored)), name, here in zip(notes.items(), names, there, strict=True):
+            for (number, note), name, here in zip(notes.items(), names, there, strict=True):
+                stored = WrittenObject(self._files[number][1], note.etag, note.crc32)
                 if is_same(here, stored):
                     self._stored[name] = stored
-                    yield number, note
-
-    def _parsed(self, number: int, data: bytes) -> tuple[Mapping[str, Any], WrittenObject] | None:
-        """Return a note, and the object that it tells of; None if it is damaged."""
-        try:
-            content = parse_object(data, str(number))
-        except ShardkitError:
-            return None
-        note, etag, crc = content.get("note"), content.get("etag"), content.get("crc32")
-        if not isinstance(note, dict) or not isinstance(etag, str) or not isinstance(crc, int):
-            return None
-        return note, WrittenObject(self._files[number][1], etag, crc)
+                    yield number, note.note
 
     # The output
 

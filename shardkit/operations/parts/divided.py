@@ -35,13 +35,12 @@ from shardkit.files.digest import sha256_of
 from shardkit.files.place.contract import Place, given_up
 from shardkit.operations.parts.agreement import Agreement, read_all, read_parts
 from shardkit.operations.parts.alone import Alone
-from shardkit.operations.parts.notes import Note, load_note
+from shardkit.operations.parts.notes import Note, Pieces, load_note
 from shardkit.operations.parts.part import ALL, Part, share_of
 from shardkit.operations.parts.results import PartResult
 from shardkit.osft.phase import PhaseAt
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import CheckedSource, SourceCheck
-from shardkit.transfer.digests import is_intact
 from shardkit.transfer.execute import (
     Describer,
     ExecuteOptions,
@@ -50,7 +49,7 @@ from shardkit.transfer.execute import (
     ReadingExecution,
     compared_with,
 )
-from shardkit.transfer.fill import CrcPiece, crc_of
+from shardkit.transfer.fill import crc_of
 from shardkit.transfer.plan import TransferPlan
 
 _T = TypeVar("_T")
@@ -406,7 +405,7 @@ class Divided:
     def _is_whole(self, note: Note) -> bool:
         """True if a file that was finished before may be taken as it is: no run reads twice what it has written."""
         is_read = self._is_run and not self.place.vouches and note is not self._own.get(note.digest.name)
-        return (not is_read or is_intact(note.digest, self.place.data)) and self._load(note)
+        return (not is_read or note.digest.is_intact(self.place.data)) and self._load(note)
 
     def _is_another_at_work(self, part: Part) -> bool:
         """True if another part has begun and has not said that it ended; it may have died."""
@@ -649,7 +648,7 @@ class Divided:
     def _finished(self) -> tuple[dict[str, FileDigest], dict[str, int | None]]:
         """Return the digest of every file, and the CRC-32 of every scattered tensor."""
         digests, missing = dict[str, FileDigest](), {*range(len(self._images))}
-        read = list[tuple[str, Sequence[CrcPiece] | None]]()
+        read = list[tuple[str, Pieces | None]]()
         for number, note in self._notes(range(len(self._images))):
             if self._load(note):
                 missing.remove(number)
@@ -659,9 +658,9 @@ class Divided:
             raise incomplete(self._destination, self._agreement, sorted(missing))
         return digests, self._scattered_crcs(read)
 
-    def _scattered_crcs(self, read: Iterable[tuple[str, Sequence[CrcPiece] | None]]) -> dict[str, int | None]:
+    def _scattered_crcs(self, read: Iterable[tuple[str, Pieces | None]]) -> dict[str, int | None]:
         """Return the CRC-32 of every scattered tensor from what parts have read of it; None where there is none."""
-        found, pieces = dict[str, int | None](), dict[str, set[CrcPiece]]()
+        found, pieces = dict[str, int | None](), dict[str, set[tuple[int, int, int]]]()
         different = list[str]()
         for fqn, of_note in read:
             if fqn not in self._plan.scattered:  # other records of the source are open here

@@ -10,7 +10,7 @@ from functools import cache
 from shardkit.core.text import escape, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
-from shardkit.files.shared import ASIDE, GONE, NOTHING, TAKEN, runs_of
+from shardkit.files.shared import ASIDE, GONE, NOTHING, TAKEN, SharedStaging, runs_of
 from shardkit.files.staging import OWNER, Owner, nothing
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.hub.assets import is_asset
@@ -74,9 +74,8 @@ def _is_empty(path: str) -> bool:
 
 def _of_parts(path: str) -> set[str]:
     """Return the names of the files that parts share there, with what describes them; empty if none do, or none is known."""
-    place = os.path.join(path, _RECORD)
     try:
-        agreement = Agreement.read(place)
+        agreement = Agreement.of(SharedStaging("", path, nothing))
     except ShardkitError:
         return set()
     names = {name for name, _ in agreement.files}
@@ -130,12 +129,14 @@ def name_foreign(destination: str) -> Iterator[str]:
     Args:
         destination: absolute.
     """
-    for path in (run.path for run in runs_of(destination, nothing) if run.is_over):
+    for run in runs_of(destination, nothing):
+        if not run.is_over:
+            continue
         try:
-            Agreement.read(os.path.join(path, _RECORD))
+            Agreement.of(run)
         except ResourceError:  # a disk that fails: nothing says which files are shardkit's
             continue
         except SourceError:
             pass
-        if foreign := foreign_in(path):
-            yield stays(path, foreign)
+        if foreign := foreign_in(run.path):
+            yield stays(run.path, foreign)
