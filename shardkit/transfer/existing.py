@@ -153,7 +153,7 @@ class Existing:
         staging = Staging.create(self.path)
         with contextlib.ExitStack() as stack:
             stack.callback(staging.discard)
-            work = staging.scratch()
+            work = staging.scratch
             linked = set(self._link(work))
             with self.describe(work) as descriptions:
                 self.progress.start(self.plan.hole_bytes, "comparing")

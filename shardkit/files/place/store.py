@@ -21,6 +21,7 @@ import tempfile
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -474,11 +475,8 @@ class RunInStore(StorePlace):
                 self._work = stack.enter_context(self._local.workplace())
             yield
 
-    @contextlib.contextmanager
-    def room_for_records(self) -> Iterator[str]:
-        directory = os.path.join(self._work, "factors")
-        storage.mkdir(directory)
-        yield directory
+    def room_for_records(self) -> AbstractContextManager[str]:
+        return nullcontext(self._work)
 
     def _check_not_read(self) -> None:
         """Refuse to replace a file of an output that has appeared: what was computed may have other bits in it.

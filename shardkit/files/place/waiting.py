@@ -51,7 +51,7 @@ def room_for_records(output: str) -> Iterator[str]:
         remove_runs(beside, nothing, but="")
         staging = Staging.create(beside)
         try:
-            yield staging.scratch()
+            yield staging.scratch
         finally:
             staging.discard()
 
