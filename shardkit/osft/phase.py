@@ -324,7 +324,3 @@ class FactorPhase:
             return False
         finally:
             storage.close_fd(fd)
-
-
-PhaseAt = Callable[[Records], FactorPhase]
-"""Returns the phase of a job, given where records lie."""
