@@ -248,9 +248,9 @@ class SharedStaging:
         try:
             storage.mkdir(path)
             self._check_owner(path)
-            for dead in self._owners():
-                if dead.is_provably_dead():
-                    storage.remove_tree(os.path.join(self._work, str(dead)))
+            for other in self._owners():
+                if other.is_provably_dead():
+                    storage.remove_tree(os.path.join(self._work, str(other)))
             yield path
         finally:
             self.leave(owner)
@@ -924,10 +924,9 @@ def reclaimable_bytes(destination: str) -> int:
     """
     total = 0
     for path in (run.path for run in runs_of(destination, nothing) if run.is_over):
-        for directory, _, names in storage.walk(path):
-            for name in names:
-                with contextlib.suppress(OSError):
-                    total += storage.lstat(os.path.join(directory, name)).st_blocks * 512
+        for name in storage.files_below(path):
+            with contextlib.suppress(OSError):
+                total += storage.lstat(os.path.join(path, name)).st_blocks * 512
     return total
 
 

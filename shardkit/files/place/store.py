@@ -231,11 +231,7 @@ class StorePlace(Place):
         if output.overwrites and output.is_flat:
             stores.forget()
             output.look(output.path)
-        names = sorted(
-            os.path.relpath(os.path.join(here, name), beside)
-            for here, _, inside in storage.walk(beside)
-            for name in inside
-        )
+        names = sorted(storage.files_below(beside))
         names.remove(output.marker)
         at_once(lambda name: self._send(os.path.join(beside, name), self.path_of(name)), names)
         self._marker = data = _read(os.path.join(beside, output.marker))
@@ -464,16 +460,12 @@ class RunInStore(StorePlace):
     @contextlib.contextmanager
     def workplace(self) -> Iterator[str]:
         self._session = Session(self.data, before_object=self._check_not_read)
-        with self._workplace_here(), self._session:
-            yield self.data
-
-    @contextlib.contextmanager
-    def _workplace_here(self) -> Iterator[None]:
-        """Let notes be written, if they can be: without some a later run takes longer, but factors need their place."""
         with contextlib.ExitStack() as stack:
+            # Without notes a later run takes longer; but factors need a place here.
             with contextlib.suppress(*[] if self.needs_notebook else [OSError]):
                 self._work = stack.enter_context(self._local.workplace())
-            yield
+            stack.enter_context(self._session)
+            yield self.data
 
     def room_for_records(self) -> AbstractContextManager[str]:
         return nullcontext(self._work)

@@ -46,10 +46,9 @@ def place_of_run(output: str, *, is_needed: bool) -> Iterator[str]:
 @contextlib.contextmanager
 def room_for_records(output: str) -> Iterator[str]:
     """Give a directory for the records of a part until the store has them; it goes afterwards, with those of dead runs."""
+    remove_records(output)
     with _made_directory(is_needed=True) as directory:
-        beside = os.path.join(directory, _name(output))
-        remove_runs(beside, nothing, but="")
-        staging = Staging.create(beside)
+        staging = Staging.create(os.path.join(directory, _name(output)))
         try:
             yield staging.scratch
         finally:

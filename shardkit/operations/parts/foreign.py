@@ -62,7 +62,7 @@ def foreign_in(path: str) -> list[str]:
             return goes_back or lists(top)(below)
         return is_shared and _OF_SHARED.fullmatch(name) is not None
 
-    return [name for name in files_in(path) if not is_known(name)]
+    return [name for name in storage.files_below(path) if not is_known(name)]
 
 
 def _is_empty(path: str) -> bool:
@@ -82,13 +82,6 @@ def _of_parts(path: str) -> set[str]:
     return set() if agreement.command.verb == SAVE else names | _described(names) | set(agreement.beside)
 
 
-def files_in(path: str) -> Iterator[str]:
-    """Yield all files in a directory, relative to it; links to directories too."""
-    for here, folders, names in storage.walk(path):
-        links = [name for name in folders if storage.islink(os.path.join(here, name))]
-        yield from sorted(os.path.relpath(os.path.join(here, name), path) for name in (*names, *links))
-
-
 def _described(written: Collection[str]) -> set[str]:
     """Return the names of what a run writes beside its files of tensors."""
     folders = {os.path.dirname(name) for name in written} | {""}
@@ -103,17 +96,15 @@ def _listed(directory: str) -> Callable[[str], bool]:
         said = manifest.read(directory)
     except ShardkitError:
         said = None
-    if said is None:  # a save that did not come as far as its manifest
+    # A save that did not come as far as its manifest has its assets in a folder.
+    folder = f"{SAVED_ASSETS}/" if said is None else ""
+    known = set[str]() if said is None else {file.name for file in manifest.every_file(said)}
 
-        def is_listed(name: str) -> bool:
-            return is_asset(name.removeprefix(f"{SAVED_ASSETS}/"))
-    else:
-        known = {file.name for file in manifest.every_file(said)}
+    def is_listed(name: str) -> bool:
+        is_of_run = _OF_RUNS.fullmatch(os.path.basename(name)) is not None
+        return is_of_run or is_asset(name.removeprefix(folder)) or name in known
 
-        def is_listed(name: str) -> bool:
-            return is_asset(name) or name in known
-
-    return lambda name: bool(_OF_RUNS.fullmatch(os.path.basename(name))) or is_listed(name)
+    return is_listed
 
 
 def stays(path: str, foreign: Collection[str]) -> str:
