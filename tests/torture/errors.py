@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.torture.faults import CALLS, CHANGES, READS, SPACE, WRITES
-from tests.torture.harness import Answer, Place, Scenario, Server, check_message, restore
+from tests.torture.harness import IS_WHOLE, Answer, Place, Scenario, Server, check_message, restore
 
 ENVIRONMENT = 5
 FRESH, OVERWRITE, RESUME = "fresh", "overwrite", "resume"
@@ -106,7 +106,7 @@ def attempt(failure: Failure, scenario: Scenario, server: Server, path: Path) ->
         may_be = [before]
         if failure.do == "signal":
             may_be.append(scenario.expected)  # between the rename and the end
-        elif failure.stays or "it is there, and whole" in answer.err:
+        elif failure.stays or IS_WHOLE in answer.err:
             may_be.append(scenario.expected)  # the rename was done, and its sync failed
             if not failure.exchange and place.staging():
                 may_be.append(None)  # the old one could not go back: the next run puts it there

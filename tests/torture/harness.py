@@ -20,6 +20,8 @@ from tests.torture.sources import Sources
 
 ROOT = Path(__file__).parents[2]
 STAGING = re.compile(r"\.out\.shardkit-([0-9a-f]{8}-[0-9a-f]{8}-\d+-\d+-\d+-\d+|run-[0-9a-f]{16})")
+IS_WHOLE = "it is there, and whole"
+"""What the error says of an output whose rename was done, and whose directory could not be synced."""
 _OF_A_LARGER = {
     "preshard": "__9_0.distcp",
     "consolidate": "model-00099-of-00099.safetensors",
