@@ -11,16 +11,18 @@ A manifest that lies beside a directory, not in it, has the directory's name and
 
 # Annotations here are objects, not text: `get_type_hints` would compile text, while a file is parsed.
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, partial
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar
+from types import NoneType
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
 from shardkit._version import DOCS, __version__
@@ -33,13 +35,15 @@ from shardkit.files.digest import crc32
 from shardkit.files.home import MANIFEST, root_of
 from shardkit.files.links import locate
 from shardkit.files.strict_json import open_regular, parse_integer, read_exactly, read_small, uncollected
-from shardkit.files.typed_json import WrongFields, decoder_of, key_of, short_json
 
 NAME = MANIFEST
 FORMAT = 3
 """The newest format. A manifest that says nothing that format 1 cannot say has that; one with `osft` has this."""
 MAX_BYTES = 1 << 30
 _SIDECAR_ENDING = ".shardkit.json"
+_NUMBERS = range(1 << 62)
+_MAX_PROBLEMS = 100
+_MAX_SHOWN = 200  # characters of a name or value
 
 # An `int` is a whole number from 0 on, below 2^62. What else a value has to be stands beside its type.
 Crc32 = Annotated[int, range(1 << 32), "a CRC-32"]
@@ -535,9 +539,9 @@ def _spelling(kind: Any) -> tuple[dict[str, object], list[str], Callable[[Any], 
         values_of = partial(_values, names)
     return (
         head,
-        [key_of(item) for item in items],
+        [_key(item) for item in items],
         values_of,
-        [key_of(item) for item in items if item.default is None],
+        [_key(item) for item in items if item.default is None],
     )
 
 
@@ -708,12 +712,11 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
     known: dict[str, Any] = {cls.kind: cls for cls in KINDS}
     if not isinstance(kind, str) or kind not in known:
         raise SourceError(
-            f"{shown}: kind: expected one of {', '.join(known)}, found {short_json(kind)}",
-            hint="update shardkit",
+            f"{shown}: kind: expected one of {', '.join(known)}, found {_found(kind)}", hint="update shardkit"
         )
     try:
-        manifest: Manifest = decoder_of(known[kind])(content)
-    except WrongFields as wrong:
+        manifest: Manifest = _decoder(known[kind])(content)
+    except _WrongFields as wrong:
         problems = [problem.removeprefix(".") for problem in wrong.problems]
         what = problems[0] if len(problems) == 1 else count(len(problems), "field")
         raise SourceError(
@@ -722,3 +725,174 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
             hint=f"the file was written by something else; {DOCS}/format.md describes it",
         ) from None
     return manifest
+
+
+class _WrongFields(Exception):
+    """Wrong fields; each problem begins with its place below the value that was decoded."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+
+
+_Key = TypeVar("_Key")
+_Decoder = Callable[[Any], Any]
+"""Makes a value of one type from JSON, or raises `_WrongFields`."""
+
+
+def _key(item: dataclasses.Field[Any]) -> str:
+    return str(item.metadata.get("key", item.name))
+
+
+@cache
+def _decoder(hint: Any) -> _Decoder:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _records(hint)
+    if origin is Annotated:
+        kind, check, what = arguments
+        if kind is float:
+            return _scalars({int, float}, what, partial(_is_between, *check))
+        is_good = check.fullmatch if isinstance(check, re.Pattern) else check.__contains__
+        return _scalars({kind}, what, is_good)
+    if origin is Mapping:
+        return _mappings(_decoder(arguments[1]))
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return _lists(_decoder(arguments[0]))
+    if origin is tuple:
+        return _rows([_decoder(argument) for argument in arguments])
+    if NoneType in arguments:
+        (given,) = {*arguments} - {NoneType}
+        return _optional(_decoder(given))
+    return _SCALARS[hint]
+
+
+def _records(kind: Any) -> _Decoder:
+    hints = get_type_hints(kind, include_extras=True)
+    parts = [
+        (_key(item), _decoder(hints[item.name]), MISSING if item.default is MISSING else None)
+        for item in fields(kind)
+    ]
+    # Slots are set directly: the `__init__` of a frozen class would look each of them up by name, for each record.
+    setters = [getattr(kind, item.name).__set__ for item in fields(kind)]
+
+    def decode(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _expected("an object", value)
+        record, given = object.__new__(kind), value.get
+        decoded = _decode_all(((key, part, given(key, absent)) for key, part, absent in parts), ".{}".format)
+        for set_field, (_, item) in zip(setters, decoded, strict=True):
+            set_field(record, item)
+        return record
+
+    return decode
+
+
+def _rows(decoders: list[_Decoder]) -> _Decoder:
+    def decode(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(decoders):
+            raise _expected(f"a list of {len(decoders)}", value)
+        items = zip(range(len(value)), decoders, value, strict=True)
+        return tuple(item for _, item in _decode_all(items, _at_index))
+
+    return decode
+
+
+def _lists(decode_item: _Decoder) -> _Decoder:
+    def decode(value: Any) -> Any:
+        if type(value) is not list:
+            raise _expected("a list", value)
+        items = ((index, decode_item, item) for index, item in enumerate(value))
+        return tuple(item for _, item in _decode_all(items, _at_index))
+
+    return decode
+
+
+def _mappings(decode_item: _Decoder) -> _Decoder:
+    def decode(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _expected("an object", value)
+        for name, item in _decode_all(((name, decode_item, value[name]) for name in value), _at_name):
+            value[name] = item  # in place: memory holds each tensor only once
+        return value
+
+    return decode
+
+
+def _decode_all(
+    items: Iterable[tuple[_Key, _Decoder, Any]], place: Callable[[_Key], str]
+) -> Iterator[tuple[_Key, Any]]:
+    """Yield each key and its decoded value; raise all that is wrong at the end, up to a limit.
+
+    Args:
+        items: (key, decoder, value) of each.
+        place: what stands before a problem of the value with that key.
+    """
+    problems = list[str]()
+    for key, decode, value in items:
+        try:
+            yield key, decode(value)
+        except _WrongFields as wrong:
+            problems += (place(key) + problem for problem in wrong.problems)
+            if len(problems) >= _MAX_PROBLEMS:
+                break
+    if problems:
+        raise _WrongFields(problems)
+
+
+def _optional(decode_given: _Decoder) -> _Decoder:
+    return lambda value: None if value is None else decode_given(value)
+
+
+def _scalars(kinds: set[type], what: str, is_good: Callable[[Any], object] | None = None) -> _Decoder:
+    def decode(value: Any) -> Any:
+        # By exact type: True is an int to isinstance.
+        if type(value) not in kinds or (is_good and not is_good(value)):
+            raise _expected(what, value)
+        return value
+
+    return decode
+
+
+def _anything(value: Any) -> Any:
+    if value is MISSING:
+        raise _expected("a value", value)
+    return value
+
+
+def _is_name_or_count(value: str | int) -> bool:
+    return isinstance(value, str) or value in _NUMBERS
+
+
+def _is_between(least: float, most: float, value: float) -> bool:
+    return least <= value <= most
+
+
+_SCALARS: Mapping[Any, _Decoder] = {
+    int: _scalars({int}, "an integer from 0 on", _NUMBERS.__contains__),
+    str: _scalars({str}, "text"),
+    bool: _scalars({bool}, "true or false"),
+    str | int: _scalars({str, int}, "an integer from 0 on", _is_name_or_count),
+    int | float: _scalars({int, float}, "a number from 0 on", partial(_is_between, 0.0, sys.float_info.max)),
+    object: _anything,
+}
+
+
+def _at_name(name: str) -> str:
+    return f'["{escape(name[:_MAX_SHOWN])}"]'
+
+
+def _at_index(index: int) -> str:
+    return f"[{index}]"
+
+
+def _expected(what: str, value: object) -> _WrongFields:
+    if value is MISSING:
+        return _WrongFields([": it is missing"])
+    return _WrongFields([f": expected {what}, found {_found(value)}"])
+
+
+def _found(value: object) -> str:
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
+    text = json.dumps(value)
+    return escape(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")

@@ -39,15 +39,12 @@ from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.staging import (
-    ENDING,
     IS_THERE,
-    TOKEN,
     KeptFiles,
     Owner,
     Staging,
-    beside,
-    names_in,
     nothing,
+    owned,
     owner_of,
     place_directory,
     prefix_of,
@@ -56,12 +53,10 @@ from shardkit.files.staging import (
 )
 from shardkit.files.strict_json import parse_object, read_small
 
+_MARK, _RUN = "parts-", "run-"
 _HASH_DIGITS = 16
 _DONE = ".done"
-_OF_PARTS = re.compile(r"parts-[0-9a-f]{16}", re.ASCII)
-_OF_RUN = re.compile(r"run-[0-9a-f]{16}", re.ASCII)
-_MARK = re.compile(r"parts-[0-9a-f]{16}\.done", re.ASCII)
-"""How the names end of directories that parts share, that runs share, and of what parts leave once they have committed."""
+_NAME = re.compile(r"(parts|run)-[0-9a-f]{16}", re.ASCII)
 NOTHING, _COMMITTED, _APART = "nothing", "committed.json", "kept"
 TAKEN, GONE, ASIDE = "new-", "gone-", "data.old"
 _MAX_BYTES, _MAX_TOLD_BYTES, _MAX_NOTE_BYTES = 1 << 28, 1 << 16, 1 << 30
@@ -110,13 +105,13 @@ class SharedStaging:
             is_run: one process carries out all of the plan; it and others that are started alike share it.
         """
         parent, name = os.path.split(destination)
-        end = f"{'run' if is_run else 'parts'}-{plan_hash[:_HASH_DIGITS]}"
-        return cls(destination, os.path.join(parent, prefix_of(name) + end), kept)
+        mark = _RUN if is_run else _MARK
+        return cls(destination, os.path.join(parent, prefix_of(name) + mark + plan_hash[:_HASH_DIGITS]), kept)
 
     @property
     def is_of_parts(self) -> bool:
         """True if processes share it that have a part each; else it is of runs of one process."""
-        return _OF_PARTS.match(self.path.rpartition(ENDING)[2]) is not None
+        return os.path.basename(self.path).rpartition(".shardkit-")[2].startswith(_MARK)
 
     def read_record(self) -> bytes:
         """Return the content of `plan.json`.
@@ -130,7 +125,11 @@ class SharedStaging:
 
     def told(self) -> Iterator[tuple[str, bytes]]:
         """Yield (name, content) of what parts said of themselves."""
-        for name in names_in(self.parts):
+        try:
+            names = sorted(storage.listdir(self.parts))
+        except OSError:
+            return
+        for name in names:
             with contextlib.suppress(ShardkitError):
                 yield name, read_small(os.path.join(self.parts, name), name, _MAX_TOLD_BYTES, follow=False)
 
@@ -163,27 +162,28 @@ class SharedStaging:
         """
         if self.exists:
             return False
-        fresh = Staging.create(self.destination, owner)
+        fresh = Staging.create(self.destination)
         here = SharedStaging(self.destination, fresh.path, self.kept)
         try:
-            for directory in (here.done.path, here.factors.path, here.parts):
+            for directory in (here.done.path, here.factors.path, here.parts, here._work):
                 storage.mkdir(directory)
+            if owner is not None:
+                here.enter(owner)
             for folder in sorted(folders):
                 storage.make_folders(here.path, os.path.join("data", folder))
             storage.write_file(here.record, record)
             storage.sync_directories(fresh.path)
             rename_noreplace(fresh.path, self.path)
             storage.sync_directory(os.path.dirname(self.path))
-        except BaseException as error:
-            remove_but(fresh.path, ())
-            if not isinstance(error, OSError):
-                raise
+        except OSError as error:
+            fresh.discard()
             if error.errno in IS_THERE:
                 return False
             raise ResourceError(f"cannot make {escape(self.path)}: {error.strerror}") from error
-        finally:
-            if owner is None:
-                self.leave(fresh.owner)
+        except BaseException:
+            fresh.discard()
+            raise
+        fresh.release()
         return True
 
     def enter(self, owner: Owner) -> bool:
@@ -246,11 +246,9 @@ class SharedStaging:
         owner = Owner.new_run()
         path = os.path.join(self._work, str(owner))
         try:
+            self._remove_dead()
             storage.mkdir(path)
             self._check_owner(path)
-            for other in self._owners():
-                if other.is_provably_dead():
-                    storage.remove_tree(os.path.join(self._work, str(other)))
             yield path
         finally:
             self.leave(owner)
@@ -266,17 +264,24 @@ class SharedStaging:
             made_by = storage.lstat(self.path).st_uid
         except (FileNotFoundError, NotADirectoryError):
             return True
+        if made_by == os.geteuid():
+            return True
+        fresh = Staging.create(self.path)
         try:
-            if made_by != os.geteuid():
-                self.check_owner()
-        except (PermissionError, UsageError):
-            return False
-        return True
+            return storage.lstat(fresh.path).st_uid == made_by
+        finally:
+            fresh.discard()
 
     def check_owner(self) -> None:
         """Refuse what another user has put there; errors as `workplace`."""
         with self.workplace():
             pass
+
+    def _remove_dead(self) -> None:
+        for name in storage.listdir(self._work):
+            owner = Owner.parse(name)
+            if owner is not None and owner.is_provably_dead():
+                storage.remove_tree(os.path.join(self._work, name))
 
     def _check_owner(self, own: str) -> None:
         """Refuse what somebody else made: its record says what `commit` carries out.
@@ -478,8 +483,8 @@ class SharedStaging:
         storage.remove_tree(self._work)
         mark = self.path + _DONE
         try:
-            # There may be one of an earlier commit of the same plan.
-            SharedStaging(self.destination, mark, self.kept)._remove()
+            if storage.lexists(mark):  # of an earlier commit of the same plan
+                _remove(self.destination, mark, self.kept)
             storage.rename(self.path, mark)
         except FileNotFoundError:  # another process has removed all
             return
@@ -527,7 +532,11 @@ class SharedStaging:
 
     def _named(self, start: str) -> list[str]:
         """Return the paths in it whose names begin so."""
-        return [os.path.join(self.path, name) for name in names_in(self.path) if name.startswith(start)]
+        try:
+            names = sorted(storage.listdir(self.path))
+        except OSError:
+            return []
+        return [os.path.join(self.path, name) for name in names if name.startswith(start)]
 
     def reopen(self) -> bool:
         """Put the data back that a commit has taken and not exchanged, whether it lives or not; True if there was such.
@@ -621,7 +630,7 @@ class SharedStaging:
         Raises:
             ResourceError: the system refuses.
         """
-        self._remove()
+        _remove(self.destination, self.path, self.kept)
         remove_abandoned(self.destination, self.kept)  # of a process that died while it did this
 
     def give_up(self) -> None:
@@ -632,31 +641,7 @@ class SharedStaging:
             ResourceError: the system refuses.
         """
         if self.put_back():
-            self._remove()
-
-    def _remove(self) -> None:
-        """Remove all but what is kept: under a name of a run of this process first, so that nobody goes on in it."""
-        path = self.path
-        if not self.exists:  # where nothing can be written, a rename would say that instead
-            return
-        if not storage.access(path, os.W_OK | os.X_OK) and storage.isdir(path):  # not: gone meanwhile
-            raise ResourceError(f"cannot remove {escape(path)}: {os.strerror(errno.EACCES)}")
-        owner = Owner.new_run()
-        parent, name = os.path.split(self.destination)
-        taken = os.path.join(parent, prefix_of(name) + str(owner))
-        try:
-            storage.rename(path, taken)
-            # Else a power loss would bring it back under its name, without what is removed here.
-            storage.sync_directory(parent)
-            remove_but(taken, self.kept(taken))
-            if owner_of(path) is not None and storage.lexists(taken):  # a person may have been told this path
-                storage.rename(taken, path)
-        except FileNotFoundError:  # another process was faster
-            return
-        except OSError as error:
-            raise ResourceError(f"cannot remove {escape(path)}: {error.strerror}") from error
-        finally:
-            owner.end()
+            _remove(self.destination, self.path, self.kept)
 
     def put_back(self) -> bool:
         """Put back what a commit that did not end has moved aside; False if all of this is gone by now.
@@ -701,7 +686,10 @@ class SharedNotes:
 
     def missing(self, count: int) -> list[int]:
         """Return the numbers without a note, of so many. Network file systems may show one later."""
-        names = {*names_in(self.path)}  # also lets network file systems look again
+        try:
+            names = set(storage.listdir(self.path))  # also lets network file systems look again
+        except OSError:
+            names = set()
         return [
             number
             for number in range(count)
@@ -823,6 +811,30 @@ def _is_untouched(path: str, directory: str) -> bool:
         return False
 
 
+def _remove(destination: str, path: str, kept: KeptFiles) -> None:
+    """Remove a directory but what is kept: under a name of a run of this process first, so that nobody goes on in it."""
+    if not storage.lexists(path):  # where nothing can be written, a rename would say that instead
+        return
+    if not storage.access(path, os.W_OK | os.X_OK) and storage.isdir(path):  # not: gone meanwhile
+        raise ResourceError(f"cannot remove {escape(path)}: {os.strerror(errno.EACCES)}")
+    owner = Owner.new_run()
+    parent, name = os.path.split(destination)
+    taken = os.path.join(parent, prefix_of(name) + str(owner))
+    try:
+        storage.rename(path, taken)
+        # Else a power loss would bring it back under its name, without what is removed here.
+        storage.sync_directory(parent)
+        remove_but(taken, kept(taken))
+        if owner_of(path) is not None and storage.lexists(taken):  # a person may have been told this path
+            storage.rename(taken, path)
+    except FileNotFoundError:  # another process was faster
+        return
+    except OSError as error:
+        raise ResourceError(f"cannot remove {escape(path)}: {error.strerror}") from error
+    finally:
+        owner.end()
+
+
 def remove_marks(destination: str, kept: KeptFiles, *, only_old: bool = False) -> None:
     """Remove what says that parts have committed; nothing that is under way.
 
@@ -834,21 +846,22 @@ def remove_marks(destination: str, kept: KeptFiles, *, only_old: bool = False) -
     Raises:
         ResourceError: the system refuses.
     """
-    for mark in _beside(destination, kept, _MARK):
-        if not (only_old and mark.is_committed):
-            mark._remove()
+    for path in _beside(destination, _DONE):
+        if not (only_old and _is_untouched(os.path.join(path, _COMMITTED), destination)):
+            _remove(destination, path, kept)
 
 
 def has_commits(destination: str) -> bool:
     """True if what is at a destination was committed by parts, and was not touched since."""
+    marks = [path.removesuffix(_DONE) for path in _beside(destination, _DONE)]
     return any(
-        each.is_committed for kind in (_OF_PARTS, _MARK) for each in _beside(destination, nothing, kind)
+        SharedStaging(destination, path, nothing).is_committed for path in (*marks, *_beside(destination))
     )
 
 
 def shared_of(destination: str, kept: KeptFiles) -> list[SharedStaging]:
     """Return the shared staging directories of a destination, whatever their plans."""
-    return _beside(destination, kept, _OF_PARTS)
+    return [SharedStaging(destination, path, kept) for path in _beside(destination)]
 
 
 def runs_of(destination: str, kept: KeptFiles) -> list[SharedStaging]:
@@ -857,7 +870,8 @@ def runs_of(destination: str, kept: KeptFiles) -> list[SharedStaging]:
     Those that are named after their process come first: of runs that begin or end, and of earlier versions, which wrote
     whole outputs there. Nobody goes on with these, but what they moved aside goes back.
     """
-    return [*_beside(destination, kept, TOKEN), *_beside(destination, kept, _OF_RUN)]
+    paths = [path for path, _ in owned(destination) if storage.isdir(path)]
+    return [SharedStaging(destination, path, kept) for path in (*paths, *_beside(destination, mark=_RUN))]
 
 
 def staging_at(path: str, kept: KeptFiles) -> SharedStaging | None:
@@ -870,8 +884,8 @@ def staging_at(path: str, kept: KeptFiles) -> SharedStaging | None:
         kept: what stays of it when it is removed.
     """
     parent, name = os.path.split(path)
-    found, _, end = name.rpartition(ENDING)
-    is_staging = any(kind.fullmatch(end) for kind in (TOKEN, _OF_RUN, _OF_PARTS, _MARK))
+    found, _, mark = name.rpartition(".shardkit-")
+    is_staging = _NAME.fullmatch(mark.removesuffix(_DONE)) or owner_of(path)
     if len(found) < 2 or not found.startswith(".") or not is_staging or not storage.isdir(path):
         return None
     return SharedStaging(os.path.join(parent, found[1:]), path, kept)
@@ -888,7 +902,11 @@ def remove_runs(destination: str, kept: KeptFiles, *, but: str) -> None:
 
     What cannot go stays, and is named where somebody asks for it: it is in nobody's way.
     """
-    _remove_over(run for run in runs_of(destination, kept) if run.path != but)
+    for run in runs_of(destination, kept):
+        if run.path != but and run.is_over:
+            with contextlib.suppress(OSError, ShardkitError):
+                if run.is_own:
+                    run.give_up()
 
 
 def remove_abandoned(destination: str, kept: KeptFiles) -> None:
@@ -898,15 +916,10 @@ def remove_abandoned(destination: str, kept: KeptFiles) -> None:
         destination: absolute.
         kept: what stays.
     """
-    _remove_over(_beside(destination, kept, TOKEN))
-
-
-def _remove_over(runs: Iterable[SharedStaging]) -> None:
-    for run in runs:
-        if run.is_over:
+    for path, owner in owned(destination):
+        if owner.is_provably_dead():
             with contextlib.suppress(OSError, ShardkitError):
-                if run.is_own:
-                    run.give_up()
+                SharedStaging(destination, path, kept).give_up()
 
 
 def recover_output(destination: str) -> None:
@@ -924,13 +937,24 @@ def reclaimable_bytes(destination: str) -> int:
     """
     total = 0
     for path in (run.path for run in runs_of(destination, nothing) if run.is_over):
-        for name in storage.files_below(path):
-            with contextlib.suppress(OSError):
-                total += storage.lstat(os.path.join(path, name)).st_blocks * 512
+        for directory, _, names in storage.walk(path):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    total += storage.lstat(os.path.join(directory, name)).st_blocks * 512
     return total
 
 
-def _beside(destination: str, kept: KeptFiles, kind: re.Pattern[str]) -> list[SharedStaging]:
+def _beside(destination: str, ending: str = "", mark: str = _MARK) -> list[str]:
+    parent, name = os.path.split(destination)
+    prefix = prefix_of(name)
+    try:
+        entries = sorted(storage.listdir(parent))
+    except OSError:
+        return []
     return [
-        SharedStaging(destination, path, kept) for path, end in beside(destination) if kind.fullmatch(end)
+        os.path.join(parent, entry)
+        for entry in entries
+        if entry.startswith(prefix + mark)
+        and entry.endswith(ending)
+        and _NAME.fullmatch(entry.removeprefix(prefix).removesuffix(ending))
     ]

@@ -34,8 +34,7 @@ from shardkit.files.digest import crc32
 IS_THERE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 """What a rename onto something says."""
 OWNER = "owner.json"
-ENDING = ".shardkit-"
-"""What stands between the name of a destination and the end of a staging directory's, which says what that is."""
+_ENDING = ".shardkit-"
 _MAX_NAME_BYTES = 120  # of the destination's name in the staging directory's; a name has at most 255
 
 
@@ -48,33 +47,27 @@ def nothing(path: str) -> Collection[str]:
     return ()
 
 
-@dataclass(frozen=True, slots=True)
 class Staging:
-    """A directory of a run beside a destination."""
+    """A directory of this process beside a destination."""
 
-    path: str
-    owner: Owner
+    def __init__(self, destination: str, path: str, owner: Owner) -> None:
+        self.destination, self.path, self._owner = destination, path, owner
+        self.data = os.path.join(path, "data")
 
     @classmethod
-    def create(cls, destination: str, owner: Owner | None = None) -> Staging:
+    def create(cls, destination: str) -> Staging:
         """Make a fresh one beside `destination`.
-
-        Args:
-            destination: absolute.
-            owner: whose it is; a new run's by default.
 
         Raises:
             ResourceError: the parent does not exist or cannot be written.
         """
-        parent, name = os.path.split(destination)
         staging = None
         try:
-            owner = owner or Owner.new_run()
-            staging = cls(os.path.join(parent, prefix_of(name) + str(owner)), owner)
-            for folder in ("", "data", "work", staging.scratch):
-                storage.mkdir(os.path.join(staging.path, folder))
-            told = {"host": socket.gethostname(), "pid": os.getpid(), "token": str(owner)}
-            storage.write_file(os.path.join(staging.path, OWNER), json.dumps(told).encode())
+            owner = Owner.new_run()
+            staging = cls(destination, _staging_path(destination, owner), owner)
+            storage.mkdir(staging.path)
+            storage.mkdir(staging.data)
+            staging._write_owner()
         except OSError as error:
             if staging is not None:
                 staging.discard()
@@ -84,15 +77,32 @@ class Staging:
             ) from error
         return staging
 
-    @property
+    def _write_owner(self) -> None:
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": str(self._owner)}
+        storage.write_file(os.path.join(self.path, OWNER), json.dumps(owner).encode())
+
     def scratch(self) -> str:
-        """The directory in it for files that nobody needs once the run is over."""
-        return os.path.join(self.path, "work", str(self.owner))
+        """Make a directory in it for files that nobody needs once this process is over; return its path.
+
+        Raises:
+            ResourceError: the system refuses.
+        """
+        try:
+            storage.make_folders(self.path, os.path.join("work", str(self._owner)))
+        except OSError as error:
+            raise ResourceError(
+                f"cannot write beside {escape(self.destination)}: {error.strerror}"
+            ) from error
+        return os.path.join(self.path, "work", str(self._owner))
+
+    def release(self) -> None:
+        """Leave the directory to whoever comes next, or under another name."""
+        self._owner.end()
 
     def discard(self) -> None:
         """Remove all of it, as far as the system lets us."""
         remove_but(self.path, ())
-        self.owner.end()
+        self.release()
 
 
 def remove_but(path: str, kept: Collection[str]) -> None:
@@ -110,34 +120,36 @@ def remove_but(path: str, kept: Collection[str]) -> None:
         storage.remove_all_but(path, kept)
 
 
+def _staging_path(destination: str, owner: Owner) -> str:
+    parent, name = os.path.split(destination)
+    return os.path.join(parent, prefix_of(name) + str(owner))
+
+
 def prefix_of(name: str) -> str:
     """What the names of all staging directories of a destination begin with; short enough for any name."""
     data = os.fsencode(name)
     if len(data) > _MAX_NAME_BYTES:
         name = f"{os.fsdecode(data[: _MAX_NAME_BYTES - 9])}~{crc32(data):08x}"
-    return f".{name}{ENDING}"
+    return f".{name}{_ENDING}"
 
 
-def names_in(path: str) -> list[str]:
-    """Return the names in a directory, sorted; none where it cannot be listed."""
-    try:
-        return sorted(storage.listdir(path))
-    except OSError:
-        return []
-
-
-def beside(destination: str) -> Iterator[tuple[str, str]]:
-    """Yield the path of every staging directory of a destination, and the end of its name."""
+def owned(destination: str) -> Iterator[tuple[str, Owner]]:
+    """Yield every staging directory of `destination`, and whose it is."""
     parent, name = os.path.split(destination)
     prefix = prefix_of(name)
-    for entry in names_in(parent):
-        if entry.startswith(prefix) and storage.isdir(os.path.join(parent, entry)):
-            yield os.path.join(parent, entry), entry.removeprefix(prefix)
+    try:
+        entries = sorted(storage.listdir(parent))
+    except OSError:
+        return
+    for entry in entries:
+        owner = Owner.parse(entry.removeprefix(prefix)) if entry.startswith(prefix) else None
+        if owner is not None:
+            yield os.path.join(parent, entry), owner
 
 
 def owner_of(path: str) -> Owner | None:
     """Return whose a staging directory is, by its name; None if it is none."""
-    return Owner.parse(path.rpartition(ENDING)[2])
+    return Owner.parse(path.rpartition(_ENDING)[2])
 
 
 def identity_of(path: str) -> tuple[int, int] | None:
@@ -190,8 +202,7 @@ def rename_noreplace(source: str, target: str) -> None:
     storage.rename(source, target)
 
 
-TOKEN = re.compile(r"([0-9a-f]{8})-([0-9a-f]{8})-(\d{1,20})-(\d{1,10})-(\d{1,20})-(\d{1,10})", re.ASCII)
-"""What `str` of an owner looks like."""
+_TOKEN = re.compile(r"([0-9a-f]{8})-([0-9a-f]{8})-(\d{1,20})-(\d{1,10})-(\d{1,20})-(\d{1,10})", re.ASCII)
 _UNKNOWN_BOOT = "00000000"
 _NOT_THERE = (FileNotFoundError, NotADirectoryError, PermissionError, ProcessLookupError)  # /proc may be shut
 
@@ -232,7 +243,7 @@ class Owner:
     @classmethod
     def parse(cls, token: str) -> Owner | None:
         """Return the owner that `str()` wrote, or None."""
-        match = TOKEN.fullmatch(token)
+        match = _TOKEN.fullmatch(token)
         return cls(match[1], match[2], *(int(match[at]) for at in (3, 4, 5, 6))) if match else None
 
     def __str__(self) -> str:
@@ -244,25 +255,27 @@ class Owner:
 
     def is_provably_dead(self) -> bool:
         """True if the run was on this host and is over; False if that cannot be known."""
-        return self._is_over() is True
+        try:
+            if self.host != this_host():
+                return False
+            boot = _boot()
+            if boot != self.boot:
+                return _UNKNOWN_BOOT not in (boot, self.boot)
+            return self.namespace == _pid_namespace() and self._is_over() is True
+        except OSError:
+            return False
 
     def is_provably_alive(self) -> bool:
         """True if the run is under way on this host; False if that cannot be known."""
-        return self._is_over() is False
+        try:
+            here = (this_host(), _boot(), _pid_namespace())
+            return (self.host, self.boot, self.namespace) == here and self._is_over() is False
+        except OSError:
+            return False
 
     def _is_over(self) -> bool | None:
-        """Tell whether the run is over; None if that cannot be known here."""
-        try:
-            boot = _boot()
-            if self.host != this_host():
-                return None
-            if self.boot != boot:
-                return None if _UNKNOWN_BOOT in (boot, self.boot) else True
-            if self.namespace != _pid_namespace():
-                return None
-            status = _status(self.pid)
-        except OSError:
-            return None
+        """Tell whether a run of this boot and namespace is over; None if that cannot be known."""
+        status = _status(self.pid)
         if status is None:
             return True if _is_gone(self.pid) else None
         if not self.started:

@@ -439,13 +439,6 @@ def local_config(directory: str) -> str:
     return _copies[state]
 
 
-def files_below(directory: str) -> Iterator[str]:
-    """Yield all files in a directory and below, relative to it; links to directories too."""
-    for here, folders, names in walk(directory):
-        links = [name for name in folders if islink(os.path.join(here, name))]
-        yield from sorted(os.path.relpath(os.path.join(here, name), directory) for name in (*names, *links))
-
-
 def make_directories(path: str) -> None:
     """Make a directory and those above it, where they are missing; a store needs none.
 

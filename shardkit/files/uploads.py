@@ -18,6 +18,7 @@ import errno
 import itertools
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -135,16 +136,17 @@ class SentFile:
 
     def _take_settled(self, start: int, stop: int) -> list[int]:
         """Add a range to what is settled, and return the parts that it completes; each is returned once."""
-        step, merged = self._step, list[tuple[int, int]]()
+        step = self._step
         with self.lock:
-            known = next((last for first, last in self._settled if first <= start <= last), start)
-            for first, last in sorted([*self._settled, (start, stop)]):
-                if merged and first <= merged[-1][1]:
-                    merged[-1] = (merged[-1][0], max(merged[-1][1], last))
-                else:
-                    merged.append((first, last))
-            self._settled = merged
-            first, last = next(each for each in merged if each[0] <= start <= each[1])
+            at = max(bisect_right(self._settled, (start, self._size + 1)) - 1, 0)
+            first, last, end = start, stop, at
+            if self._settled and self._settled[at][1] < start:
+                at = end = at + 1
+            while end < len(self._settled) and self._settled[end][0] <= last:
+                first, last = min(first, self._settled[end][0]), max(last, self._settled[end][1])
+                end += 1
+            known = self._settled[at][1] if at < end and self._settled[at][0] <= start else start
+            self._settled[at:end] = [(first, last)]
             found = [
                 number
                 for number in range(known // step, -(-stop // step) + 1)

@@ -310,7 +310,7 @@ def write_sidecar(
     staging = Staging.create(path)
     with contextlib.ExitStack() as stack:
         stack.callback(staging.discard)
-        written = os.path.join(staging.scratch, os.path.basename(path))
+        written = os.path.join(staging.scratch(), os.path.basename(path))
         try:
             storage.write_file(written, data)
             if overwrite:

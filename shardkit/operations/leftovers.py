@@ -20,7 +20,7 @@ from shardkit.files.shared import SharedStaging, runs_of, staging_at
 from shardkit.files.staging import OWNER, owner_of
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.agreement import SAVE, Agreement, read_all, read_parts
-from shardkit.operations.parts.foreign import foreign_in, stays
+from shardkit.operations.parts.foreign import files_in, foreign_in, stays
 
 _MAX_OWNER = 1 << 16
 
@@ -124,7 +124,7 @@ def _remove(destination: str, path: str) -> bool:
         SharedStaging(destination, path, foreign_in).give_up()
     except ShardkitError:
         return False
-    return set(storage.files_below(path)) == set(foreign_in(path))
+    return set(files_in(path)) == set(foreign_in(path))
 
 
 def warn_before(
@@ -222,7 +222,7 @@ def _look(run: SharedStaging) -> Leftover:
 
 def _sizes(path: str) -> tuple[int, str]:
     """Return the bytes that a directory takes on the disk, and when anything in it was written last."""
-    states = [_status(os.path.join(path, name)) for name in storage.files_below(path)]
+    states = [_status(os.path.join(path, name)) for name in files_in(path)]
     newest = max([written_s for _, written_s in states], default=_status(path)[1])
     written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(newest))
     return sum(nbytes for nbytes, _ in states), written

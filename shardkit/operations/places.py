@@ -59,22 +59,10 @@ Contents = Mapping[str, Callable[[], bytes]]
 
 
 class Destination(ABC):
-    """Where an output goes.
+    """Where an output goes."""
 
-    Args:
-        path: absolute.
-        options: of the verb that writes.
-        kind: of what is written.
-        made: as for `owned.find_foreign`; with `overwrite` None puts the question off.
-    """
-
-    another_place: str = "choose another destination"
-    """How records of factors come to lie on another disk."""
-
-    def __init__(self, path: str, options: WriteOptions, kind: OutputKind, made: Made | None) -> None:
-        self.path, self._options, self._kind, self.made = path, options, kind, made
-        self.exists: UsageError | None = None
-        """What is said of the output that is there, if it is not what would be written."""
+    path: str
+    """Absolute."""
 
     @abstractmethod
     def stagings(self) -> Sequence[Notebook]:
@@ -105,6 +93,15 @@ class Destination(ABC):
         return
 
     # For a process that writes
+
+    exists: UsageError | None
+    """What is said of the output that is there, if it is not what would be written."""
+    _kind: OutputKind
+    another_place: str = "choose another destination"
+    """How records of factors come to lie on another disk."""
+
+    made: Made | None
+    """As for `owned.find_foreign`; with `overwrite` None puts the question off."""
 
     @abstractmethod
     def check(self, output: str, source: str | None, named_after: str | None) -> None:
@@ -199,9 +196,10 @@ class DiskDestination(Destination):
     """A directory that all processes see."""
 
     def __init__(self, output: str, options: WriteOptions, kind: OutputKind, made: Made | None) -> None:
-        super().__init__(absolute(output), options, kind, made)
+        self.path, self.made = absolute(output), made
+        self.exists: UsageError | None = None
+        self._options, self._kind, self._is_checked = options, kind, False
         self._before: tuple[int, int] | None = None
-        self._is_checked = False
 
     def stagings(self) -> Sequence[Notebook]:
         return shared_of(self.path, foreign_in)
@@ -311,8 +309,9 @@ class StoreDestination(Destination):
     another_place = ANOTHER_PLACE
 
     def __init__(self, output: str, options: WriteOptions, kind: OutputKind, made: Made | None) -> None:
-        path = stores.plain(output) if location_of(output).is_writable else output
-        super().__init__(path, options, kind, made)
+        self.path, self.made = stores.plain(output) if location_of(output).is_writable else output, made
+        self.exists: UsageError | None = None
+        self._options, self._kind = options, kind
         self._target: StoredOutput | None = None
         self._hash = ""
 

@@ -27,7 +27,6 @@ from shardkit.errors import (
     UsageError,
     check_torch,
 )
-from shardkit.files.place.contract import Records
 from shardkit.formats.owned import Made, OutputKind
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.casts import beyond_range
@@ -40,9 +39,8 @@ from shardkit.operations.parts.part import ALL, Part
 from shardkit.operations.parts.results import PartResult, Told, converted_in
 from shardkit.operations.places import Destination, destination_at
 from shardkit.osft.job import FactoredJob
-from shardkit.osft.phase import FactorPhase
+from shardkit.osft.phase import FactorPhase, PhaseAt
 from shardkit.transfer.checks import OFF, CheckedSource
-from shardkit.transfer.execute import compared_with
 from shardkit.transfer.existing import Existing
 
 _PartOutcome = tuple[PartResult | None, CheckedSource]
@@ -366,7 +364,7 @@ class Writer:
         if isinstance(share, Committing):
             share.on_end(has_committed)
         self._told.keep(divided.warnings())
-        return result, compared_with(divided.check, divided.plan, divided.options)
+        return result, divided.compared()
 
     def _warn_of_versions(self, job: Job, begun: Mapping[str, str]) -> None:
         """Warn if what this process goes on with was begun with other versions of packages."""
@@ -381,22 +379,24 @@ class Writer:
         agreement = agreement_of(job, self._given.command, share, weights, replaces)
         if isinstance(share, Committing):
             share.check(agreement)
-        place = stack.enter_context(self.destination.place(job, agreement, is_computed=factors is not None))
+        place = self.destination.place(job, agreement, is_computed=factors is not None)
         return Divided(
-            place,
+            stack.enter_context(place),
             agreement,
             plan,
             job.output.data_nbytes,
             writing.describe,
             options,
             self._progress,
-            None if factors is None else self._phase(job, factors, place.notebook.factors),
+            self._phase(job, factors),
             is_run=share is None,
         )
 
-    def _phase(self, job: Job, factors: FactoredJob, records: Records) -> FactorPhase:
-        """Return what computes the factors of a job."""
-        return FactorPhase(
+    def _phase(self, job: Job, factors: FactoredJob | None) -> PhaseAt | None:
+        """Return what computes the factors of a job, given the place of their records; None if there are none."""
+        if factors is None:
+            return None
+        return lambda records: FactorPhase(
             job=factors,
             place=records,
             compares=self.options.check_source,

@@ -21,14 +21,15 @@ from typing import Any
 from shardkit.core.factored import FACTORS
 from shardkit.core.text import count
 from shardkit.core.threads import Progress
-from shardkit.errors import IntegrityError, ResourceError
+from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.place.contract import Records
-from shardkit.files.typed_json import parse_record
+from shardkit.files.strict_json import parse_object
 from shardkit.osft.compute import FactorRun
 from shardkit.osft.job import FactoredJob, measured_of
 from shardkit.transfer.checks import SourceCheck
+from shardkit.transfer.digests import parse_versions
 from shardkit.transfer.fill import image_crc
 from shardkit.transfer.stream import read_back
 
@@ -58,20 +59,24 @@ class FactorNote:
         return [self.target["whole"][name] for name in FACTORS]
 
 
-def _parsed(data: bytes, path: str) -> FactorNote | None:
+def _parsed(content: Mapping[str, Any], path: str) -> FactorNote | None:
     """Return the note on a target; None if it is damaged."""
-    note = parse_record(FactorNote, data)
-    if note is None or note.target.get("path") != path:
+    target, source, by = (content.get(key) for key in ("target", "source", "computed_by"))
+    if not (isinstance(target, dict) and target.get("path") == path and isinstance(by, str)):
         return None
-    whole, numbers = note.target.get("whole"), [note.target.get(key) for key in ("error", "orthogonality")]
-    if not (isinstance(whole, dict) and set(whole) == set(FACTORS)):
+    whole, numbers = target.get("whole"), [target.get(key) for key in ("error", "orthogonality")]
+    if not (
+        isinstance(whole, dict) and set(whole) == set(FACTORS) and isinstance(target.get("algorithm"), str)
+    ):
         return None
     if not all(type(crc) is int and 0 <= crc < 1 << 32 for crc in whole.values()) or not all(
         type(number) is float for number in numbers
     ):
         return None
-    has_rest = type(note.target.get("weight_crc32")) is int and isinstance(note.target.get("algorithm"), str)
-    return note if has_rest else None
+    if type(target.get("weight_crc32")) is not int or not (source is None or isinstance(source, dict)):
+        return None
+    versions = parse_versions(content.get("versions"))
+    return FactorNote(target=target, source=source, computed_by=by, versions=versions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +144,10 @@ class FactorPhase:
         }
 
     def _parsed(self, number: int, data: bytes) -> FactorNote | None:
-        note = _parsed(data, self._path(number))
+        try:
+            note = _parsed(parse_object(data, str(number)), self._path(number))
+        except ShardkitError:
+            return None
         return None if note is None or (self.compares and note.source is None) else note
 
     def _path(self, number: int) -> str:
@@ -324,3 +332,7 @@ class FactorPhase:
             return False
         finally:
             storage.close_fd(fd)
+
+
+PhaseAt = Callable[[Records], FactorPhase]
+"""Returns the phase of a job, given where records lie."""

@@ -23,10 +23,9 @@ from shardkit.core.catalog import Computed
 from shardkit.core.dtypes import DType
 from shardkit.core.text import KIB, MIB, escape, format_size
 from shardkit.core.threads import Progress, run_all, until_done
-from shardkit.errors import ResourceError, ShardkitError, UsageError
+from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.location import location_of
-from shardkit.files.manifest import Sha256
 from shardkit.files.uploads import NUM_SENDERS, part_nbytes
 from shardkit.transfer.chains import Evidence
 from shardkit.transfer.checks import CheckedSource, SourceCheck
@@ -35,7 +34,7 @@ from shardkit.transfer.fill import CrcPiece, Filler, Scatter, TaskOutput, crc_of
 from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan, plan_reading
 from shardkit.transfer.sources import SourceFiles, is_far
-from shardkit.transfer.stream import Controls, Differs, compared, read_back
+from shardkit.transfer.stream import Controls, Differs, compared
 
 _log = logging.getLogger("shardkit")
 
@@ -146,25 +145,8 @@ class FileDigest:
     """Of the whole file; None if digests are off."""
     data_crcs: tuple[int, ...]
     """CRC-32 of what fills each hole, in file order; empty where digests are off."""
-    sha256: Sha256 | None = None
+    sha256: str | None = None
     """Of the whole file, in hex; None unless a part of a divided job took it for whoever describes the output."""
-
-    def is_intact(self, directory: str) -> bool:
-        """True if the file in a directory has this size and CRC-32; with no CRC-32, the size."""
-        try:
-            fd = storage.open_fd(
-                os.path.join(directory, self.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-            )
-        except OSError:
-            return False
-        try:
-            if storage.fstat(fd).st_size != self.size:
-                return False
-            return self.crc32 is None or self.crc32 == read_back(fd, 0, self.size, bytearray(MIB))
-        except (OSError, ShardkitError):
-            return False
-        finally:
-            os.close(fd)
 
 
 class Describer(Protocol):

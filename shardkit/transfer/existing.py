@@ -153,7 +153,7 @@ class Existing:
         staging = Staging.create(self.path)
         with contextlib.ExitStack() as stack:
             stack.callback(staging.discard)
-            work = staging.scratch
+            work = staging.scratch()
             linked = set(self._link(work))
             with self.describe(work) as descriptions:
                 self.progress.start(self.plan.hole_bytes, "comparing")
@@ -168,10 +168,12 @@ class Existing:
                 )
                 digests, scattered = execution.run()
                 descriptions.finish(digests, {**scattered, **(self.factors.crcs if self.factors else {})})
-            for name in storage.files_below(work):
-                made, there = os.path.join(work, name), os.path.join(self.path, name)
-                if name not in linked and not (_are_same(made, there) or _say_the_same(made, there)):
-                    yield f"{escape(name)}: missing, or with other content"
+            for here, _, names in storage.walk(work):
+                for name in sorted(names):
+                    relative = os.path.relpath(os.path.join(here, name), work)
+                    made, there = os.path.join(here, name), os.path.join(self.path, relative)
+                    if relative not in linked and not (_are_same(made, there) or _say_the_same(made, there)):
+                        yield f"{escape(relative)}: missing, or with other content"
 
     def _link(self, directory: str) -> Iterator[str]:
         """Let the images lie beside what describes them; yield their names.
@@ -257,10 +259,8 @@ def _key(path: str) -> str:
 
 def _record(plan_hash: str, recorded: Sequence[str], directory: str) -> bytes:
     """Return the plan and the state of every file, as bytes."""
-    files = {
-        name: FileStamp.of(storage.lstat(os.path.join(directory, name)))
-        for name in storage.files_below(directory)
-    }
+    places = (os.path.join(here, name) for here, _, names in storage.walk(directory) for name in names)
+    files = {os.path.relpath(place, directory): FileStamp.of(storage.lstat(place)) for place in places}
     return json.dumps({"plan": [plan_hash, *sorted(recorded)], "files": files}, sort_keys=True).encode()
 
 

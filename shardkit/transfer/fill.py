@@ -258,7 +258,7 @@ class CrcPiece(NamedTuple):
     crc: int
 
 
-def crc_of(pieces: Iterable[tuple[int, int, int]], nbytes: int) -> tuple[int | None, bool]:
+def crc_of(pieces: Iterable[CrcPiece], nbytes: int) -> tuple[int | None, bool]:
     """Return the CRC-32 of a whole tensor from pieces, some of which may have been read twice.
 
     Returns:

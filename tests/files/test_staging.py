@@ -13,8 +13,8 @@ import pytest
 from shardkit.errors import UsageError
 from shardkit.files import staging as module
 from shardkit.files import storage
-from shardkit.files.shared import reclaimable_bytes, recover_output, remove_abandoned, runs_of
-from shardkit.files.staging import Owner, Staging, nothing
+from shardkit.files.shared import reclaimable_bytes, recover_output, remove_abandoned
+from shardkit.files.staging import Owner, Staging, owned
 
 MAKE = "import sys; from shardkit.files.staging import Staging; print(Staging.create(sys.argv[1]).path)"
 
@@ -26,7 +26,7 @@ def dead_staging(destination: Path) -> Path:
 
 
 def abandoned(destination: str) -> list[str]:
-    return [run.path for run in runs_of(destination, nothing) if run.is_over]
+    return [path for path, owner in owned(destination) if owner.is_provably_dead()]
 
 
 def started(pid: int) -> int:
@@ -95,7 +95,7 @@ def test_a_run_of_this_process_is_over_when_it_is_released(tmp_path: Path) -> No
     first, second = (Staging.create(str(tmp_path / "out")) for _ in range(2))
     assert first.path != second.path
     assert abandoned(str(tmp_path / "out")) == []
-    first.owner.end()
+    first.release()
     assert abandoned(str(tmp_path / "out")) == [first.path]
     assert reclaimable_bytes(str(tmp_path / "out")) > 0
     remove_abandoned(str(tmp_path / "out"), lambda path: ())

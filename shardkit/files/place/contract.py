@@ -208,9 +208,9 @@ class Place(ABC):
     # What is there
 
     @property
+    @abstractmethod
     def is_committed(self) -> bool:
         """True if the output is known to be what processes with this plan have made."""
-        return self.notebook.is_committed
 
     @property
     @abstractmethod
@@ -282,7 +282,7 @@ class Place(ABC):
 
     @abstractmethod
     def room_for_records(self) -> AbstractContextManager[str]:
-        """Give a directory on this machine, where records are until all have them, and perhaps longer."""
+        """Give an empty directory on this machine, where records are until all have them, and perhaps longer."""
 
     @abstractmethod
     def publish(

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -80,6 +80,10 @@ class DiskPlace(Place):
             ) from error
 
     # What is there
+
+    @property
+    def is_committed(self) -> bool:
+        return self._staging.is_committed
 
     @property
     def has_made(self) -> bool:
@@ -162,8 +166,11 @@ class DiskPlace(Place):
             self._is_lost = True
             raise
 
-    def room_for_records(self) -> AbstractContextManager[str]:
-        return nullcontext(self._work)
+    @contextlib.contextmanager
+    def room_for_records(self) -> Iterator[str]:
+        directory = os.path.join(self._work, "factors")
+        storage.mkdir(directory)
+        yield directory
 
     def publish(
         self,

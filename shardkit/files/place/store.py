@@ -21,7 +21,6 @@ import tempfile
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +30,7 @@ from shardkit.errors import (
     IncompleteError,
     IntegrityError,
     ResourceError,
+    ShardkitError,
     SourceError,
     UsageError,
 )
@@ -44,7 +44,6 @@ from shardkit.files.remote.contract import WrittenObject
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared import SharedStaging, note_name, remove_runs
 from shardkit.files.strict_json import parse_object
-from shardkit.files.typed_json import parse_record
 from shardkit.files.uploads import PART_NBYTES, Session
 
 PROBE = ".shardkit-probe-"
@@ -86,15 +85,6 @@ class StoredOutput:
     def directory(self) -> str:
         """Where the files lie."""
         return self.path if self.is_flat else os.path.join(self.path, self.mark)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredNote:
-    """A note, and what the store has of the file that it is about."""
-
-    note: Mapping[str, Any]
-    etag: str
-    crc32: int
 
 
 class StorePlace(Place):
@@ -195,17 +185,27 @@ class StorePlace(Place):
         wanted = [number for number in numbers if number not in missing]
         for start in range(0, len(wanted), _NOTES_AT_ONCE):
             notes = {
-                number: note
+                number: parsed
                 for number, data in self._notebook.done.notes(wanted[start : start + _NOTES_AT_ONCE]).items()
-                if (note := parse_record(StoredNote, data)) is not None
+                if (parsed := self._parsed(number, data)) is not None
             }
             names = [self._files[number][0] for number in notes]
             there = at_once(self._store.head, map(self.path_of, names))
-            for (number, note), name, here in zip(notes.items(), names, there, strict=True):
-                stored = WrittenObject(self._files[number][1], note.etag, note.crc32)
+            for (number, (note, stored)), name, here in zip(notes.items(), names, there, strict=True):
                 if is_same(here, stored):
                     self._stored[name] = stored
-                    yield number, note.note
+                    yield number, note
+
+    def _parsed(self, number: int, data: bytes) -> tuple[Mapping[str, Any], WrittenObject] | None:
+        """Return a note, and the object that it tells of; None if it is damaged."""
+        try:
+            content = parse_object(data, str(number))
+        except ShardkitError:
+            return None
+        note, etag, crc = content.get("note"), content.get("etag"), content.get("crc32")
+        if not isinstance(note, dict) or not isinstance(etag, str) or not isinstance(crc, int):
+            return None
+        return note, WrittenObject(self._files[number][1], etag, crc)
 
     # The output
 
@@ -231,7 +231,11 @@ class StorePlace(Place):
         if output.overwrites and output.is_flat:
             stores.forget()
             output.look(output.path)
-        names = sorted(storage.files_below(beside))
+        names = sorted(
+            os.path.relpath(os.path.join(here, name), beside)
+            for here, _, inside in storage.walk(beside)
+            for name in inside
+        )
         names.remove(output.marker)
         at_once(lambda name: self._send(os.path.join(beside, name), self.path_of(name)), names)
         self._marker = data = _read(os.path.join(beside, output.marker))
@@ -460,15 +464,22 @@ class RunInStore(StorePlace):
     @contextlib.contextmanager
     def workplace(self) -> Iterator[str]:
         self._session = Session(self.data, before_object=self._check_not_read)
-        with contextlib.ExitStack() as stack:
-            # Without notes a later run takes longer; but factors need a place here.
-            with contextlib.suppress(*[] if self.needs_notebook else [OSError]):
-                self._work = stack.enter_context(self._local.workplace())
-            stack.enter_context(self._session)
+        with self._workplace_here(), self._session:
             yield self.data
 
-    def room_for_records(self) -> AbstractContextManager[str]:
-        return nullcontext(self._work)
+    @contextlib.contextmanager
+    def _workplace_here(self) -> Iterator[None]:
+        """Let notes be written, if they can be: without some a later run takes longer, but factors need their place."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(*[] if self.needs_notebook else [OSError]):
+                self._work = stack.enter_context(self._local.workplace())
+            yield
+
+    @contextlib.contextmanager
+    def room_for_records(self) -> Iterator[str]:
+        directory = os.path.join(self._work, "factors")
+        storage.mkdir(directory)
+        yield directory
 
     def _check_not_read(self) -> None:
         """Refuse to replace a file of an output that has appeared: what was computed may have other bits in it.

@@ -46,11 +46,12 @@ def place_of_run(output: str, *, is_needed: bool) -> Iterator[str]:
 @contextlib.contextmanager
 def room_for_records(output: str) -> Iterator[str]:
     """Give a directory for the records of a part until the store has them; it goes afterwards, with those of dead runs."""
-    remove_records(output)
     with _made_directory(is_needed=True) as directory:
-        staging = Staging.create(os.path.join(directory, _name(output)))
+        beside = os.path.join(directory, _name(output))
+        remove_runs(beside, nothing, but="")
+        staging = Staging.create(beside)
         try:
-            yield staging.scratch
+            yield staging.scratch()
         finally:
             staging.discard()
 

@@ -14,13 +14,14 @@ from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.place.contract import Notebook
-from shardkit.files.strict_json import parse_object
-from shardkit.files.typed_json import record_of
+from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.part import Part, divide, parse_part
+from shardkit.transfer.digests import parse_versions
 
 SAVE = "save"
 """The verb of a run in which the ranks of a training job write: what its files are called is torch's to say."""
 _FORMAT = 1
+_MAX_BYTES = 1 << 28
 _PATHS = ("source", "checkpoint", "base", "tokenizer", "keys", "source_manifest", "adapter_config")
 _MADE = "manifest_file"
 """A path that does not exist yet."""
@@ -142,16 +143,25 @@ class Agreement:
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
 
     @classmethod
-    def of(cls, staging: Notebook) -> Agreement:
-        """Return the agreement of the parts that share a place.
+    def read(cls, path: str) -> Agreement:
+        """Return the agreement of the parts in a directory.
+
+        Args:
+            path: of `plan.json`.
 
         Raises:
-            SourceError: `plan.json` is missing or not what shardkit writes.
+            SourceError: the file is missing or not what shardkit writes.
             ResourceError: it cannot be read.
         """
-        data, (above, name) = staging.read_record(), os.path.split(staging.record)
+        name = _name_of(path)
+        return cls.parse(read_small(path, name, _MAX_BYTES, follow=False), name)
+
+    @classmethod
+    def of(cls, staging: Notebook) -> Agreement:
+        """Return the agreement of the parts that share a place; errors as `read`."""
+        data = staging.read_record()
         try:
-            return cls.parse(data, os.path.join(os.path.basename(above), name))
+            return cls.parse(data, _name_of(staging.record))
         except SourceError as error:
             raise SourceError(
                 error.message,
@@ -171,12 +181,34 @@ class Agreement:
             SourceError: it is not what shardkit writes.
         """
         content = parse_object(data, name)
-        if content.get("format") != _FORMAT:
+        if content.pop("format", None) != _FORMAT:
             raise SourceError(f"{escape(name)} was written by another version of shardkit")
-        agreement = record_of(cls, content)
-        if agreement is None:
-            raise SourceError(f"{escape(name)} is damaged")
-        return agreement
+        try:
+            command = content.pop("command")
+            files, weights = content.pop("files"), content.pop("weights", [])
+            versions = parse_versions(content.pop("versions", None))
+            assert isinstance(command, dict)
+            assert isinstance(files, list)
+            assert isinstance(weights, list)
+            found = cls(
+                command=Command(**command),
+                files=[(str(n), int(s)) for n, s in files],
+                weights=[(str(n), int(s)) for n, s in weights],
+                versions=versions or None,
+                **{"beside": [], "here": [], **content},  # type: ignore[arg-type]
+            )
+            assert isinstance(found.command.options, dict)
+            assert isinstance(found.num_parts, int)
+            assert all(isinstance(text, str) for text in (found.plan, found.version, found.typed))
+            assert found.replaces is None or isinstance(found.replaces, str)
+            assert isinstance(found.ingredients, dict)
+            assert isinstance(found.cwd, str)
+            for names in (found.beside, found.here):
+                assert isinstance(names, list)
+                assert all(isinstance(name, str) for name in names)
+        except (AssertionError, KeyError, TypeError, ValueError):
+            raise SourceError(f"{escape(name)} is damaged") from None
+        return found
 
     def is_stale(self, other: Agreement) -> bool:
         """True if a run of this plan has begun on this machine with another state of the source: times in ns, inodes."""
@@ -286,3 +318,7 @@ def read_all(stagings: Sequence[_S]) -> list[tuple[_S, Agreement]]:
             if staging.exists:
                 raise
     return found
+
+
+def _name_of(path: str) -> str:
+    return os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))

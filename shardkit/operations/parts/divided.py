@@ -35,20 +35,22 @@ from shardkit.files.digest import sha256_of
 from shardkit.files.place.contract import Place, given_up
 from shardkit.operations.parts.agreement import Agreement, read_all, read_parts
 from shardkit.operations.parts.alone import Alone
-from shardkit.operations.parts.notes import Note, Pieces, load_note
+from shardkit.operations.parts.notes import Note, load_note
 from shardkit.operations.parts.part import ALL, Part, share_of
 from shardkit.operations.parts.results import PartResult
-from shardkit.osft.phase import FactorPhase
+from shardkit.osft.phase import PhaseAt
 from shardkit.transfer.chains import Evidence
-from shardkit.transfer.checks import SourceCheck
+from shardkit.transfer.checks import CheckedSource, SourceCheck
+from shardkit.transfer.digests import is_intact
 from shardkit.transfer.execute import (
     Describer,
     ExecuteOptions,
     Execution,
     FileDigest,
     ReadingExecution,
+    compared_with,
 )
-from shardkit.transfer.fill import crc_of
+from shardkit.transfer.fill import CrcPiece, crc_of
 from shardkit.transfer.plan import TransferPlan
 
 _T = TypeVar("_T")
@@ -79,7 +81,7 @@ class Divided:
         describe: writes what lies beside the images.
         options: how to move.
         progress: told of the bytes.
-        phase: computes factors, of which files are made; None if there are none. Files are written by the parts that see
+        phase: gives what computes factors, of which files are made; None if there are none. Files are written by the parts that see
             those of all weights then: at the latest by the last one, or by whoever commits.
         is_run: one process carries out all of it, or several that were started alike.
     """
@@ -93,18 +95,17 @@ class Divided:
         describe: Describe,
         options: ExecuteOptions,
         progress: Progress,
-        phase: FactorPhase | None,
+        phase: PhaseAt | None,
         *,
         is_run: bool = False,
     ) -> None:
-        self.place, self._agreement, self._describe = place, agreement, describe
-        self.plan, self.options = plan, options
+        self.place, self._agreement, self._plan, self._describe = place, agreement, plan, describe
         self._destination, self._shared = place.destination, place.notebook
         self._images, self._data_nbytes = list(plan.images), data_nbytes
-        self._progress, self._is_run = progress, is_run
+        self._options, self._progress, self._is_run = options, progress, is_run
         self._resumed_weights = 0
         self._own = dict[str, Note]()  # what a run has written itself it need not read again
-        self._phase = phase
+        self._phase = None if phase is None else phase(self._shared.factors)
         self.alone = Alone(place, agreement)
         self.check = SourceCheck(plan.catalog) if options.check_source else None
         """Compares what is read with what the source records."""
@@ -122,9 +123,6 @@ class Divided:
         Raises:
             UsageError: parts of another plan are under way, or the destination is there.
         """
-        if self.place.is_lost:  # another process has removed what was written here
-            self.place.begin_again()
-            self._own.clear()
         if self._is_run or not self._shared.is_open:
             self.place.check()  # before hours of computing
         try:
@@ -177,66 +175,40 @@ class Divided:
 
     def _check_alone(self) -> None:
         """Refuse if parts of another plan are under way."""
-        others, ours = [agreement for _, agreement in read_all(self.place.others())], self._agreement
-        UsageError.raise_for(
-            [
-                f"{other.plan[:16]}: {difference}"
-                for other in others
-                for difference in (list(other.differences(ours)) or ["no difference is known"])
-            ],
-            f"parts of another plan are under way for {escape(self._destination)}: "
-            f"{listed([other.plan[:16] for other in others])} are there, {ours.plan[:16]} here",
-            hint="give all parts the same command, source and version of shardkit; or give up what is there: "
-            f"`shardkit status {in_shell(self._destination)} --abort`",
-        )
+        others = read_all(self.place.others())
+        if others:
+            raise self._other_plan([agreement for _, agreement in others])
 
-    # Trying again
+    def _begin_again(self) -> None:
+        """Forget what was written here, if another process has removed it."""
+        if self.place.is_lost:
+            self.place.begin_again()
+            self._own.clear()
 
-    def _retried(self, work: Callable[[], _T], goes_on: Callable[[Exception], bool]) -> _T:
-        """Do something, and once more as long as what became of it `goes_on`: each time, others were in the middle of a
-        commit, or have given all up."""
+    def _unless_taken(self, work: Callable[[], _T]) -> _T:
+        """Do something, and once more where a commit had taken the data meanwhile; that one may have died."""
         for _ in range(_MOST_TRIES):
             try:
                 return work()
             except (OSError, ShardkitError) as error:
-                if not goes_on(error):
+                is_gone = any(isinstance(cause, FileNotFoundError) for cause in causes(error))
+                is_back = self._shared.reopen() or (is_gone and self.place.is_open)
+                # Asked last: that commit may have ended since the work looked.
+                if not is_back and not (is_gone and self.place.another_has_made()):
                     raise
         return work()
 
-    def _is_back(self, error: Exception) -> bool:
-        """True if a commit had taken the data, which are there again, or an output; that one may have died."""
-        is_gone = any(isinstance(cause, FileNotFoundError) for cause in causes(error))
-        is_back = self._shared.reopen() or (is_gone and self.place.is_open)
-        # Asked last: that commit may have ended since the work looked.
-        return is_back or (is_gone and self.place.another_has_made())
-
-    def _may_begin_again(self, error: Exception) -> bool:
-        """True if somebody has given all up: a run begins anew, and parts go on with what others have begun since."""
-        is_over = isinstance(error, IncompleteError | ResourceError)
-        return is_over and self.place.is_lost and (self._is_run or self._shared.is_open)
-
-    def _at_work(self, work: Callable[[str], _T]) -> _T | None:
-        """Do something in a workplace; None if another process has made the output meanwhile.
-
-        Raises:
-            IncompleteError: somebody has given all up.
-            ResourceError: the system refuses.
-        """
-        try:
-            with self.place.workplace() as directory:
-                return work(directory)
-        except (OSError, ShardkitError) as error:
-            if self.place.another_has_made():
-                return None
-            if not (self.place.is_open or self.place.has_made):
-                raise given_up(self._destination) from error
-            if isinstance(error, OSError):
-                raise ResourceError(
-                    f"cannot write to {escape(self._shared.path)}: {error.strerror}"
-                ) from error
-            raise
-
     # A part
+
+    @property
+    def plan(self) -> TransferPlan:
+        """What is moved."""
+        return self._plan
+
+    @property
+    def options(self) -> ExecuteOptions:
+        """How it is moved."""
+        return self._options
 
     def files_of(self, part: Part) -> list[int]:
         """Return the numbers of the files that a part writes."""
@@ -266,29 +238,44 @@ class Divided:
             IncompleteError: somebody gave it up meanwhile.
             IntegrityError, ResourceError: as `Execution.run`.
         """
-        return self._retried(
-            lambda: self._run(part), lambda error: self._is_back(error) or self._may_begin_again(error)
-        )
+        for _ in range(_MOST_TRIES):
+            try:
+                return self._unless_taken(lambda: self._run(part))
+            except (IncompleteError, ResourceError):
+                # Parts end where somebody has given them up; if others have begun anew since, they go on with these.
+                if not (self.place.is_lost and (self._is_run or self._shared.is_open)):
+                    raise
+            self._begin_again()
+        return self._unless_taken(lambda: self._run(part))
 
     def _run(self, part: Part) -> PartResult:
         if not self._begin():
             self.was_there = True
             return self.all_done(part)
-        result = self._at_work(lambda directory: self._write(part, directory))
-        # Else others have made the output, who had this part's files too.
-        return self.result(part, is_committed=True) if result is None else result
+        try:
+            with self.place.workplace() as directory:
+                # A damaged record is refused before anything is moved.
+                for _, begun in () if self._is_run else read_all([self._shared]):
+                    self.on_joined(begun.versions or {})
+                self._tell(part, is_done=False)
+                resumed = self._carry_out(part, directory)
+                self._tell(part, is_done=True)
+            result = self.result(part, resumed_files=resumed)
+            if self._is_run or self.place.is_open:
+                return result
+            raise FileNotFoundError(errno.ENOENT, "its directory is gone", self._shared.path)
+        except (OSError, ShardkitError) as error:
+            if self.place.is_open:
+                if isinstance(error, OSError):
+                    raise self._cannot_write(error) from error
+                raise
+            if not self.place.another_has_made():
+                raise given_up(self._destination) from error
+            return self.result(part, is_committed=True)  # by others, who had this part's files too
 
-    def _write(self, part: Part, directory: str) -> PartResult:
-        # A damaged record is refused before anything is moved.
-        for _, begun in () if self._is_run else read_all([self._shared]):
-            self.on_joined(begun.versions or {})
-        self._tell(part, is_done=False)
-        resumed = self._carry_out(part, directory)
-        self._tell(part, is_done=True)
-        result = self.result(part, resumed_files=resumed)
-        if self._is_run or self.place.is_open:
-            return result
-        raise FileNotFoundError(errno.ENOENT, "its directory is gone", self._shared.path)
+    def compared(self) -> CheckedSource:
+        """Return how much of what was read was compared with what the source records."""
+        return compared_with(self.check, self._plan, self._options)
 
     def all_done(self, part: Part) -> PartResult:
         """Return the outcome of a part whose output was there before it began."""
@@ -322,6 +309,21 @@ class Divided:
         missing = self._shared.done.missing(len(self._images))
         return [number for number in missing if self._images[number].name not in self._own]
 
+    def _other_plan(self, others: Sequence[Agreement]) -> UsageError:
+        problems = [
+            f"{other.plan[:16]}: {difference}"
+            for other in others
+            for difference in (list(other.differences(self._agreement)) or ["no difference is known"])
+        ]
+        are = listed([other.plan[:16] for other in others])
+        return UsageError(
+            f"parts of another plan are under way for {escape(self._destination)}: {are} there, "
+            f"{self._agreement.plan[:16]} here",
+            problems=problems,
+            hint="give all parts the same command, source and version of shardkit; or give up what is there: "
+            f"`shardkit status {in_shell(self._destination)} --abort`",
+        )
+
     def _tell(self, part: Part, *, is_done: bool) -> None:
         """Note for people who carries out a part."""
         content = {"host": socket.gethostname(), "pid": os.getpid(), "found": part.found, "is_done": is_done}
@@ -331,6 +333,12 @@ class Divided:
     def _computed(self) -> str | None:
         """Stands for what was computed for the files; None if nothing was, or not all of it is known."""
         return None if self._phase is None else self._phase.digest
+
+    def _counts(self, note: Note) -> bool:
+        """True if a file that is there may be one of the output."""
+        # What was made of other factors is no file of this output; before all are known, none is.
+        is_known = self._phase is None or self._computed is not None
+        return is_known and (self.check is None or note.source is not None) and note.factors == self._computed
 
     def _carry_out(self, part: Part, directory: str) -> int:
         """Do what a part has to do; return how many of its files were finished before."""
@@ -372,14 +380,10 @@ class Divided:
                 yield number, note
 
     def _parsed(self, number: int, content: Mapping[str, Any]) -> Note | None:
-        """Return a note that was read; None if it is damaged, or its file cannot be one of the output."""
+        """Return a note that was read; None if it is damaged, or its file counts no more."""
         image = self._images[number]
         note = load_note(content, image.name, image.size)
-        if note is None or (self.check is not None and note.source is None):
-            return None
-        # What was made of other factors is no file of this output; before all are known, none is.
-        is_known = self._phase is None or self._computed is not None
-        return note if is_known and note.factors == self._computed else None
+        return note if note is not None and self._counts(note) else None
 
     def _forget(self, numbers: Sequence[int]) -> None:
         """Remove notes: the files are written anew."""
@@ -402,7 +406,7 @@ class Divided:
     def _is_whole(self, note: Note) -> bool:
         """True if a file that was finished before may be taken as it is: no run reads twice what it has written."""
         is_read = self._is_run and not self.place.vouches and note is not self._own.get(note.digest.name)
-        return (not is_read or note.digest.is_intact(self.place.data)) and self._load(note)
+        return (not is_read or is_intact(note.digest, self.place.data)) and self._load(note)
 
     def _is_another_at_work(self, part: Part) -> bool:
         """True if another part has begun and has not said that it ended; it may have died."""
@@ -441,16 +445,16 @@ class Divided:
         takes_sha256 = bool(self._agreement.command.options.get("sha256"))
         scattered = self._scattered()
         execution = Execution(
-            self.plan,
+            self._plan,
             directory,
-            self.options,
+            self._options,
             finished=finished,
             left={image.name for image in self._images} - names.keys(),
             read_for={
                 fqn: name
                 for name in names.keys() - finished.keys()
                 for fqn in scattered.get(names[name], ())
-                if fqn in self.plan.gathered
+                if fqn in self._plan.gathered
             },
             on_finished=on_finished,
             progress=self._progress,
@@ -477,9 +481,9 @@ class Divided:
         One that is gathered is read once more as a whole, for its CRC-32: by whoever writes one of its files.
         """
         found = dict[int, list[str]]()
-        for tensor, (fqn, holes) in enumerate(self.plan.scattered.items()):
+        for tensor, (fqn, holes) in enumerate(self._plan.scattered.items()):
             files = list(dict.fromkeys(file for file, _ in holes))
-            for file in [files[tensor % len(files)]] if fqn in self.plan.gathered else files:
+            for file in [files[tensor % len(files)]] if fqn in self._plan.gathered else files:
                 found.setdefault(file, []).append(fqn)
         return found
 
@@ -496,22 +500,31 @@ class Divided:
         lacks = 0
         for _ in range(_MOST_TRIES if self._is_run else 0):
             try:
-                return self._retried(self._commit, self._is_back)
+                return self._unless_taken(self._commit)
             except (OSError, ShardkitError) as error:
                 is_here = self.place.is_open or self.place.has_made
                 lacks += is_here and isinstance(error, IncompleteError)
                 if is_here and (lacks > 1 or not isinstance(error, IncompleteError)):
                     raise
             # A note could not be read, or a twin has removed it; or all of this was removed, by a twin or with its commit.
-            self.run(ALL)
-        return self._retried(self._commit, self._is_back)
+            self._begin_again()
+            if self.run(ALL).is_committed:
+                return False
+        return self._unless_taken(self._commit)
 
     def _commit(self) -> bool:
-        return bool(self._at_work(self._write_and_make))
-
-    def _write_and_make(self, directory: str) -> bool:
-        self._write_rest(directory)
-        return self._make(directory)
+        try:
+            with self.place.workplace() as directory:
+                self._write_rest(directory)
+                return self._make(directory)
+        except (OSError, ShardkitError) as error:
+            if self.place.another_has_made():
+                return False
+            if not (self.place.is_open or self.place.has_made):
+                raise given_up(self._destination) from error
+            if isinstance(error, OSError):
+                raise self._cannot_write(error) from error
+            raise
 
     def _write_rest(self, directory: str) -> None:
         """Write the files whose parts have ended while others lacked factors.
@@ -528,6 +541,9 @@ class Divided:
         rest = [number for number in range(len(self._images)) if number not in done]
         if rest:
             self._move(rest, directory, "files")
+
+    def _cannot_write(self, error: OSError) -> ResourceError:
+        return ResourceError(f"cannot write to {escape(self._shared.path)}: {error.strerror}")
 
     def _make(self, directory: str) -> bool:
         """Describe what all parts wrote, and let the output appear; False if another process has made it."""
@@ -559,11 +575,11 @@ class Divided:
             execution = ReadingExecution(
                 plan,
                 self.place.data,
-                self.options,
+                self._options,
                 finished={},
                 on_finished=lambda digest, _: descriptions.add_file(digest),
                 progress=self._progress,
-                check=SourceCheck(plan.catalog) if self.options.check_source else None,
+                check=SourceCheck(plan.catalog) if self._options.check_source else None,
             )
             try:
                 descriptions.finish(*execution.run())
@@ -579,9 +595,9 @@ class Divided:
     ) -> None:
         """Compare what all parts have read with what the source records, and describe the output."""
         execution = Execution(
-            self.plan,
+            self._plan,
             directory,
-            self.options,
+            self._options,
             finished=digests,
             scattered=scattered,
             on_finished=lambda *_: None,
@@ -601,7 +617,7 @@ class Divided:
         Raises:
             IntegrityError: other factors were read than were computed.
         """
-        if self._phase is None or not self.options.digests:
+        if self._phase is None or not self._options.digests:
             return scattered
         computed = self._phase.job.crcs
         IntegrityError.raise_for(
@@ -633,7 +649,7 @@ class Divided:
     def _finished(self) -> tuple[dict[str, FileDigest], dict[str, int | None]]:
         """Return the digest of every file, and the CRC-32 of every scattered tensor."""
         digests, missing = dict[str, FileDigest](), {*range(len(self._images))}
-        read = list[tuple[str, Pieces | None]]()
+        read = list[tuple[str, Sequence[CrcPiece] | None]]()
         for number, note in self._notes(range(len(self._images))):
             if self._load(note):
                 missing.remove(number)
@@ -643,24 +659,24 @@ class Divided:
             raise incomplete(self._destination, self._agreement, sorted(missing))
         return digests, self._scattered_crcs(read)
 
-    def _scattered_crcs(self, read: Iterable[tuple[str, Pieces | None]]) -> dict[str, int | None]:
+    def _scattered_crcs(self, read: Iterable[tuple[str, Sequence[CrcPiece] | None]]) -> dict[str, int | None]:
         """Return the CRC-32 of every scattered tensor from what parts have read of it; None where there is none."""
-        found, pieces = dict[str, int | None](), dict[str, set[tuple[int, int, int]]]()
+        found, pieces = dict[str, int | None](), dict[str, set[CrcPiece]]()
         different = list[str]()
         for fqn, of_note in read:
-            if fqn not in self.plan.scattered:  # other records of the source are open here
+            if fqn not in self._plan.scattered:  # other records of the source are open here
                 continue
             if of_note is None:
                 found[fqn] = None
             else:
                 pieces.setdefault(fqn, set()).update(of_note)
         for name, held in pieces.items():
-            dtype = self.plan.scattered[name][0][1].dtype
-            crc, differ = crc_of(held, self.plan.catalog.tensors[name].num_elements * dtype.itemsize)
+            dtype = self._plan.scattered[name][0][1].dtype
+            crc, differ = crc_of(held, self._plan.catalog.tensors[name].num_elements * dtype.itemsize)
             different += [name] if differ else []
             if crc is not None:  # else the tensor is read once more, for its CRC-32
                 found[name] = crc
-        self._forget(sorted({file for name in different for file, _ in self.plan.scattered[name]}))
+        self._forget(sorted({file for name in different for file, _ in self._plan.scattered[name]}))
         IntegrityError.raise_for(
             sorted(map(escape, different)),
             "parts read different values of the same tensors: the source changed, or a disk fails",

@@ -10,7 +10,7 @@ from functools import cache
 from shardkit.core.text import escape, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
-from shardkit.files.shared import ASIDE, GONE, NOTHING, TAKEN, SharedStaging, runs_of
+from shardkit.files.shared import ASIDE, GONE, NOTHING, TAKEN, runs_of
 from shardkit.files.staging import OWNER, Owner, nothing
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.hub.assets import is_asset
@@ -62,7 +62,7 @@ def foreign_in(path: str) -> list[str]:
             return goes_back or lists(top)(below)
         return is_shared and _OF_SHARED.fullmatch(name) is not None
 
-    return [name for name in storage.files_below(path) if not is_known(name)]
+    return [name for name in files_in(path) if not is_known(name)]
 
 
 def _is_empty(path: str) -> bool:
@@ -74,12 +74,20 @@ def _is_empty(path: str) -> bool:
 
 def _of_parts(path: str) -> set[str]:
     """Return the names of the files that parts share there, with what describes them; empty if none do, or none is known."""
+    place = os.path.join(path, _RECORD)
     try:
-        agreement = Agreement.of(SharedStaging("", path, nothing))
+        agreement = Agreement.read(place)
     except ShardkitError:
         return set()
     names = {name for name, _ in agreement.files}
     return set() if agreement.command.verb == SAVE else names | _described(names) | set(agreement.beside)
+
+
+def files_in(path: str) -> Iterator[str]:
+    """Yield all files in a directory, relative to it; links to directories too."""
+    for here, folders, names in storage.walk(path):
+        links = [name for name in folders if storage.islink(os.path.join(here, name))]
+        yield from sorted(os.path.relpath(os.path.join(here, name), path) for name in (*names, *links))
 
 
 def _described(written: Collection[str]) -> set[str]:
@@ -96,15 +104,17 @@ def _listed(directory: str) -> Callable[[str], bool]:
         said = manifest.read(directory)
     except ShardkitError:
         said = None
-    # A save that did not come as far as its manifest has its assets in a folder.
-    folder = f"{SAVED_ASSETS}/" if said is None else ""
-    known = set[str]() if said is None else {file.name for file in manifest.every_file(said)}
+    if said is None:  # a save that did not come as far as its manifest
 
-    def is_listed(name: str) -> bool:
-        is_of_run = _OF_RUNS.fullmatch(os.path.basename(name)) is not None
-        return is_of_run or is_asset(name.removeprefix(folder)) or name in known
+        def is_listed(name: str) -> bool:
+            return is_asset(name.removeprefix(f"{SAVED_ASSETS}/"))
+    else:
+        known = {file.name for file in manifest.every_file(said)}
 
-    return is_listed
+        def is_listed(name: str) -> bool:
+            return is_asset(name) or name in known
+
+    return lambda name: bool(_OF_RUNS.fullmatch(os.path.basename(name))) or is_listed(name)
 
 
 def stays(path: str, foreign: Collection[str]) -> str:
@@ -120,14 +130,12 @@ def name_foreign(destination: str) -> Iterator[str]:
     Args:
         destination: absolute.
     """
-    for run in runs_of(destination, nothing):
-        if not run.is_over:
-            continue
+    for path in (run.path for run in runs_of(destination, nothing) if run.is_over):
         try:
-            Agreement.of(run)
+            Agreement.read(os.path.join(path, _RECORD))
         except ResourceError:  # a disk that fails: nothing says which files are shardkit's
             continue
         except SourceError:
             pass
-        if foreign := foreign_in(run.path):
-            yield stays(run.path, foreign)
+        if foreign := foreign_in(path):
+            yield stays(path, foreign)

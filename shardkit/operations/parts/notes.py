@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardkit.files.typed_json import record_of
+from shardkit.transfer.digests import parse_digest, parse_versions
 from shardkit.transfer.execute import FileDigest
-
-Pieces = Sequence[tuple[int, int, int]]
-"""What was read of a tensor: `CrcPiece`s, or such from JSON."""
+from shardkit.transfer.fill import CrcPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +21,7 @@ class Note:
     digest: FileDigest
     source: Mapping[str, Any] | None
     """What was read for it, from `SourceCheck.dump`; None if nothing was compared."""
-    scattered: Sequence[tuple[str, Pieces | None]]
+    scattered: Sequence[tuple[str, Sequence[CrcPiece] | None]]
     """Of each scattered tensor that it has a region of: its name in the source, and what was read of it; None if CRC-32s of
     what is read do not make up the tensor's."""
     factors: str | None = None
@@ -41,9 +39,38 @@ def load_note(content: Mapping[str, Any], name: str, size: int) -> Note | None:
     """Return a note that was read; None if it is damaged, or of another file.
 
     Args:
-        content: what `Note.dump` has written; it is used up.
+        content: what `Note.dump` has written.
         name: of the file.
         size: in bytes.
     """
-    note = record_of(Note, content)
-    return note if note is not None and (note.digest.name, note.digest.size) == (name, size) else None
+    entry, source, scattered = content.get("digest"), content.get("source"), content.get("scattered")
+    digest = parse_digest(entry) if isinstance(entry, dict) else None
+    if digest is None or (digest.name, digest.size) != (name, size) or not isinstance(scattered, list):
+        return None
+    if not (source is None or isinstance(source, dict)) or not all(map(_is_tensor, scattered)):
+        return None
+    factors = content.get("factors")
+    return Note(
+        digest=digest,
+        source=source,
+        scattered=[_load(*entry) for entry in scattered],
+        factors=factors if isinstance(factors, str) else None,
+        versions=parse_versions(content.get("versions")) or None,
+    )
+
+
+def _is_tensor(entry: object) -> bool:
+    if not isinstance(entry, list) or len(entry) != 2:
+        return False
+    fqn, pieces = entry
+    return isinstance(fqn, str) and (
+        pieces is None or (isinstance(pieces, list) and all(map(_is_piece, pieces)))
+    )
+
+
+def _is_piece(entry: object) -> bool:
+    return isinstance(entry, list) and len(entry) == 3 and all(type(number) is int for number in entry)
+
+
+def _load(fqn: str, pieces: list[list[int]] | None) -> tuple[str, list[CrcPiece] | None]:
+    return fqn, None if pieces is None else [CrcPiece(*piece) for piece in pieces]

@@ -64,15 +64,25 @@ def _look(path: str) -> tuple[list[tuple[str, int]], list[Underway]]:
     store = writer_of(path)
     markers = at_once(store.get, [os.path.join(path, name) for name in MARKERS])
     named = b"".join(found[0] for found in markers if found is not None)
-    objects = {each.removeprefix(path + "/"): size for each, size in store.objects(path)}
-    # A folder with `.metadata` of its own is a whole checkpoint: of a save that another one was faster than.
+    objects = [(each.removeprefix(path + "/"), size) for each, size in store.objects(path)]
+    whole = {name.partition("/")[0] for name, _ in objects if is_marker_of_folder(name)}
     files = [
         (f"{path}/{name}", size)
-        for name, size in objects.items()
-        if (top := data_name(name)) and f"{top}/{METADATA}" not in objects and top.encode() not in named
+        for name, size in objects
+        if (top := data_name(name)) and top not in whole and top.encode() not in named
     ]
     under_way = [each for each in store.uploads(path) if upload_name(each.path.removeprefix(path + "/"))]
     return files, under_way
+
+
+def is_marker_of_folder(name: str) -> bool:
+    """True for the `.metadata` of a save that another one was faster than: its folder is a whole checkpoint.
+
+    Args:
+        name: relative to the output.
+    """
+    folder, _, below = name.partition("/")
+    return is_data_folder(folder) and below == METADATA
 
 
 def data_name(name: str) -> str:
