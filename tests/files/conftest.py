@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -27,22 +27,17 @@ class Model(nn.Module):
         self.last = nn.Linear(4, 4)
 
 
-class Served(NamedTuple):
-    """A server with the checkpoints."""
-
-    home: Path
-    """`hub` and `dcp` lie here too."""
-    proxy: servers.Proxy
-
-
 @pytest.fixture(scope="module", params=servers.SERVERS)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[servers.Served]:
     """`hub` and `dcp`, in this directory and in the bucket of a server behind the proxy."""
     home = tmp_path_factory.mktemp("served")
     with servers.reached(request.param, home) as proxy:
         make(home)
-        upload(home, "try")
-        yield Served(home, proxy)
+        for folder in ("hub", "dcp"):
+            servers.upload(home / folder, f"{S3}/{folder}")
+        yield servers.Served(home, proxy)
 
 
 def make(home: Path) -> None:
@@ -50,15 +45,6 @@ def make(home: Path) -> None:
     torch.manual_seed(0)
     save_file(Model().state_dict(), home / "hub/model.safetensors")
     shardkit.preshard(home / "hub", home / "dcp", world_size=2, wrap="none")
-
-
-def upload(home: Path, prefix: str) -> None:
-    import obstore
-
-    store = client()
-    for path in sorted([*(home / "hub").rglob("*"), *(home / "dcp").rglob("*")]):
-        if path.is_file():
-            obstore.put(store, f"{prefix}/{path.relative_to(home)}", path.read_bytes())
 
 
 @pytest.fixture(autouse=True)

@@ -22,16 +22,13 @@ import shardkit
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import stores
 from shardkit.files.remote import contract, kinds, ranges
-from tests.files.conftest import S3, Model, Served, client
+from tests.contents import contents
+from tests.files.conftest import S3, Model, client
 from tests.operations.reshard.test_left_out import save_pair, veomni
 from tests.training import models
 from tests.worlds import stores as servers
 
 MIB = 1 << 20
-
-
-def written(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 WRITES: dict[str, Callable[[str, Path], Any]] = {
@@ -43,20 +40,17 @@ WRITES: dict[str, Callable[[str, Path], Any]] = {
 
 
 @pytest.mark.parametrize("verb", [verb for verb in WRITES if " " not in verb])
-def test_the_output_has_the_same_bytes(served: Served, tmp_path: Path, verb: str) -> None:
+def test_the_output_has_the_same_bytes(served: servers.Served, tmp_path: Path, verb: str) -> None:
     WRITES[verb](S3, tmp_path / "remote")
     WRITES[verb](str(served.home), tmp_path / "local")
-    assert written(tmp_path / "remote") == written(tmp_path / "local")
+    assert contents(tmp_path / "remote") == contents(tmp_path / "local")
 
 
-def test_what_reshard_leaves_behind_is_named_as_on_a_disk(served: Served, tmp_path: Path) -> None:
-    import obstore
-
+def test_what_reshard_leaves_behind_is_named_as_on_a_disk(served: servers.Served, tmp_path: Path) -> None:
     veomni(tmp_path / "run/global_step_2", is_finished=True)
     for step in (10, 20):
         save_pair(tmp_path / "steps", f"model_step{step}", f"optim_step{step}")
-    for path in filter(Path.is_file, tmp_path.rglob("*")):
-        obstore.put(client(), f"beside/{path.relative_to(tmp_path)}", path.read_bytes())
+    servers.upload(tmp_path, "s3://bucket/beside")
     for number, name in enumerate(["run", "run/global_step_2/model/ckpt", "steps"]):
         here, there = (
             shardkit.reshard(f"{home}/{name}", str(tmp_path / f"{number}-{home[0] == '/'}"), world_size=2)
@@ -67,7 +61,9 @@ def test_what_reshard_leaves_behind_is_named_as_on_a_disk(served: Served, tmp_pa
         assert bool(here.warnings) == (name != "run")
 
 
-def test_parts_read_from_a_store(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_read_from_a_store(
+    served: servers.Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What they record names the object, wherever they are started; another version of it is another plan."""
     WRITES["preshard"](str(served.home), tmp_path / "whole")
     monkeypatch.chdir(tmp_path)
@@ -84,10 +80,10 @@ def test_parts_read_from_a_store(served: Served, tmp_path: Path, monkeypatch: py
     last = shardkit.preshard(f"{S3}/hub", "out", part="2/2", **options)
     assert last.part is not None
     assert last.part.is_committed
-    assert written(tmp_path / "out") == written(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_reports_are_the_same(served: Served) -> None:
+def test_reports_are_the_same(served: servers.Served) -> None:
     for folder in ("hub", "dcp"):
         local, remote = shardkit.inspect(served.home / folder), shardkit.inspect(f"{S3}/{folder}")
         assert (remote.tensors, remote.files, remote.warnings) == (local.tensors, local.files, local.warnings)
@@ -97,18 +93,14 @@ def test_reports_are_the_same(served: Served) -> None:
     assert shardkit.diff(f"{S3}/dcp", served.home / "hub").is_equal
 
 
-def test_a_run_is_searched(served: Served, tmp_path: Path) -> None:
-    import obstore
-
-    store = client()
-    for name in os.listdir(served.home / "dcp"):
-        for step in (2, 10):
-            obstore.put(store, f"run/step-{step}/{name}", (served.home / "dcp" / name).read_bytes())
+def test_a_run_is_searched(served: servers.Served, tmp_path: Path) -> None:
+    for step in (2, 10):
+        servers.upload(served.home / "dcp", f"s3://bucket/run/step-{step}")
     assert shardkit.resolve_checkpoint("s3://bucket/run").path == "s3://bucket/run/step-10"
     assert shardkit.resolve_checkpoint("s3://bucket/run").step == 10
 
 
-def test_models_are_filled(served: Served) -> None:
+def test_models_are_filled(served: servers.Served) -> None:
     want = load_file(served.home / "hub/model.safetensors")
     context = shardkit.prepare(Model, f"{S3}/dcp")
     first, second = shardkit.finalize(context.model, context), Model()
@@ -117,32 +109,29 @@ def test_models_are_filled(served: Served) -> None:
         assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_config_is_read_there_too(served: Served, tmp_path: Path, fast_trace: None) -> None:
+def test_the_config_is_read_there_too(served: servers.Served, tmp_path: Path, fast_trace: None) -> None:
     """transformers opens files by itself: without them the layout would be another, and nobody would hear of it."""
-    import obstore
-
     models.save("qwen3", tmp_path / "hub")
-    for path in (tmp_path / "hub").iterdir():
-        obstore.put(client(), f"real/hub/{path.name}", path.read_bytes())
+    servers.upload(tmp_path / "hub", "s3://bucket/real/hub")
     WRITES["preshard of a model"]("s3://bucket/real", tmp_path / "remote")
     WRITES["preshard of a model"](str(tmp_path), tmp_path / "local")
-    assert written(tmp_path / "remote") == written(tmp_path / "local")
+    assert contents(tmp_path / "remote") == contents(tmp_path / "local")
     assert b'"traced"' in (tmp_path / "remote/shardkit.json").read_bytes()
 
 
-def test_a_header_is_two_requests_and_a_directory_is_listed_once(served: Served) -> None:
+def test_a_header_is_two_requests_and_a_directory_is_listed_once(served: servers.Served) -> None:
     shardkit.inspect(f"{S3}/hub")
     assert sum("model.safetensors" in path for method, path, *_ in served.proxy.seen if method == "GET") <= 2
     listed = Counter(path for _, path, *_ in served.proxy.seen if "list-type" in path)
     assert max(listed.values()) == 1
 
 
-def test_a_dry_run_moves_no_data(served: Served, tmp_path: Path) -> None:
+def test_a_dry_run_moves_no_data(served: servers.Served, tmp_path: Path) -> None:
     shardkit.preshard(f"{S3}/hub", tmp_path / "out", world_size=2, wrap="none", dry_run=True)
     assert sum(seen.nbytes for seen in served.proxy.seen) < MIB
 
 
-def test_large_reads_are_coalesced(served: Served) -> None:
+def test_large_reads_are_coalesced(served: servers.Served) -> None:
     """Piece by piece, from front to back: no more than a tenth over what requests of 8 MiB need, and one."""
     path = f"{S3}/hub/model.safetensors"
     size, number, found = stores.status(path).st_size, stores.open_number(path, os.O_RDONLY), bytearray()
@@ -157,7 +146,7 @@ def test_large_reads_are_coalesced(served: Served) -> None:
     assert max(seen.nbytes for seen in served.proxy.seen) <= ranges.MAX_REQUEST_NBYTES
 
 
-def test_what_is_held_is_bounded_and_let_go(served: Served) -> None:
+def test_what_is_held_is_bounded_and_let_go(served: servers.Served) -> None:
     with ranges.limited(20 * MIB):
         number = stores.open_number(f"{S3}/hub/model.safetensors", os.O_RDONLY)
         for start in range(0, 36 * MIB, 3 * MIB):
@@ -176,7 +165,7 @@ def settle() -> None:
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "reset", "short"])
-def test_a_fault_that_passes_is_tried_again(served: Served, tmp_path: Path, fault: str) -> None:
+def test_a_fault_that_passes_is_tried_again(served: servers.Served, tmp_path: Path, fault: str) -> None:
     served.proxy.faults[:] = [fault] * 2
     shardkit.consolidate(f"{S3}/dcp", tmp_path / "out")
     assert not served.proxy.faults
@@ -184,14 +173,14 @@ def test_a_fault_that_passes_is_tried_again(served: Served, tmp_path: Path, faul
     assert shardkit.diff(tmp_path / "out", served.home / "hub").is_equal
 
 
-def test_a_wrong_body_is_caught_by_the_crc(served: Served, tmp_path: Path) -> None:
+def test_a_wrong_body_is_caught_by_the_crc(served: servers.Served, tmp_path: Path) -> None:
     served.proxy.spoils = lambda seen: seen.nbytes > MIB  # tensors; headers and directories are shorter
     with pytest.raises(IntegrityError, match="CRC-32"):
         shardkit.consolidate(f"{S3}/dcp", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_an_object_that_changes_is_refused(served: Served) -> None:
+def test_an_object_that_changes_is_refused(served: servers.Served) -> None:
     import obstore
 
     store = client()
@@ -206,7 +195,7 @@ def test_an_object_that_changes_is_refused(served: Served) -> None:
     stores.close_number(number)
 
 
-def test_what_is_wrong_is_said_without_a_secret(served: Served, tmp_path: Path) -> None:
+def test_what_is_wrong_is_said_without_a_secret(served: servers.Served, tmp_path: Path) -> None:
     said = list[str]()
     for path, kind, message in (
         ("s3://no-such-bucket/x", ResourceError, "no such bucket"),
@@ -248,7 +237,7 @@ def test_obstore_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_profiles_are_read_with_boto3(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys, region and endpoint of a profile, as the aws tool takes them; boto3 renews what expires."""
     pytest.importorskip("boto3")
@@ -277,7 +266,7 @@ def test_profiles_are_read_with_boto3(
     assert len((tmp_path / "asked").read_text().split()) >= 2
 
 
-def test_new_credentials_are_taken_once_the_old_ones_have_expired(served: Served) -> None:
+def test_new_credentials_are_taken_once_the_old_ones_have_expired(served: servers.Served) -> None:
     """Whoever goes on after an expired credential asks for new ones: nothing of the old ones is kept."""
     served.proxy.strikes, served.proxy.faults = (lambda seen: True), ["expired"]
     with pytest.raises(ResourceError, match="credentials have expired"):
@@ -306,7 +295,7 @@ assert shardkit.inspect(path + "/hub").tensors
 """
 
 
-def test_a_fork_is_refused_instead_of_waiting_for_ever(served: Served) -> None:
+def test_a_fork_is_refused_instead_of_waiting_for_ever(served: servers.Served) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORK, S3], capture_output=True, text=True, check=False, timeout=60
     )

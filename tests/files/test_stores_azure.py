@@ -13,14 +13,11 @@ import shardkit
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files import stores
 from shardkit.files.remote import cloud, kinds
+from tests.contents import contents
 from tests.files.conftest import Model, make
 from tests.worlds import stores as servers
 
 AZ = "az://bucket/try"
-
-
-def written(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 def test_every_verb_reads_from_azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +36,7 @@ def test_every_verb_reads_from_azure(tmp_path: Path, monkeypatch: pytest.MonkeyP
             shardkit.consolidate(f"{source}/dcp", tmp_path / where / "a")
             shardkit.reshard(f"{source}/dcp", tmp_path / where / "b", world_size=3)
             shardkit.preshard(f"{source}/hub", tmp_path / where / "c", world_size=2, wrap="none")
-        assert written(tmp_path / "far") == written(tmp_path / "near")
+        assert contents(tmp_path / "far") == contents(tmp_path / "near")
         assert shardkit.inspect(f"{AZ}/dcp").tensors == shardkit.inspect(home / "dcp").tensors
         assert shardkit.verify(f"{AZ}/dcp", full=True).problems == ()
         assert shardkit.diff(f"{AZ}/dcp", home / "hub").is_equal

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import shardkit
+from tests.contents import contents
 from tests.hub_client import HubClient
 from tests.hub_server import Repo, serving
 
@@ -74,16 +75,12 @@ def run(hub: Any, hub_client: HubClient, tmp_path: Path) -> Run:
     return run
 
 
-def written(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-
-
 def test_a_repo_is_streamed(hub: Any, run: Run, model: Path, tmp_path: Path) -> None:
     """The shards are those of a local copy, the manifest names repo and commit, and the disk has nothing else."""
     (answer,) = run(("preshard", "hf://org/model", str(tmp_path / "out"), WORLD))
     assert answer.get("output") == str(tmp_path / "out"), answer
     shardkit.preshard(model, tmp_path / "local", world_size=2, wrap="none")
-    remote, local = written(tmp_path / "out"), written(tmp_path / "local")
+    remote, local = contents(tmp_path / "out"), contents(tmp_path / "local")
     assert remote.keys() == local.keys()
     assert all(remote[name] == local[name] for name in remote if name != "shardkit.json")
     source = json.loads(remote["shardkit.json"])["source"]
@@ -109,7 +106,7 @@ def test_all_is_of_the_commit_that_was_resolved_first(hub: Any, run: Run, tmp_pa
         ("preshard", "hf://org/model", str(tmp_path / "c"), {**WORLD, "revision": "v1"}),
     )
     assert [path for _, path, _, _ in hub.asked if "/resolve/" in path and OLD not in path] == []
-    shards = [{n: d for n, d in written(tmp_path / out).items() if n.endswith(".distcp")} for out in "abc"]
+    shards = [{n: d for n, d in contents(tmp_path / out).items() if n.endswith(".distcp")} for out in "abc"]
     assert shards[0] == shards[2] != {}
     assert len(shards[1]) == 2
 
@@ -135,7 +132,7 @@ def test_faults_pass_and_signatures_are_renewed(hub: Any, run: Run, tmp_path: Pa
         (answer,) = run(("preshard", "hf://org/model", str(tmp_path / str(number)), WORLD))
         assert not hub.faults
         assert answer.get("output") == str(tmp_path / str(number)), answer
-    assert written(tmp_path / "0") == written(tmp_path / "1")
+    assert contents(tmp_path / "0") == contents(tmp_path / "1")
 
 
 def test_what_is_wrong_is_said(hub: Any, run: Run, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ import shardkit
 from shardkit.errors import UsageError
 from shardkit.files import stores
 from shardkit.files.digest import crc32
-from shardkit.files.remote import cloud
 from shardkit.files.remote.writers import writer_of
+from tests.contents import contents
 from tests.nested import FOLDER, OLDER, nest
 from tests.worlds import stores as servers
 
@@ -31,19 +30,14 @@ class Model(nn.Module):
         self.a, self.b = nn.Linear(8, 6, bias=False), nn.Linear(4, 4)
 
 
-class Served(NamedTuple):
-    """A server, and a directory with `hub`, `flat` and `nested`."""
-
-    home: Path
-    proxy: servers.Proxy
-
-
 @pytest.fixture(scope="module", params=servers.SERVERS)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[servers.Served]:
     home = tmp_path_factory.mktemp("outputs")
     with servers.reached(request.param, home) as proxy:
         make(home)
-        yield Served(home, proxy)
+        yield servers.Served(home, proxy)
 
 
 def make(home: Path) -> None:
@@ -56,31 +50,14 @@ def make(home: Path) -> None:
     shutil.copytree(home / "nested" / FOLDER, home / "nested" / OLDER)
 
 
-def client() -> Any:
-    return cloud.connect(S3)
-
-
-def upload(directory: Path, path: str) -> None:
-    import obstore
-
-    key = path.removeprefix(S3).strip("/")
-    for each in sorted(directory.rglob("*")):
-        if each.is_file():
-            obstore.put(client(), f"{key}/{each.relative_to(directory)}", each.read_bytes())
-
-
 def keys(path: str) -> set[str]:
     stores.forget()
     return {os.path.join(here, name) for here, _, names in stores.walk(path) for name in names}
 
 
-def written(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-
-
-def test_every_verb_reads_it(served: Served, tmp_path: Path) -> None:
+def test_every_verb_reads_it(served: servers.Served, tmp_path: Path) -> None:
     path, want = f"{S3}/one", load_file(served.home / "hub/model.safetensors")
-    upload(served.home / "nested", path)
+    servers.upload(served.home / "nested", path)
     assert shardkit.inspect(path).kind == "presharded"
     report = shardkit.verify(path, full=True, against=str(served.home / "hub"))
     assert (report.problems, report.warnings, report.manifests) == ((), (), ("shardkit.json",))
@@ -89,7 +66,7 @@ def test_every_verb_reads_it(served: Served, tmp_path: Path) -> None:
         shardkit.consolidate(source, tmp_path / name)
         shardkit.reshard(source, tmp_path / f"{name}-3", world_size=3)
     for kind in ("", "-3"):
-        assert written(tmp_path / f"far{kind}") == written(tmp_path / f"near{kind}")
+        assert contents(tmp_path / f"far{kind}") == contents(tmp_path / f"near{kind}")
     context = shardkit.prepare(Model, path)
     first, second = shardkit.finalize(context.model, context), Model()
     shardkit.load_into(second, path)
@@ -97,9 +74,9 @@ def test_every_verb_reads_it(served: Served, tmp_path: Path) -> None:
         assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_run_is_searched(served: Served, tmp_path: Path) -> None:
+def test_a_run_is_searched(served: servers.Served, tmp_path: Path) -> None:
     for step in (2, 10, 20):
-        upload(served.home / "nested", f"{S3}/run/step-{step}")
+        servers.upload(served.home / "nested", f"{S3}/run/step-{step}")
     stores.delete([f"{S3}/run/step-20/.metadata"])
     found = shardkit.resolve_checkpoint(f"{S3}/run")
     assert (found.path, found.step) == (f"{S3}/run/step-10", 10)
@@ -109,9 +86,9 @@ def test_a_run_is_searched(served: Served, tmp_path: Path) -> None:
     assert shardkit.diff(tmp_path / "out", served.home / "hub").is_equal
 
 
-def test_what_nobody_names_is_removed(served: Served) -> None:
+def test_what_nobody_names_is_removed(served: servers.Served) -> None:
     path = f"{S3}/old"
-    upload(served.home / "nested", path)
+    servers.upload(served.home / "nested", path)
     before = keys(path)
     assert [each.name for each in shardkit.gc(path).young] == [OLDER]
     assert keys(path) == before
@@ -127,7 +104,7 @@ def test_what_nobody_names_is_removed(served: Served) -> None:
     assert keys(path) == set()
 
 
-def test_uploads_that_nobody_completed_are_ended(served: Served) -> None:
+def test_uploads_that_nobody_completed_are_ended(served: servers.Served) -> None:
     """As a save leaves them whose rank was killed; one that a run may be at work with is left alone."""
     path = f"{S3}/killed"
     place = f"{path}/data-{'a' * 16}/__0_0.distcp"
@@ -146,7 +123,7 @@ def test_uploads_that_nobody_completed_are_ended(served: Served) -> None:
     writer_of(other).abort(other, begun[2])
 
 
-def test_outputs_that_replaced_others_are_cleaned_up(served: Served) -> None:
+def test_outputs_that_replaced_others_are_cleaned_up(served: servers.Served) -> None:
     """What preshard and consolidate write is what readers and gc take."""
     hub, shards, model = str(served.home / "hub"), f"{S3}/replaced/shards", f"{S3}/replaced/model"
     for world_size in (2, 3):

@@ -11,19 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardkit
-from tests.files.conftest import Served, client
+from tests.contents import contents
 from tests.formats.dcp.samples import save, save_rank_local, shard
+from tests.worlds import stores as servers
 
 RANKS, LAYERS, PARTS = 4, 12, 3
 DESCRIPTION = 64 << 10  # a request that is longer brings data
 OPTIONS: dict[str, Any] = {"max_shard_size": 2_000_000, "ask_class": False, "manifest": True}
-
-
-def put(directory: Path, prefix: str) -> None:
-    import obstore
-
-    for path in directory.iterdir():
-        obstore.put(client(), f"{prefix}/{path.name}", path.read_bytes())
 
 
 def layers(mesh: DeviceMesh) -> dict[str, Any]:
@@ -34,14 +28,10 @@ def layers(mesh: DeviceMesh) -> dict[str, Any]:
     }
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-def test_no_record_takes_a_request_of_its_own(served: Served, tmp_path: Path) -> None:
+def test_no_record_takes_a_request_of_its_own(served: servers.Served, tmp_path: Path) -> None:
     """And all bytes are compared with what the records say."""
     save_rank_local(layers, RANKS, tmp_path / "dcp")
-    put(tmp_path / "dcp", "records")
+    servers.upload(tmp_path / "dcp", "s3://bucket/records")
     whole = shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **OPTIONS)
     for number in range(1, PARTS + 1):
         served.proxy.seen.clear()
@@ -56,7 +46,7 @@ def test_no_record_takes_a_request_of_its_own(served: Served, tmp_path: Path) ->
     assert last.checked_bytes == last.read_bytes
 
 
-def test_a_record_of_another_form_is_found_as_it_is_read(served: Served, tmp_path: Path) -> None:
+def test_a_record_of_another_form_is_found_as_it_is_read(served: servers.Served, tmp_path: Path) -> None:
     """One rank stored a layer by columns."""
 
     def make(mesh: DeviceMesh) -> dict[str, Any]:
@@ -67,7 +57,7 @@ def test_a_record_of_another_form_is_found_as_it_is_read(served: Served, tmp_pat
         return made
 
     save_rank_local(make, RANKS, tmp_path / "dcp")
-    put(tmp_path / "dcp", "another")
+    servers.upload(tmp_path / "dcp", "s3://bucket/another")
     shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **OPTIONS)
     for number in range(1, PARTS + 1):
         last = shardkit.consolidate(
@@ -80,13 +70,13 @@ def test_a_record_of_another_form_is_found_as_it_is_read(served: Served, tmp_pat
     assert len(weights) > PARTS
 
 
-def test_a_record_of_another_form_in_one_of_several_files(served: Served, tmp_path: Path) -> None:
+def test_a_record_of_another_form_in_one_of_several_files(served: servers.Served, tmp_path: Path) -> None:
     """The last part reads a layer that is stored by columns, and nothing of the other files."""
     state = {f"layers.{n}.weight": torch.full((500, 400), n / 8) for n in range(4)}
     state["layers.3.weight"] = torch.arange(200_000.0).reshape(400, 500).t()
     save(state, tmp_path / "dcp", storage_writer=dcp.FileSystemWriter(str(tmp_path / "dcp"), thread_count=4))
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 4
-    put(tmp_path / "dcp", "apart")
+    servers.upload(tmp_path / "dcp", "s3://bucket/apart")
     options = {**OPTIONS, "max_shard_size": 900_000}
     whole = shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **options)
     for number in range(1, 5):
@@ -96,7 +86,7 @@ def test_a_record_of_another_form_in_one_of_several_files(served: Served, tmp_pa
     assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
 
 
-def test_large_records_are_fetched_once(served: Served, tmp_path: Path) -> None:
+def test_large_records_are_fetched_once(served: servers.Served, tmp_path: Path) -> None:
     """Each is longer than a request. What describes it lies at both ends.
 
     One thread reads: several that are out of step may drive out what another has not used yet. So little memory may not hold
@@ -107,7 +97,7 @@ def test_large_records_are_fetched_once(served: Served, tmp_path: Path) -> None:
         return {f"layers.{n}.weight": shard(torch.full((4096, 2048), n / 8), mesh) for n in range(3)}
 
     save_rank_local(make, RANKS, tmp_path / "dcp")
-    put(tmp_path / "dcp", "long")
+    servers.upload(tmp_path / "dcp", "s3://bucket/long")
     served.proxy.seen.clear()
     options: dict[str, Any] = {"ask_class": False, "max_memory": 32 << 20, "jobs": 1}
     done = shardkit.consolidate("s3://bucket/long", tmp_path / "out", part="1/1", **options)

@@ -20,7 +20,7 @@ from torch import nn
 import shardkit
 from shardkit.files import stores
 from shardkit.files.remote import ranges
-from tests.files.conftest import Served, client
+from tests.worlds import stores as servers
 
 MIB = 1 << 20
 RANKS = 32
@@ -40,7 +40,7 @@ class Large(nn.Module):
 class Files(NamedTuple):
     """Checkpoints in the store."""
 
-    served: Served
+    served: servers.Served
     home: Path
     """They lie here too."""
 
@@ -54,17 +54,13 @@ class Files(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def large(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Files:
-    import obstore
-
+def large(served: servers.Served, tmp_path_factory: pytest.TempPathFactory) -> Files:
     home = tmp_path_factory.mktemp("large")
     (home / "hub").mkdir()
     torch.manual_seed(0)
     save_file(Large().state_dict(), home / "hub/model.safetensors")
     shardkit.preshard(home / "hub", home / "dcp", world_size=RANKS, wrap="none")
-    for path in sorted(home.rglob("*")):
-        if path.is_file():
-            obstore.put(client(), f"large/{path.relative_to(home)}", path.read_bytes())
+    servers.upload(home, S3)
     return Files(served, home)
 
 
@@ -149,16 +145,13 @@ def test_looking_takes_a_handful_of_requests(large: Files) -> None:
         assert len(large.served.proxy.seen) <= most, folder
 
 
-def test_many_small_records_are_read_together(served: Served, tmp_path: Path) -> None:
+def test_many_small_records_are_read_together(served: servers.Served, tmp_path: Path) -> None:
     """One request for each of them would take minutes over a slow link."""
-    import obstore
-
     model = nn.ParameterList([nn.Parameter(torch.zeros(64, 64)) for _ in range(300)])
     (tmp_path / "hub").mkdir()
     save_file(model.state_dict(), tmp_path / "hub/model.safetensors")
     shardkit.preshard(tmp_path / "hub", tmp_path / "small", world_size=2, wrap="none")
-    for path in (tmp_path / "small").iterdir():
-        obstore.put(client(), f"small/{path.name}", path.read_bytes())
+    servers.upload(tmp_path / "small", "s3://bucket/small")
     for verb in (
         lambda: shardkit.verify("s3://bucket/small"),
         lambda: shardkit.consolidate("s3://bucket/small", tmp_path / "out"),
@@ -241,18 +234,15 @@ def test_memory_stays_below_the_limit(
 
 
 def test_opening_takes_one_request_for_each_large_record_and_one_for_each_file(
-    served: Served, tmp_path: Path
+    served: servers.Served, tmp_path: Path
 ) -> None:
     """benchmarks/SCALE.md reckons with it."""
-    import obstore
-
     (tmp_path / "hub").mkdir()
     num_files, num_tensors = 2, 3
     tensors = {f"layers.{n}.weight": torch.randn(1024, 512) for n in range(num_tensors)}
     save_file(tensors, tmp_path / "hub/model.safetensors")
     shardkit.preshard(tmp_path / "hub", tmp_path / "dcp", world_size=num_files, wrap="none")
-    for path in (tmp_path / "dcp").iterdir():
-        obstore.put(client(), f"records/{path.name}", path.read_bytes())
+    servers.upload(tmp_path / "dcp", "s3://bucket/records")
     stores.forget()
     served.proxy.seen.clear()
     shardkit.consolidate("s3://bucket/records", tmp_path / "out", dry_run=True)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import shardkit
 from shardkit.errors import ResourceError, SourceError, UsageError
 from shardkit.operations import gc as module
+from tests.contents import contents
 from tests.nested import FOLDER, OLDER, nest
 
 DAY = 86400
@@ -64,32 +65,28 @@ def age(path: Path, seconds: float) -> None:
         os.utime(each, (time.time() - seconds,) * 2, follow_symlinks=False)
 
 
-def written(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-
-
 def test_what_metadata_does_not_name_goes(out: Path) -> None:
-    before = written(out)
+    before = contents(out)
     old = {name: data for name, data in before.items() if name.startswith(OLDER)}
     said = shardkit.gc(out, dry_run=True)
-    assert written(out) == before
+    assert contents(out) == before
     result = shardkit.gc(out)
     assert said.removed[0].name == result.removed[0].name == OLDER
     assert (result.marker, result.kept, result.young) == (".metadata", (FOLDER,), ())
     assert result.removed[0].num_files == len(old)
     assert result.removed_bytes == sum(map(len, old.values()))
     assert 2 * DAY <= result.removed[0].age_s < 2 * DAY + 600
-    assert written(out) == {name: data for name, data in before.items() if name not in old}
+    assert contents(out) == {name: data for name, data in before.items() if name not in old}
     assert shardkit.verify(out, full=True).problems == ()
     assert shardkit.gc(out).removed == ()
 
 
 def test_the_newest_file_tells_how_old_a_folder_is(out: Path) -> None:
     age(out / OLDER / "more/file", 60)
-    before = written(out)
+    before = contents(out)
     result = shardkit.gc(out)
     assert [each.name for each in result.young] == [OLDER]
-    assert (result.removed, written(out)) == ((), before)
+    assert (result.removed, contents(out)) == ((), before)
     assert shardkit.gc(out, older_than="30s").removed
 
 
@@ -108,45 +105,45 @@ def test_of_a_model_weights_go_that_the_index_does_not_name(kept: Path, tmp_path
     for name in OTHERS:
         (tmp_path / "out" / name).write_bytes(b"kept")
     age(tmp_path / "out", 2 * DAY)
-    before = written(tmp_path / "out")
+    before = contents(tmp_path / "out")
     result = shardkit.gc(tmp_path / "out")
     gone = "model-4567abcd-00001-of-00001.safetensors"
     assert (result.marker, [each.name for each in result.removed]) == (INDEX, [gone])
-    assert written(tmp_path / "out") == {name: data for name, data in before.items() if name != gone}
+    assert contents(tmp_path / "out") == {name: data for name, data in before.items() if name != gone}
 
 
 def test_without_a_commit_it_is_refused(out: Path) -> None:
     (out / ".metadata").unlink()
-    before = written(out)
+    before = contents(out)
     with pytest.raises(UsageError, match="nothing was committed there") as refused:
         shardkit.gc(out)
-    assert (written(out), set(refused.value.problems)) == (before, {FOLDER, OLDER})
+    assert (contents(out), set(refused.value.problems)) == (before, {FOLDER, OLDER})
     result = shardkit.gc(out, uncommitted=True)
     assert {each.name for each in result.removed} == {FOLDER, OLDER}
-    assert {name.split("/")[0] for name in written(out)} == set(OTHERS)
+    assert {name.split("/")[0] for name in contents(out)} == set(OTHERS)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"cos\nsystem\n(S'id'\ntR."])
 def test_a_damaged_marker_is_refused(out: Path, damage: Callable[[bytes], bytes]) -> None:
     (out / ".metadata").write_bytes(damage((out / ".metadata").read_bytes()))
-    before = written(out)
+    before = contents(out)
     for uncommitted in (False, True):
         with pytest.raises(SourceError):
             shardkit.gc(out, uncommitted=uncommitted)
-    assert written(out) == before
+    assert contents(out) == before
 
 
 def test_links_are_neither_followed_nor_removed(out: Path, tmp_path: Path) -> None:
     (out / OLDER).rename(tmp_path / "elsewhere")
     (out / OLDER).symlink_to(tmp_path / "elsewhere")
-    before = written(tmp_path / "elsewhere")
+    before = contents(tmp_path / "elsewhere")
     assert shardkit.gc(out, older_than=0).removed == ()
     assert (out / OLDER).is_symlink()
-    assert written(tmp_path / "elsewhere") == before
+    assert contents(tmp_path / "elsewhere") == before
     (out / "data-00000000000000aa").mkdir()
     (out / "data-00000000000000aa/link").symlink_to(tmp_path / "elsewhere")
     assert len(shardkit.gc(out, older_than=0).removed) == 1
-    assert written(tmp_path / "elsewhere") == before
+    assert contents(tmp_path / "elsewhere") == before
 
 
 def test_what_is_committed_meanwhile_stays(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,10 +157,10 @@ def test_what_is_committed_meanwhile_stays(out: Path, monkeypatch: pytest.Monkey
         return found
 
     monkeypatch.setattr(module, "_look", commit)
-    before = {name: data for name, data in written(out).items() if name != ".metadata"}
+    before = {name: data for name, data in contents(out).items() if name != ".metadata"}
     with pytest.raises(ResourceError, match="committed meanwhile, nothing was removed"):
         shardkit.gc(out)
-    assert {name: data for name, data in written(out).items() if name != ".metadata"} == before
+    assert {name: data for name, data in contents(out).items() if name != ".metadata"} == before
 
 
 def test_a_flat_checkpoint_has_nothing_to_remove(kept: Path, tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 import shardkit
 from shardkit.errors import ShardkitError
 from shardkit.files import stores
-from shardkit.files.remote import cloud, contract
+from shardkit.files.remote import contract
+from tests.contents import contents
 from tests.worlds import stores as servers
 
 SEED = 5
@@ -49,14 +50,10 @@ def _loaded(source: str) -> list[bytes]:
     return [tensor.numpy().tobytes() for tensor in model.state_dict().values()]
 
 
-def _written(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-
-
 def _writes(write: Callable[[Path], object]) -> Callable[[Path], Any]:
     def run(out: Path) -> Any:
         write(out)
-        return _written(out)
+        return contents(out)
 
     return run
 
@@ -115,17 +112,12 @@ class Torture:
         self._right = {name: self._run(name)[0] for name in VERBS}
 
     def _upload(self) -> None:
-        import obstore
-
         torch.manual_seed(SEED)
         (self._home / "hub").mkdir()
         save_file(Model().state_dict(), self._home / "hub/model.safetensors")
         shardkit.write_manifest(self._home / "hub")
         shardkit.preshard(self._home / "hub", self._home / "dcp", world_size=2, wrap="none")
-        client = cloud.connect("s3://bucket")
-        for path in sorted(self._home.rglob("*")):
-            if path.is_file():
-                obstore.put(client, f"torture/{path.relative_to(self._home)}", path.read_bytes())
+        servers.upload(self._home, HOME)
 
     def _run(self, verb: str) -> tuple[Any, int]:
         """Return what a verb gives, and how many requests it took."""

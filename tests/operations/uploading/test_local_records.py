@@ -21,7 +21,7 @@ from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.osft import compute
 from shardkit.osft.plan import OsftPlan
-from tests.operations.uploading.conftest import NUM_WEIGHTS, Served, check_bytes, objects
+from tests.operations.uploading.conftest import NUM_WEIGHTS, check_bytes, objects
 from tests.worlds import stores as servers
 from tests.worlds.factors import Counting, WorkerHere
 from tests.worlds.processes import fork_server
@@ -104,7 +104,12 @@ def test_what_a_killed_run_has_computed_is_taken_up(
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_files_that_were_sent_are_not_sent_again_if_they_have_these_factors(
-    served: Served, source: Path, out: str, tmp_path: Path, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served,
+    source: Path,
+    out: str,
+    tmp_path: Path,
+    is_lost: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The store fails once all files are there. Where the records were lost, others may be computed."""
 

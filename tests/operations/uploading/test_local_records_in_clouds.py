@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.operations.uploading import test_local_records_in_parts as in_parts
-from tests.operations.uploading.conftest import Served
 from tests.operations.uploading.test_local_records_in_parts import (  # noqa: F401
     test_parts_in_any_order_write_what_one_process_writes,
     whole,
@@ -19,10 +18,12 @@ pytestmark = pytest.mark.usefixtures("served", "counted")
 
 
 @pytest.fixture(scope="module", params=["google", "azure"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[servers.Served]:
     home = tmp_path_factory.mktemp("clouds")
     with servers.reached(request.param, home) as proxy:
-        yield Served(home, proxy, servers.ROOTS[request.param])
+        yield servers.Served(home, proxy, servers.ROOTS[request.param])
 
 
 def test_a_record_that_somebody_replaced(

@@ -24,7 +24,7 @@ from shardkit.files.remote.writers import writer_of
 from shardkit.operations.parts import divided
 from shardkit.osft import compute
 from shardkit.osft.plan import OsftPlan
-from tests.operations.uploading.conftest import NUM_WEIGHTS, Served, check_bytes, objects
+from tests.operations.uploading.conftest import NUM_WEIGHTS, check_bytes, objects
 from tests.worlds import stores as servers
 from tests.worlds.factors import Counting, WorkerHere
 from tests.worlds.processes import fork_server
@@ -98,7 +98,7 @@ def named(out: str, folder: str, ending: str = "") -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(served: Served, source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def whole(served: servers.Served, source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What one process writes into this store: the bytes of a local output."""
     home = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
@@ -118,7 +118,7 @@ def check_done(whole: dict[str, bytes], out: str, tmp_path: Path) -> None:
 
 
 def test_parts_in_any_order_write_what_one_process_writes(
-    served: Served, source: Path, out: str, tmp_path: Path, whole: dict[str, bytes]
+    served: servers.Served, source: Path, out: str, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
     results = [preshard(source, out, part) for part in ("2/3", "3/3", "1/3")]
     for number, told in enumerate(results[:-1], 1):
@@ -149,7 +149,7 @@ def test_parts_in_any_order_write_what_one_process_writes(
         {"osft": OsftPlan(ratio=0.5, targets="auto,!*.1.*", ranks={"*.2.*": 3})},
     ],
 )
-def test_options(served: Served, source: Path, out: str, options: dict[str, Any]) -> None:
+def test_options(served: servers.Served, source: Path, out: str, options: dict[str, Any]) -> None:
     for part in ("2/2", "1/2"):
         told = preshard(source, out, part, **options)
     assert told.part.is_committed
@@ -208,7 +208,7 @@ def test_a_part_that_was_killed_while_it_computed(
 @ONE_SERVER
 @pytest.mark.parametrize("ends", ["commit", "twin"])
 def test_a_part_that_was_killed_while_it_wrote_files(
-    served: Served, source: Path, out: str, whole: dict[str, bytes], tmp_path: Path, ends: str
+    served: servers.Served, source: Path, out: str, whole: dict[str, bytes], tmp_path: Path, ends: str
 ) -> None:
     """It dies when one of its files has a note. Whoever sees all factors, which nobody computes again, goes on."""
     assert parts(source, out, "1/2") == [0]
@@ -597,7 +597,7 @@ def test_a_dry_run_says_what_a_part_takes(
 
 @ONE_SERVER
 def test_a_part_reads_its_own_records_here_and_each_other_once(
-    served: Served, source: Path, out: str, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served, source: Path, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preshard(source, out, "1/2")
     sent = {os.path.basename(path) for path in records(out)}
@@ -639,7 +639,7 @@ def test_without_a_cache(
 
 
 def test_a_large_record_is_sent_in_parts(
-    served: Served, make_hub: Callable[..., Path], out: str, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served, make_hub: Callable[..., Path], out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the store refuses ends the part, without an upload that is left."""
     import torch

@@ -9,7 +9,7 @@ import pytest
 import shardkit
 from tests.models.zoo import ZOO, make_hub
 from tests.operations.preshard.old_versions import MIXED, here, with_old
-from tests.operations.uploading.conftest import Served
+from tests.worlds import stores as servers
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("fast_trace")
-def test_a_run_that_was_killed_and_an_output_that_is_there(served: Served, hub: Path, out: str) -> None:
+def test_a_run_that_was_killed_and_an_output_that_is_there(
+    served: servers.Served, hub: Path, out: str
+) -> None:
     with_old(hub, out, killed_after=2)
     result, (warning,) = here(hub, out)
     assert result.resumed_files >= 2
@@ -30,7 +32,9 @@ def test_a_run_that_was_killed_and_an_output_that_is_there(served: Served, hub: 
 
 
 @pytest.mark.usefixtures("fast_trace")
-def test_parts_and_a_commit(served: Served, hub: Path, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_and_a_commit(
+    served: servers.Served, hub: Path, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert with_old(hub, out, part="1/2") == []
     with monkeypatch.context() as patch:
         patch.setattr("shardkit.operations.parts.divided.Divided.commit", lambda _: False)

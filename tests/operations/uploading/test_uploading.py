@@ -23,7 +23,8 @@ from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared import SharedStaging
 from shardkit.formats.owned import OutputKind
 from shardkit.operations.uploading.place import check_target
-from tests.operations.uploading.conftest import LARGE, MIB, WRITES, Served, fetch, local, objects
+from tests.contents import contents
+from tests.operations.uploading.conftest import LARGE, MIB, WRITES, fetch, objects
 from tests.training import models
 from tests.worlds import stores as servers
 
@@ -39,11 +40,11 @@ def data_folder(found: dict[str, bytes]) -> str:
 
 @pytest.mark.parametrize("verb", ["preshard", "reshard"])
 def test_a_sharded_checkpoint_has_the_bytes_of_a_local_one(
-    served: Served, tmp_path: Path, out: str, verb: str
+    served: servers.Served, tmp_path: Path, out: str, verb: str
 ) -> None:
     result = WRITES[verb](served.home, out)
     WRITES[verb](served.home, tmp_path / "local")
-    found, want = objects(out), local(tmp_path / "local")
+    found, want = objects(out), contents(tmp_path / "local")
     assert result.output == out
     folder = data_folder(found)
     assert found.keys() == {".metadata", *(f"{folder}/{name}" for name in want if name != ".metadata")}
@@ -54,11 +55,11 @@ def test_a_sharded_checkpoint_has_the_bytes_of_a_local_one(
     assert without(ours, "crc32") == without(theirs, "metadata", "crc32")
 
 
-def test_a_hub_model_has_the_bytes_of_a_local_one(served: Served, tmp_path: Path, out: str) -> None:
+def test_a_hub_model_has_the_bytes_of_a_local_one(served: servers.Served, tmp_path: Path, out: str) -> None:
     """Its files have a mark in their names, there is an index, and the rest lies flat."""
     WRITES["consolidate"](served.home, out)
     WRITES["consolidate"](served.home, tmp_path / "local")
-    found, want = objects(out), local(tmp_path / "local")
+    found, want = objects(out), contents(tmp_path / "local")
     index = json.loads(found.pop("model.safetensors.index.json"))
     theirs = json.loads(want.pop("model.safetensors.index.json"))
     assert index["metadata"] == theirs["metadata"]
@@ -77,7 +78,7 @@ def test_a_hub_model_has_the_bytes_of_a_local_one(served: Served, tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_stock_torch_reads_it(served: Served, tmp_path: Path, out: str) -> None:
+def test_stock_torch_reads_it(served: servers.Served, tmp_path: Path, out: str) -> None:
     WRITES["preshard"](served.home, out)
     want = load_file(served.home / "hub/model.safetensors")
     for reader in (dcp.FileSystemReader, fsspec_reader()):
@@ -92,7 +93,7 @@ def fsspec_reader() -> Any:
     return _fsspec_filesystem.FsspecReader
 
 
-def test_transformers_reads_it(served: Served, tmp_path: Path, out: str) -> None:
+def test_transformers_reads_it(served: servers.Served, tmp_path: Path, out: str) -> None:
     from transformers import AutoModelForCausalLM
 
     model = models.save("qwen3", tmp_path / "hub")
@@ -104,13 +105,13 @@ def test_transformers_reads_it(served: Served, tmp_path: Path, out: str) -> None
     )
 
 
-def test_tensors_that_are_cut_along_a_later_dim(served: Served, tmp_path: Path, out: str) -> None:
+def test_tensors_that_are_cut_along_a_later_dim(served: servers.Served, tmp_path: Path, out: str) -> None:
     """On a disk they are scattered; nothing is written out of order into a store."""
     options: dict[str, Any] = {"mesh": "dp_shard=2,tp=2", "wrap": "none", "layout": "declared"}
     rules = ["layers.[024]=rowwise", "layers.[135]=colwise"]
     for place in (out, tmp_path / "local"):
         shardkit.preshard(served.home / "hub", place, parallel_rules=rules, dtype="bf16", **options)
-    found, want = objects(out), local(tmp_path / "local")
+    found, want = objects(out), contents(tmp_path / "local")
     folder = data_folder(found)
     for name in want.keys() - {".metadata", "shardkit.json"}:
         assert found[f"{folder}/{name}"] == want[name], name
@@ -118,7 +119,7 @@ def test_tensors_that_are_cut_along_a_later_dim(served: Served, tmp_path: Path, 
     assert ours["tensors"] == theirs["tensors"]
 
 
-def test_nothing_is_visible_before_the_marker(served: Served, out: str) -> None:
+def test_nothing_is_visible_before_the_marker(served: servers.Served, out: str) -> None:
     """It is the last thing that is written, by one request."""
     for verb, marker in (("preshard", ".metadata"), ("consolidate", "model.safetensors.index.json")):
         WRITES[verb](served.home, f"{out}-{verb}")
@@ -128,7 +129,7 @@ def test_nothing_is_visible_before_the_marker(served: Served, out: str) -> None:
         assert names.count(marker) == 1
 
 
-def test_memory_is_a_few_parts(served: Served, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_a_few_parts(served: servers.Served, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files in memory and parts on their way stay within what the result says."""
     held, send = list[int](), uploads.SentFile._send
 
@@ -146,14 +147,14 @@ def test_memory_is_a_few_parts(served: Served, out: str, monkeypatch: pytest.Mon
         shardkit.consolidate(served.home / "dcp", f"{out}-2", max_memory="16MiB")
 
 
-def test_a_dry_run_writes_nothing(served: Served, out: str) -> None:
+def test_a_dry_run_writes_nothing(served: servers.Served, out: str) -> None:
     for write in WRITES.values():
         result = write(served.home, out, dry_run=True)
         assert result.free_bytes is None
     assert {seen.method for seen in served.proxy.seen} <= {"GET", "HEAD"}
 
 
-def test_what_is_there_is_not_replaced(served: Served, out: str) -> None:
+def test_what_is_there_is_not_replaced(served: servers.Served, out: str) -> None:
     for verb in ("preshard", "consolidate"):
         assert not WRITES[verb](served.home, f"{out}-{verb}").was_there
         served.proxy.seen.clear()
@@ -172,7 +173,7 @@ def test_what_is_there_is_not_replaced(served: Served, out: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_an_output_is_replaced(served: Served, tmp_path: Path, out: str) -> None:
+def test_an_output_is_replaced(served: servers.Served, tmp_path: Path, out: str) -> None:
     """By one request, so that there is no moment without one. The old data stays: readers may be in it."""
     WRITES["preshard"](served.home, out)
     shardkit.preshard(served.home / "hub", out, world_size=2, wrap="none", overwrite=True)
@@ -186,7 +187,7 @@ def test_an_output_is_replaced(served: Served, tmp_path: Path, out: str) -> None
     assert all("probe" in seen.path for seen in served.proxy.seen if seen.method == "DELETE")
 
 
-def test_files_of_somebody_else_are_not_replaced(served: Served, out: str) -> None:
+def test_files_of_somebody_else_are_not_replaced(served: servers.Served, out: str) -> None:
     writer_of(out).put(f"{out}/tokenizer_config.json", b"another", uploads.crc32(b"another"))
     writer_of(out).put(f"{out}-2/model.safetensors", b"another", uploads.crc32(b"another"))
     served.proxy.seen.clear()
@@ -199,7 +200,7 @@ def test_files_of_somebody_else_are_not_replaced(served: Served, out: str) -> No
     assert {seen.method for seen in served.proxy.seen} == {"GET", "HEAD"}
 
 
-def test_an_output_is_replaced_again_and_again(served: Served, out: str) -> None:
+def test_an_output_is_replaced_again_and_again(served: servers.Served, out: str) -> None:
     """Files of older outputs stay, and no manifest lists them."""
     for dtype in ("keep", "bf16", "keep"):
         WRITES["consolidate"](served.home, out, overwrite=True, dtype=dtype)
@@ -210,7 +211,7 @@ def test_an_output_is_replaced_again_and_again(served: Served, out: str) -> None
     assert len({name[:14] for name in objects(out) if name.startswith("model-")}) == 3
 
 
-def test_of_a_hub_model_that_is_there_what_people_wrote_stays(served: Served, out: str) -> None:
+def test_of_a_hub_model_that_is_there_what_people_wrote_stays(served: servers.Served, out: str) -> None:
     """Its own config and tokenizer are replaced, edited or not; a card that somebody wrote, and notes, never."""
     WRITES["consolidate"](served.home, out)
     writer_of(out).put(f"{out}/tokenizer_config.json", b"another", uploads.crc32(b"another"))
@@ -233,7 +234,7 @@ def test_of_a_hub_model_that_is_there_what_people_wrote_stays(served: Served, ou
 
 @pytest.mark.parametrize("options", [{}, {"part": "1/1"}])
 def test_what_somebody_puts_there_meanwhile_stays(
-    served: Served, out: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    served: servers.Served, out: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Under a name that the output has a file of, too: nothing of it was sent yet."""
     WRITES["consolidate"](served.home, out)
@@ -253,7 +254,7 @@ def test_what_somebody_puts_there_meanwhile_stays(
     assert {name: found[name] for name in before} == before
 
 
-def test_what_cannot_be_done_is_refused(served: Served, out: str) -> None:
+def test_what_cannot_be_done_is_refused(served: servers.Served, out: str) -> None:
     hub, dcp_ = served.home / "hub", served.home / "dcp"
     for message, call in {
         "push_to_hub": lambda: shardkit.consolidate(dcp_, out, push_to_hub="a/b"),
@@ -266,7 +267,7 @@ def test_what_cannot_be_done_is_refused(served: Served, out: str) -> None:
     assert not objects(out)
 
 
-def test_a_store_without_conditions_is_refused(served: Served, out: str) -> None:
+def test_a_store_without_conditions_is_refused(served: servers.Served, out: str) -> None:
     served.proxy.drops = ("if-none-match", "if-match")
     with pytest.raises(UsageError, match="the store ignores conditions") as refused:
         WRITES["preshard"](served.home, out)
@@ -275,7 +276,7 @@ def test_a_store_without_conditions_is_refused(served: Served, out: str) -> None
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_of_two_that_commit_one_wins(served: Served, out: str, overwrite: bool) -> None:
+def test_of_two_that_commit_one_wins(served: servers.Served, out: str, overwrite: bool) -> None:
     """Both are ready when one of them writes the marker; the other says so, and what is there is the winner's."""
     if overwrite:
         shardkit.preshard(served.home / "hub", out, world_size=4, wrap="none")
@@ -319,7 +320,7 @@ def folder_of(name: str) -> bytes:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_run_whose_twin_was_faster_ends_well(
-    served: Served, tmp_path: Path, out: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served, tmp_path: Path, out: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have sent all files when one of them commits; nothing of the other one is left, in the store or here."""
     if overwrite:
@@ -340,7 +341,7 @@ def test_a_run_whose_twin_was_faster_ends_well(
 
 
 def test_an_error_removes_nothing_that_a_twin_goes_on_with(
-    served: Served, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = StorePlace.check_all
 
@@ -363,7 +364,7 @@ def test_an_error_removes_nothing_that_a_twin_goes_on_with(
 
 
 def test_notes_that_cannot_be_written_cost_nothing_else(
-    served: Served, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("SHARDKIT_CACHE", str(tmp_path / "file"))
@@ -384,7 +385,7 @@ def test_notes_that_cannot_be_written_cost_nothing_else(
 
 
 def test_notes_that_cannot_be_joined_are_read(
-    served: Served, out: str, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk of the cache is full by the time at which a run that failed is started again."""
 
@@ -412,7 +413,7 @@ def folder_free(out: str) -> tuple[tuple[str, bytes], ...]:
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "reset", "lost", "expired"])
-def test_faults_of_the_store(served: Served, tmp_path: Path, out: str, fault: str) -> None:
+def test_faults_of_the_store(served: servers.Served, tmp_path: Path, out: str, fault: str) -> None:
     """What passes is tried again; what lasts is said without a secret, and the next run goes on."""
     served.proxy.strikes = lambda seen: seen.method in ("PUT", "POST") and bool(seen.sent_nbytes)
     served.proxy.faults[:] = [fault, "", fault, "", "", fault]
@@ -427,7 +428,7 @@ def test_faults_of_the_store(served: Served, tmp_path: Path, out: str, fault: st
     assert same_tensors(fetch(out, tmp_path / "copy"), tmp_path / "local")
 
 
-def test_what_is_spoiled_on_the_way_is_sent_again(served: Served, out: str) -> None:
+def test_what_is_spoiled_on_the_way_is_sent_again(served: servers.Served, out: str) -> None:
     """A part, a small file, and the list of parts that completes a file."""
     wanted = [
         lambda seen: seen.sent_nbytes > LARGE,
@@ -441,7 +442,9 @@ def test_what_is_spoiled_on_the_way_is_sent_again(served: Served, out: str) -> N
 
 
 @pytest.mark.parametrize("name", ["shardkit.json", "model.safetensors.index.json"])
-def test_a_file_that_is_refused_as_not_found_is_no_success(served: Served, out: str, name: str) -> None:
+def test_a_file_that_is_refused_as_not_found_is_no_success(
+    served: servers.Served, out: str, name: str
+) -> None:
     """Only a condition that does not hold says that there is one already."""
     served.proxy.strikes = lambda seen: seen.method == "PUT" and seen.path.partition("?")[0].endswith(name)
     served.proxy.faults[:] = ["404"] * 20
@@ -467,7 +470,7 @@ def same_tensors(one: Path, other: Path) -> bool:
     )
 
 
-def test_an_answer_to_the_marker_that_is_lost(served: Served, out: str) -> None:
+def test_an_answer_to_the_marker_that_is_lost(served: servers.Served, out: str) -> None:
     """Nobody knows whether it was written until it is read."""
     served.proxy.strikes = lambda seen: (
         seen.method == "PUT" and seen.path.partition("?")[0].endswith("/out/.metadata")
@@ -478,8 +481,8 @@ def test_an_answer_to_the_marker_that_is_lost(served: Served, out: str) -> None:
     assert ".metadata" in objects(out)
 
 
-def test_a_source_that_is_damaged_leaves_nothing(served: Served, tmp_path: Path, out: str) -> None:
-    for name, data in local(served.home / "dcp").items():
+def test_a_source_that_is_damaged_leaves_nothing(served: servers.Served, tmp_path: Path, out: str) -> None:
+    for name, data in contents(served.home / "dcp").items():
         (tmp_path / "dcp").mkdir(exist_ok=True)
         spoilt = bytearray(data)
         if name == "__1_0.distcp":
@@ -492,7 +495,7 @@ def test_a_source_that_is_damaged_leaves_nothing(served: Served, tmp_path: Path,
 
 
 def test_a_run_that_failed_leaves_an_output_of_the_same_names(
-    served: Served, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same job once more, over its own output, fails when its files are there."""
     WRITES["consolidate"](served.home, out)
@@ -509,7 +512,7 @@ def test_a_run_that_failed_leaves_an_output_of_the_same_names(
 
 
 @pytest.mark.parametrize("verb", WRITES)
-def test_the_sha256_of_files_that_were_just_written(served: Served, out: str, verb: str) -> None:
+def test_the_sha256_of_files_that_were_just_written(served: servers.Served, out: str, verb: str) -> None:
     WRITES[verb](served.home, out, sha256=True)
     found = objects(out)
     (place,) = [name.removesuffix("shardkit.json") for name in found if name.endswith("shardkit.json")]
@@ -519,7 +522,7 @@ def test_the_sha256_of_files_that_were_just_written(served: Served, out: str, ve
         assert each["sha256"] == hashlib.sha256(found[place + each["name"]]).hexdigest()
 
 
-def test_a_run_that_failed_is_resumed(served: Served, tmp_path: Path, out: str) -> None:
+def test_a_run_that_failed_is_resumed(served: servers.Served, tmp_path: Path, out: str) -> None:
     """A finished file is not sent again. What was on its way is sent anew, and of it the store has nothing in the end."""
     puts, paths = 0, set[str]()
 
@@ -551,7 +554,7 @@ def test_a_run_that_failed_is_resumed(served: Served, tmp_path: Path, out: str) 
 
 
 def test_a_file_that_somebody_removed_is_missed(
-    served: Served, out: str, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = StorePlace.check_all
 
@@ -568,7 +571,7 @@ def test_a_file_that_somebody_removed_is_missed(
 
 
 def test_a_run_that_is_given_up_while_it_sends_what_lies_beside_makes_no_output(
-    served: Served, out: str, monkeypatch: pytest.MonkeyPatch
+    served: servers.Served, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All files were there when it asked for them; the marker would stand over what is gone."""
     inner = StorePlace._send
@@ -587,7 +590,7 @@ def test_a_run_that_is_given_up_while_it_sends_what_lies_beside_makes_no_output(
 
 
 @pytest.mark.parametrize("verb", WRITES)
-def test_it_is_a_source(served: Served, tmp_path: Path, out: str, verb: str) -> None:
+def test_it_is_a_source(served: servers.Served, tmp_path: Path, out: str, verb: str) -> None:
     """shardkit reads what it has written, and both sides of a verb may lie in stores."""
     WRITES[verb](served.home, out)
     stores.forget()
@@ -600,7 +603,7 @@ def test_it_is_a_source(served: Served, tmp_path: Path, out: str, verb: str) -> 
     assert shardkit.diff(f"{out}-again", served.home / "hub").is_equal
 
 
-def test_what_is_not_committed_is_shown_and_given_up(served: Served, out: str) -> None:
+def test_what_is_not_committed_is_shown_and_given_up(served: servers.Served, out: str) -> None:
     WRITES["preshard"](served.home, out)
     whole = objects(out)
     store, path = (

@@ -12,7 +12,7 @@ import shardkit
 from shardkit.errors import ResourceError
 from shardkit.files import uploads
 from shardkit.files.remote.writers import writer_of
-from tests.operations.uploading.conftest import LARGE, WRITES, Served, make, objects
+from tests.operations.uploading.conftest import LARGE, WRITES, make, objects
 from tests.operations.uploading.test_in_store import (  # noqa: F401
     runs,
     test_a_commit_that_died_before_it_cleaned_up,
@@ -44,14 +44,16 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module", params=["google", "azure"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[servers.Served]:
     home = tmp_path_factory.mktemp("clouds")
     with servers.reached(request.param, home) as proxy:
         make(home)
-        yield Served(home, proxy, servers.ROOTS[request.param])
+        yield servers.Served(home, proxy, servers.ROOTS[request.param])
 
 
-def test_requests_that_change_the_store(served: Served, out: str) -> None:
+def test_requests_that_change_the_store(served: servers.Served, out: str) -> None:
     """Conditions hold; parts may come in any order, and are listed."""
     store, path = writer_of(out), f"{out}/one"
     assert (store.head(path), store.get(path)) == (None, None)
@@ -83,7 +85,7 @@ def test_requests_that_change_the_store(served: Served, out: str) -> None:
     assert store.head(path) is None
 
 
-def test_what_is_spoiled_on_the_way_is_sent_again(served: Served, out: str) -> None:
+def test_what_is_spoiled_on_the_way_is_sent_again(served: servers.Served, out: str) -> None:
     """The store compares the MD5 of each body."""
     served.proxy.garbles = lambda seen: seen.sent_nbytes > LARGE and len(served.proxy.garbled) < 2
     WRITES["consolidate"](served.home, out)
@@ -91,7 +93,7 @@ def test_what_is_spoiled_on_the_way_is_sent_again(served: Served, out: str) -> N
     assert shardkit.verify(out, full=True).problems == ()
 
 
-def test_the_store_vouches_for_sizes_alone(served: Served, out: str) -> None:
+def test_the_store_vouches_for_sizes_alone(served: servers.Served, out: str) -> None:
     WRITES["preshard"](served.home, out)
     result = shardkit.verify(out, store=True)
     assert result.is_only_unreadable
@@ -99,7 +101,7 @@ def test_the_store_vouches_for_sizes_alone(served: Served, out: str) -> None:
     assert "the store keeps no CRC-32" in result.problems[0].message
 
 
-def test_faults_of_the_store(served: Served, out: str) -> None:
+def test_faults_of_the_store(served: servers.Served, out: str) -> None:
     served.proxy.strikes = lambda seen: seen.method in ("PUT", "POST") and bool(seen.sent_nbytes)
     served.proxy.faults[:] = ["500", "", "reset", "", "lost", "", "", "503"]
     WRITES["consolidate"](served.home, out)
@@ -111,7 +113,7 @@ def test_faults_of_the_store(served: Served, out: str) -> None:
     assert "sig=" not in str(refused.value)
 
 
-def test_what_is_left_is_shown_and_given_up(served: Served, out: str) -> None:
+def test_what_is_left_is_shown_and_given_up(served: servers.Served, out: str) -> None:
     served.proxy.strikes = lambda seen: seen.sent_nbytes > uploads.PART_NBYTES // 2 and "__2_0" in seen.path
     served.proxy.faults[:] = ["403"] * 100
     with pytest.raises(ResourceError):
@@ -124,7 +126,7 @@ def test_what_is_left_is_shown_and_given_up(served: Served, out: str) -> None:
     assert not objects(out)
 
 
-def test_names_that_cannot_be_signed_are_refused(served: Served, tmp_path: Path) -> None:
+def test_names_that_cannot_be_signed_are_refused(served: servers.Served, tmp_path: Path) -> None:
     place = f"{served.root}/a b/out"
     if served.root.startswith("az"):
         with pytest.raises(shardkit.UsageError, match="special characters"):

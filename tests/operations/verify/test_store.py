@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,15 +25,10 @@ from tests.worlds import stores as servers
 S3 = f"s3://{servers.BUCKET}"
 
 
-class Served(NamedTuple):
-    """A server with `sharded` and `hub`, which lies in `home` too."""
-
-    home: Path
-    proxy: servers.Proxy
-
-
 @pytest.fixture(scope="module", params=servers.SERVERS)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[servers.Served]:
     home = tmp_path_factory.mktemp("vouched")
     torch.manual_seed(0)
     (home / "hub").mkdir()
@@ -44,7 +38,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with servers.reached(request.param, home) as proxy:
         shardkit.preshard(home / "hub", f"{S3}/sharded", world_size=2, wrap="none", layout="declared")
         shardkit.consolidate(f"{S3}/sharded", f"{S3}/hub", manifest=True, max_shard_size="12MB")
-        yield Served(home, proxy)
+        yield servers.Served(home, proxy)
 
 
 def names(path: str) -> set[str]:
@@ -53,7 +47,7 @@ def names(path: str) -> set[str]:
 
 
 @pytest.mark.parametrize("folder", ["sharded", "hub"])
-def test_each_file_is_asked_for_once_and_not_read(served: Served, folder: str) -> None:
+def test_each_file_is_asked_for_once_and_not_read(served: servers.Served, folder: str) -> None:
     path = f"{S3}/{folder}"
     served.proxy.reset()
     result = shardkit.verify(path, store=True)
@@ -69,7 +63,7 @@ def test_each_file_is_asked_for_once_and_not_read(served: Served, folder: str) -
     assert read <= {".metadata", "shardkit.json"}
 
 
-def test_a_file_of_the_same_size_is_found(served: Served) -> None:
+def test_a_file_of_the_same_size_is_found(served: servers.Served) -> None:
     path = f"{home_of(f'{S3}/sharded')}/__1_0.distcp"
     data, _ = writer_of(path).get(path) or (b"", "")
     other = bytes([data[0] ^ 1]) + data[1:]
@@ -92,7 +86,7 @@ def test_a_file_of_the_same_size_is_found(served: Served) -> None:
     assert shardkit.verify(f"{S3}/sharded", store=True).ok
 
 
-def test_what_the_store_cannot_tell_is_said(served: Served) -> None:
+def test_what_the_store_cannot_tell_is_said(served: servers.Served) -> None:
     """An object that another tool sent has no CRC-32 of the whole: that is not damage, and not a success."""
     import obstore
 
@@ -120,7 +114,7 @@ def test_what_the_store_cannot_tell_is_said(served: Served) -> None:
         writer_of(path).put(path, data, int(crc32(data)))
 
 
-def test_what_is_no_such_path_is_refused(served: Served, tmp_path: Path) -> None:
+def test_what_is_no_such_path_is_refused(served: servers.Served, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="store=True asks an object store"):
         shardkit.verify(served.home / "hub", store=True)
     with pytest.raises(UsageError, match="store=True reads no bytes"):

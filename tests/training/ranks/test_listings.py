@@ -7,14 +7,12 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import shardkit
-from shardkit.files.remote import cloud
 from tests.nested import FOLDER, OLDER, nest
 from tests.training.stores_world import Model
 from tests.worlds import stores as servers
@@ -23,29 +21,16 @@ from tests.worlds.processes import run_script
 S3 = f"s3://{servers.BUCKET}"
 
 
-class Served(NamedTuple):
-    """A server with `hub` and `nested`, which lie in a directory too."""
-
-    home: Path
-    proxy: servers.Proxy
-
-
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Served]:
     home = tmp_path_factory.mktemp("listed")
     with servers.reached("any", home) as proxy:
-        import obstore
-
         make(home)
-        client = cloud.connect(S3)
-        for each in sorted(path for name in ("hub", "nested") for path in (home / name).rglob("*")):
-            if each.is_file():
-                obstore.put(client, str(each.relative_to(home)), each.read_bytes())
+        for name in ("hub", "nested"):
+            servers.upload(home / name, f"{S3}/{name}")
         for rank in range(2):
-            obstore.put(
-                client, f"copy-{rank}/model.safetensors", (home / "hub/model.safetensors").read_bytes()
-            )
-        yield Served(home, proxy)
+            servers.upload(home / "hub", f"{S3}/copy-{rank}")
+        yield servers.Served(home, proxy)
 
 
 def make(home: Path) -> None:
@@ -57,7 +42,7 @@ def make(home: Path) -> None:
     shutil.copytree(home / "nested" / FOLDER, home / "nested" / OLDER)
 
 
-def read(served: Served, out: Path, verb: str, name: str, num_ranks: int) -> list[str]:
+def read(served: servers.Served, out: Path, verb: str, name: str, num_ranks: int) -> list[str]:
     """Have ranks read, see that the values are right, and return the listings that the server was asked for."""
     out.mkdir()
     served.proxy.reset()
@@ -75,7 +60,7 @@ def read(served: Served, out: Path, verb: str, name: str, num_ranks: int) -> lis
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["hub", "nested"])
 @pytest.mark.parametrize("verb", ["prepare", "load_into"])
-def test_one_rank_lists(served: Served, tmp_path: Path, verb: str, name: str) -> None:
+def test_one_rank_lists(served: servers.Served, tmp_path: Path, verb: str, name: str) -> None:
     alone, four = (read(served, tmp_path / str(size), verb, name, size) for size in (1, 4))
     assert sorted(four) == sorted(alone)
     assert four
@@ -84,7 +69,7 @@ def test_one_rank_lists(served: Served, tmp_path: Path, verb: str, name: str) ->
 
 
 @pytest.mark.dist
-def test_what_is_read_of_one_version_is_not_compared(served: Served, tmp_path: Path) -> None:
+def test_what_is_read_of_one_version_is_not_compared(served: servers.Served, tmp_path: Path) -> None:
     """Each request names the version that the first rank has listed."""
     read(served, tmp_path / "four", "load_into", "nested", 4)
     shards = Counter(seen.path for seen in served.proxy.seen if ".distcp" in seen.path)
@@ -93,7 +78,9 @@ def test_what_is_read_of_one_version_is_not_compared(served: Served, tmp_path: P
 
 
 @pytest.mark.dist
-def test_copies_of_other_versions_are_compared_and_read_by_each(served: Served, tmp_path: Path) -> None:
+def test_copies_of_other_versions_are_compared_and_read_by_each(
+    served: servers.Served, tmp_path: Path
+) -> None:
     read(served, tmp_path / "two", "load_into", "copy-{rank}", 2)
     requests = Counter(seen.path for seen in served.proxy.seen if "model.safetensors" in seen.path)
     first, second = (requests[f"/{servers.BUCKET}/copy-{rank}/model.safetensors"] for rank in range(2))
