@@ -110,7 +110,10 @@ def attempt(failure: Failure, scenario: Scenario, server: Server, path: Path) ->
             may_be.append(scenario.expected)  # the rename was done, and its sync failed
             if not failure.exchange and place.staging():
                 may_be.append(None)  # the old one could not go back: the next run puts it there
-        place.check_is(*may_be)
+        # SIGHUP ends a process as SIGKILL does.
+        was_killed = answer.code < 0 and overwrite and not failure.exchange
+        if place.check_is(*may_be, *([None] if was_killed else [])) is None and was_killed:
+            place.check_put_back(server)
     place.check_ends_well(server, overwrite=overwrite or place.out.exists(), exchange=failure.exchange)
     place.remove()
     return answer.hit

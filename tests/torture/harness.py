@@ -263,6 +263,13 @@ class Place:
         assert found in allowed, f"the destination is {describe(found, allowed)}"
         return found
 
+    def check_put_back(self, server: Server) -> None:
+        """The old output was moved aside; a run that may not replace it puts it back all the same."""
+        answer = self.scenario.run(server, self.out, exchange=False)
+        assert answer.code == 2, answer
+        assert "exists" in answer.err
+        self.check_is(self.scenario.old)
+
     def check_unfinished(self) -> None:
         """Nothing that lies in a staging directory looks finished and is not."""
         marker = self.scenario.marker
