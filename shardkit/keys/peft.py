@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from shardkit.core.text import escape
 from shardkit.errors import UsageError
 from shardkit.keys.names import PEFT, Segments, join, split
+from shardkit.keys.ties import is_embedding, is_output
 
 _SAVED, _ORIGINAL, _BASE, _TOKENS = "modules_to_save", "original_module", "base_layer", "token_adapter"
 _MAGNITUDE = "lora_magnitude_vector"
@@ -216,8 +217,43 @@ def _adapter_names(parts: list[_AdapterName], plain: list[str]) -> dict[str, str
         # PEFT keeps the name that DoRA's vector had before it became a module.
         rest = () if part.marker == _MAGNITUDE else part.rest
         names[part.name] = join((*PEFT, *path, *rest))
-    names.update({name: join((*PEFT, *_without_prefix(split(name)))) for name in plain})
+    names.update({name: _in_file(name) for name in plain})
     return names
+
+
+def _in_file(name: str) -> str:
+    return join((*PEFT, *_without_prefix(split(name))))
+
+
+def names_beside(
+    peft: PeftNames,
+    shapes: Mapping[str, tuple[int, ...]],
+    settings: Mapping[str, Any],
+    base: Mapping[str, tuple[int, ...]],
+) -> dict[str, str]:
+    """Return what PEFT saves of the base with an adapter: name given -> name in `adapter_model.safetensors`.
+
+    These are biases that were trained, and embeddings and outputs whose vocabulary has other rows than the base's.
+
+    Args:
+        peft: as names tell.
+        shapes: by the names in `peft`.
+        settings: of `adapter_config.json`.
+        base: shapes by the base's names, as far as they are known.
+
+    Source: peft 0.21, tuners/tuners_utils.py (_get_learnable_bias_state_dict), utils/save_and_load.py.
+    """
+    bias = str(settings.get("bias"))
+    ends = ".bias" if bias == "all" else f".{_BASE}.bias" if bias.endswith("_only") else None
+    return {
+        name: _in_file(name)
+        for name, own in peft.base_names.items()
+        if name not in peft.adapter_names
+        and (
+            (ends is not None and f".{name}".endswith(ends))
+            or ((is_embedding(own) or is_output(own)) and base.get(own, shapes.get(name)) != shapes.get(name))
+        )
+    }
 
 
 def _base_names(parts: list[_AdapterName], plain: list[str]) -> dict[str, str]:

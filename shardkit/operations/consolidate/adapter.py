@@ -13,7 +13,7 @@ from math import sqrt
 from typing import Any, Literal
 
 from shardkit.core.catalog import Catalog, TensorEntry
-from shardkit.core.text import count, escape
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import storage
 from shardkit.formats.contract import Checkpoint
@@ -33,6 +33,7 @@ from shardkit.keys.peft import (
     PeftNames,
     classify_peft,
     find_cut,
+    names_beside,
     pattern_problems,
     pattern_value,
 )
@@ -98,21 +99,22 @@ def choose_tensors(
     if peft.kind == "none":
         return Chosen(kind="model", catalog=_deferred(checkpoint, list(names)), names=dict(names))
     stored = {name: source for source, name in names.items()}
-    chosen = {stored[name]: target for name, target in peft.adapter_names.items()}
-    catalog = _deferred(checkpoint, list(chosen))
-    shapes = {name: catalog.tensors[stored[name]].shape for name in peft.adapter_names}
-    held = checkpoint.catalog.tensors
+    held, theirs = checkpoint.catalog.tensors, _plain_shapes(base)
     of_base = {
         name: held[source].shape for name, source in stored.items() if held[source].dtype.is_convertible
     }
-    _refuse_cut(peft, {**of_base, **shapes}, settings, base)
+    beside = names_beside(peft, of_base, settings.values if settings else {}, theirs)
+    chosen = {stored[name]: target for name, target in (peft.adapter_names | beside).items()}
+    catalog = _deferred(checkpoint, list(chosen))
+    shapes = {name: catalog.tensors[stored[name]].shape for name in peft.adapter_names}
+    _refuse_cut(peft, {**of_base, **shapes}, settings, theirs)
     content = _config_of(settings, peft, shapes, _repo_of(base))
     return Chosen(
         kind="adapter",
         catalog=catalog,
         names=chosen,
         adapter_config=content,
-        notes=tuple(_adapter_notes(peft, settings)),
+        notes=tuple(_adapter_notes(peft, settings, beside)),
         warnings=() if content is not None else (_NO_CONFIG,),
     )
 
@@ -129,12 +131,18 @@ _NO_CONFIG = (
 )
 
 
-def _refuse_cut(
-    peft: PeftNames, shapes: Mapping[str, tuple[int, ...]], settings: Settings | None, base: Base | None
-) -> None:
+def _plain_shapes(base: Base | None) -> dict[str, tuple[int, ...]]:
     tensors = {} if base is None or base.tensors is None else base.tensors
-    plain = {name: tensor.shape for name, tensor in tensors.items() if tensor.dtype.is_convertible}
-    problems = find_cut(peft, shapes, settings.values, plain) if settings and settings.is_whole else []
+    return {name: tensor.shape for name, tensor in tensors.items() if tensor.dtype.is_convertible}
+
+
+def _refuse_cut(
+    peft: PeftNames,
+    shapes: Mapping[str, tuple[int, ...]],
+    settings: Settings | None,
+    base: Mapping[str, tuple[int, ...]],
+) -> None:
+    problems = find_cut(peft, shapes, settings.values, base) if settings and settings.is_whole else []
     SourceError.raise_for(
         problems,
         f"{count(len(problems), 'module')} of the adapter have other shapes than its settings and its base call for",
@@ -143,12 +151,15 @@ def _refuse_cut(
     )
 
 
-def _adapter_notes(peft: PeftNames, settings: Settings | None) -> Iterator[str]:
+def _adapter_notes(peft: PeftNames, settings: Settings | None, beside: Mapping[str, str]) -> Iterator[str]:
     if peft.kind == "base+adapter":
         yield (
             "the checkpoint holds an adapter and the weights that it was trained on: the adapter was written; "
             "--merge-lora writes the merged model"
         )
+    if beside:
+        kinds = "biases that were trained, or rows of a vocabulary that is not the base's"
+        yield f"in the adapter's file, as PEFT saves them: {listed(list(beside.values()))} ({kinds})"
     if peft.others:
         yield f"the adapter {escape(peft.adapter or '')} was taken; also there: {', '.join(map(escape, peft.others))}"
     if settings is not None and not settings.is_whole:

@@ -78,6 +78,31 @@ def test_the_adapter(with_base: bool, state: dict[str, torch.Tensor], settings: 
     assert any("--merge-lora" in note for note in result.notes) == with_base
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")  # peft says what it saves
+@pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
+@pytest.mark.parametrize("rows", [37, 40])
+def test_the_adapter_has_what_peft_saves_beside_it(bias: str, rows: int, tmp_path: Path) -> None:
+    """Biases that were trained, and the rows of a vocabulary that has grown."""
+    sizes = {key: value for key, value in CONFIG.items() if key not in ("architectures", "dtype")}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attention_bias=True))
+    base.save_pretrained(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    settings = peft.LoraConfig(r=2, bias=bias, target_modules=list(PROJECTIONS))
+    tuned = peft.get_peft_model(model, settings)
+    for parameter in tuned.parameters():
+        torch.nn.init.normal_(parameter)
+    tuned.save_pretrained(tmp_path / "saved")
+    result = shardkit.consolidate(
+        save({"model": tuned.state_dict()}, tmp_path / "c"),
+        base=str(tmp_path / "base"),
+        adapter_config=str(tmp_path / "saved"),
+    )
+    assert_bit_equal(load(result.output), load(tmp_path / "saved"))
+    assert any("as PEFT saves them" in note for note in result.notes) == (bias != "none" or rows > 37)
+
+
 def test_an_adapter_with_the_rows_of_one_rank_is_refused(
     state: dict[str, torch.Tensor], settings: Path, tmp_path: Path
 ) -> None:
