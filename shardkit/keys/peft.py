@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +34,7 @@ _OTHER = re.compile(
     r"|(fourierft)_spectrum|(shira)_weight|(c3a)_kernel|(road)_(?:theta|alpha)|(bone)_block|(miss)_block"
 )
 _PARAMETERS = ("weight", "bias")
+_PARAMETRIZED = "parametrizations"  # by torch, in a model that has low-rank factors of its own (Jina)
 _BASE_LAYER = re.compile(rf"\.{_BASE}(?=\.)")
 _WRAPPED = re.compile(rf"\.(?:{_BASE}|{_ORIGINAL}|{_SAVED}\.[^.]+)(?=\.)")
 
@@ -96,18 +97,19 @@ class _AdapterName(NamedTuple):
     rest: Segments
 
 
-def classify_peft(names: Iterable[str]) -> PeftNames:
+def classify_peft(names: Iterable[str], own: Container[str] = ()) -> PeftNames:
     """Sort a model's names into the base's and an adapter's.
 
     Args:
         names: a model's names, e.g. the output names of a selection. `base_model.model.` may be missing.
+        own: names that are the base's whatever they look like: Phi-4-multimodal's files have `lora_A.vision`.
 
     Raises:
         UsageError: there are several adapters and none is `default`.
     """
     plain, parts = list[str](), list[_AdapterName]()
     for name in names:
-        part = _take_apart(name)
+        part = None if name in own else _take_apart(name)
         if part is None:
             plain.append(name)
         else:
@@ -165,6 +167,8 @@ def without_peft_modules(fqn: str) -> str:
 def _take_apart(name: str) -> _AdapterName | None:
     segments = _without_prefix(split(name))
     for place, segment in enumerate(segments):
+        if segment == _PARAMETRIZED:
+            return None
         if segment in (*_LORA, _SAVED, _ORIGINAL) or _OTHER.fullmatch(segment):
             rest = segments[place + 1 :]
             has_adapter = bool(rest) and rest[0] not in _PARAMETERS and segment != _ORIGINAL

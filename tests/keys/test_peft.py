@@ -28,6 +28,21 @@ def test_names_that_only_look_like_an_adapters(name: str) -> None:
     assert classify_peft([name]).kind == "none"
 
 
+@pytest.mark.parametrize("end", ["0.lora_A", "0.lora_B", "original"])
+def test_factors_that_torch_parametrizes_are_the_models_own(end: str) -> None:
+    name = f"encoder.layers.0.mixer.Wqkv.parametrizations.weight.{end}"  # jina-embeddings-v3
+    assert classify_peft([name]).kind == "none"
+
+
+def test_names_that_the_base_stores_are_the_models_own() -> None:
+    native = [
+        f"{Q}.{end}.weight" for end in ("base_layer", "lora_A.vision", "lora_B.vision", "lora_A.speech")
+    ]
+    assert classify_peft(native, own=native).kind == "none"
+    found = classify_peft([*native, *LORA[1:]], own=native)
+    assert list(found.adapter_names) == LORA[1:]
+
+
 def test_a_real_one() -> None:
     found = classify_peft(load("peft_lora_fsdp2_full").names)
     assert (found.kind, found.adapter, found.methods) == ("base+adapter", "default", ("lora",))

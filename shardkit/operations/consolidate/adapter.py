@@ -26,7 +26,7 @@ from shardkit.formats.hub.adapter import (
     merge_command,
     read_settings,
 )
-from shardkit.formats.hub.base import Base
+from shardkit.formats.hub.base import Base, recorded_names
 from shardkit.keys.peft import (
     OTHER_ARITHMETIC,
     LoraModule,
@@ -88,7 +88,8 @@ def choose_tensors(
         SourceError: there is no adapter to merge, it cannot be merged, or its settings are not known.
         UsageError: settings are given, and there is no adapter.
     """
-    peft = classify_peft(names.values())
+    own = base.tensors if base is not None and base.tensors is not None else recorded_names(checkpoint).names
+    peft = classify_peft(names.values(), own or ())
     if adapter_config is not None and peft.kind == "none":
         raise UsageError("--adapter-config is about an adapter, and the chosen tensors hold none")
     settings = _settings_of(checkpoint, base, adapter_config) if merge or peft.kind != "none" else None

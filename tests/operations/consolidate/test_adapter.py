@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import shardkit
 from shardkit.errors import LayoutError, SourceError, UsageError
 from shardkit.formats.hub import base as consolidate_base
-from tests.operations.consolidate.checkpoints import CONFIG, assert_bit_equal, hub, load, save, weights
+from tests.operations.consolidate.checkpoints import CONFIG, EMBED, assert_bit_equal, hub, load, save, weights
 
 pytestmark = pytest.mark.usefixtures("fast_trace")
 
@@ -101,6 +101,27 @@ def test_the_adapter_has_what_peft_saves_beside_it(bias: str, rows: int, tmp_pat
     )
     assert_bit_equal(load(result.output), load(tmp_path / "saved"))
     assert any("as PEFT saves them" in note for note in result.notes) == (bias != "none" or rows > 37)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        ("base_layer.weight", "lora_A.vision.weight", "lora_B.vision.weight", "lora_A.speech.weight"),
+        ("parametrizations.weight.original", "parametrizations.weight.0.lora_A"),
+    ],
+    ids=["phi4mm", "jina"],
+)
+def test_a_model_with_low_rank_factors_of_its_own_is_no_adapter(
+    ends: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = {EMBED: torch.randn(5, 3), "model.layers.0.mlp.up_proj.weight": torch.randn(3, 3)}
+    model |= {f"model.layers.0.self_attn.qkv_proj.{end}": torch.randn(4, 3) for end in ends}
+    base = hub(tmp_path / "base", model, {"model_type": "of its own", "architectures": ["Own"]})
+    result = shardkit.consolidate(save({"model": model}, tmp_path / "c"), base=str(base))
+    assert result.kind == "model"
+    assert_bit_equal(load(result.output), model)
+    sharded = shardkit.preshard(base, tmp_path / "sharded", world_size=2)
+    assert_bit_equal(load(shardkit.consolidate(sharded.output, tmp_path / "back").output), model)
 
 
 def test_an_adapter_with_the_rows_of_one_rank_is_refused(
