@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, recover_output, remove_runs
 from shardkit.files.staging import Owner, nothing
+from tests.torture.conditions import small_disk
 
 pytestmark = pytest.mark.usefixtures("place")
 PLAN = "0123456789abcdef"
@@ -42,6 +46,14 @@ def commit(run: SharedStaging, *, overwrite: bool = False) -> None:
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
+
+
+def ended_owner() -> str:
+    """Return the name of what a process left that is over."""
+    code = "from shardkit.files.staging import Owner; print(Owner.new_run())"
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def make_old(place: Path) -> None:
@@ -150,6 +162,25 @@ def test_whoever_is_at_work_is_left_alone(place: Path) -> None:
     run.leave(owner)
     remove_runs(str(place), nothing, but="")
     assert names(place.parent) == []
+
+
+@pytest.mark.root
+def test_room_of_the_dead_comes_before_ones_own(tmp_path: Path) -> None:
+    """What one that was killed has left may be all that a disk has room for."""
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        if disk is None:
+            pytest.skip("needs root, and to mount")
+        run = begun(disk / "out")
+        dead = Path(run.path) / "work" / ended_owner()
+        dead.mkdir()
+        subprocess.run(["mount", "-o", "remount,nr_inodes=64", "tmpfs", str(disk)], check=True)
+        with contextlib.suppress(OSError):
+            for number in range(64):
+                (dead / str(number)).touch()
+        with pytest.raises(OSError, match="No space left"):
+            (dead / "more").touch()
+        with run.workplace() as work:
+            assert names(Path(work).parent) == [os.path.basename(work)]
 
 
 def test_what_was_touched_since_is_not_what_was_committed(place: Path) -> None:

@@ -499,6 +499,10 @@ def test_what_another_user_left_stays(source: Path, out: Path) -> None:
         with pytest.raises(UsageError, match="belongs to another user"):
             write(source, out, resume=resume)
     assert sorted((left / "done").iterdir()) == noted
+    (left / "work").rename(work := out.parent / "work")
+    with pytest.raises(UsageError, match="belongs to another user"):
+        write(source, out)
+    work.rename(left / "work")
     write(source, out, job=copy_of(source, option="another"))
     assert staged(out) == [left]
     shutil.rmtree(out)

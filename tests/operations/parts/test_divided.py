@@ -546,6 +546,23 @@ def test_a_damaged_record_is_said_and_can_be_given_up(content: str, model: Path,
     assert not left.exists()
 
 
+def test_every_field_of_a_record_is_there_and_of_its_type(model: Path, tmp_path: Path) -> None:
+    """What a field means that nobody here knows, or what is meant by one that is missing, is not guessed."""
+    preshard(model, tmp_path / "out", "1/2")
+    (record,) = tmp_path.glob(".out.shardkit-parts-*/plan.json")
+    content = json.loads(record.read_text())
+    optional = {"weights", "beside", "here", "cwd", "versions", "replaces"}
+    changed = {f"with {name}": {**content, name: 1.5} for name in {*content, "later"} - {"versions"}}
+    changed |= {
+        f"without {name}": {key: value for key, value in content.items() if key != name}
+        for name in content.keys() - optional
+    }
+    changed["a later option of the command"] = {**content, "command": {**content["command"], "later": 1}}
+    for label, other in changed.items():
+        with pytest.raises(SourceError, match=r"damaged|another version"):
+            pytest.fail(f"{label}: {Agreement.parse(json.dumps(other).encode(), record.name)}")
+
+
 @pytest.mark.parametrize("damage", ["", "[]", "{}", '{"digest": {"name": 1}}', '{"scattered": [[0, "x"]]}'])
 def test_a_damaged_note_means_that_the_file_is_written_again(
     damage: str, model: Path, tmp_path: Path, whole: dict[str, bytes]
