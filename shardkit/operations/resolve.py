@@ -433,8 +433,9 @@ class _Search:
             if tracked and rule != BEYOND:
                 self._mention(directory, by_rule.get(BEYOND, []), tracked[0])
             best = max(candidates, key=lambda resolved: -1 if resolved.step is None else resolved.step)
-            if rule == OTHER and best.step is None and len(candidates) > 1:
-                self._doubt(directory, names, best, candidates)
+            equals = [resolved for resolved in candidates if resolved.step == best.step]
+            if rule == OTHER and len(equals) > 1:
+                self._doubt(directory, names, best, equals)
             name = os.path.relpath(best.path, directory).split(os.sep)[0]
             others = list[tuple[str, str]]()
             if not self._is_in_a_checkpoint(directory):
@@ -460,7 +461,7 @@ class _Search:
 
         Args:
             names: of all in the directory that may be meant, damaged ones too.
-            candidates: the newest of those that are numbered alike.
+            candidates: the newest of those that are numbered alike, all of one step, or of none.
         """
         tops = {
             os.path.relpath(candidate.path, directory).split(os.sep)[0]: candidate.path
