@@ -7,7 +7,7 @@ when it is read (`transfer.codecs.lora`). So everything else treats it like a st
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any, Literal
@@ -36,6 +36,7 @@ from shardkit.keys.peft import (
     names_beside,
     pattern_problems,
     pattern_value,
+    without_base_layers,
 )
 from shardkit.operations.consolidate.assets import dump_config
 from shardkit.transfer.codecs.derive import derive
@@ -290,8 +291,9 @@ def plan_merge(
         )
     _check_settings(peft, config)
     merges, problems = list[Lora](), list[str]()
+    transposed = _transposed_modules({name: tensors[source].shape for name, source in stored.items()})
     for module in peft.modules:
-        merges += _merges_of(module, stored, tensors, config, problems)
+        merges += _merges_of(module, stored, tensors, config, transposed, problems)
     SourceError.raise_for(problems, f"{len(problems)} modules cannot be merged")
     kept = {stored[name]: target for name, target in peft.base_names.items()}
     return MergePlan(names=kept, made={merge.base: merge for merge in merges})
@@ -320,11 +322,27 @@ def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:
     SourceError.raise_for(problems, "the adapter's settings cannot be read")
 
 
+def _transposed_modules(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
+    """Return the last parts of paths of modules that are stored (in, out), as the lengths of biases show.
+
+    The settings' `fan_in_fan_out` is that of the module that PEFT wrapped last. If that is the output, square matrices of
+    `Conv1D` (GPT-2's `attn.c_proj`) fit both ways.
+    """
+    biases = {name.removesuffix(".bias"): shape for name, shape in shapes.items() if name.endswith(".bias")}
+    return frozenset(
+        without_base_layers(name).rsplit(".", 2)[-2]
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) == 2 and shape[0] != shape[1]
+        if biases.get(name.removesuffix(".weight")) == shape[1:]
+    )
+
+
 def _merges_of(
     module: LoraModule,
     stored: Mapping[str, str],
     tensors: Mapping[str, TensorEntry],
     config: Mapping[str, Any],
+    transposed: Collection[str],
     problems: list[str],
 ) -> Iterator[Lora]:
     if module.a is None or module.b is None or module.base is None:
@@ -334,6 +352,8 @@ def _merges_of(
     base, a, b = stored[module.base], stored[module.a], stored[module.b]
     magnitude = stored[module.magnitude] if module.magnitude else None
     is_transposed = module.is_embedding or bool(config.get("fan_in_fan_out"))
+    rows, *columns = tensors[base].shape or (0,)
+    is_transposed |= columns == [rows] and module.path.rpartition(".")[2] in transposed
     problem = _shape_problem(tensors[base], tensors[a], tensors[b], is_transposed)
     if problem is None and magnitude and module.is_embedding:
         problem = "DoRA on an embedding"

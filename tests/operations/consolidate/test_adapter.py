@@ -237,6 +237,32 @@ def test_merged_where_the_model_holds_experts_fused(kind: str, with_weights: boo
     assert_bit_equal(loaded.state_dict(), tuned.merge_and_unload().state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to")
+def test_square_matrices_of_conv1d_beside_an_output_that_is_linear(tmp_path: Path) -> None:
+    """PEFT's settings say `fan_in_fan_out: false` then, as of the output, which it wraps last."""
+    sizes = {"vocab_size": 37, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(**sizes, **tokens, tie_word_embeddings=False)
+    model = transformers.GPT2LMHeadModel(config)
+    targets = ["attn.c_proj", "lm_head"]
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
+    for name, value in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(value)
+    tuned.save_pretrained(tmp_path / "adapter")
+    assert not json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["fan_in_fan_out"]
+    result = shardkit.consolidate(
+        save({"model": tuned.state_dict()}, tmp_path / "saved"),
+        merge_lora=True,
+        adapter_config=str(tmp_path / "adapter"),
+    )
+    name = "transformer.h.0.attn.c_proj.weight"
+    expected = tuned.merge_and_unload().state_dict()[name]
+    torch.testing.assert_close(load(result.output)[name], expected)
+
+
 @pytest.mark.parametrize(("base", "named"), [("org/model", "org/model"), (None, None), ("path", None)])
 def test_the_settings_that_are_made_name_the_bases_repo(
     base: str | None,
