@@ -29,12 +29,15 @@ _LORA = {_A: "a", _B: "b", _EMBEDDING_A: "a", _EMBEDDING_B: "b", _MAGNITUDE: "ma
 # Parameters of other methods, which can be exported but not merged. Prompts are left out: their names are
 # too common.
 _OTHER = re.compile(
-    r"(ia3)_l|(hada)_[wt][12]\w*|(lokr)_[wt][12]\w*|(oft)_[rRs]|(boft)_[Rs]|(vera)_lambda_[bd]|(randlora)_\w+"
+    r"(ia3)_l|(hada)_[wt][12]\w*|(lokr)_[wt][12]\w*|(oft)_[rRs]|(boft)_[Rs]|(vera)_(?:lambda_[bd]|[AB])|(randlora)_\w+"
     r"|(vblora)_\w+|(lora)_\w+|(trainable_tokens)_(?:delta|original)|(adaption)_(?:prompt|gate)"
     r"|(fourierft)_spectrum|(shira)_weight|(c3a)_kernel|(road)_(?:theta|alpha)|(bone)_block|(miss)_block"
+    r"|(beft)_bias|(deft)_[PR]|(delora)_(?:[AB]|lambda|w_norm)|(glora)_[A-E]|(gralora)_[AB]\w*|(hira)_[AB]|(hra)_u"
+    r"|(lily)_(?:[AB]|router)|(poly)_(?:lora_[AB]|router)|(supertuning)_(?:indices|values)|(waveft)_spectrum"
 )
+# What all modules share stands at PEFT's own root. Each module has it in memory too; PEFT saves it once.
+_SHARED = re.compile(r"vera_[AB]|vblora_vector_bank")
 _PARAMETERS = ("weight", "bias")
-_PARAMETRIZED = "parametrizations"  # by torch, in a model that has low-rank factors of its own (Jina)
 _BASE_LAYER = re.compile(rf"\.{_BASE}(?=\.)")
 _WRAPPED = re.compile(rf"\.(?:{_BASE}|{_ORIGINAL}|{_SAVED}\.[^.]+)(?=\.)")
 
@@ -167,7 +170,7 @@ def without_peft_modules(fqn: str) -> str:
 def _take_apart(name: str) -> _AdapterName | None:
     segments = _without_prefix(split(name))
     for place, segment in enumerate(segments):
-        if segment == _PARAMETRIZED:
+        if segment == "parametrizations":  # by torch, in a model with low-rank factors of its own (Jina)
             return None
         if segment in (*_LORA, _SAVED, _ORIGINAL) or _OTHER.fullmatch(segment):
             rest = segments[place + 1 :]
@@ -215,18 +218,15 @@ def _adapter_names(parts: list[_AdapterName], plain: list[str]) -> dict[str, str
     """Name tensors as PEFT's files do. In an adapter alone, plain names are of modules trained in full."""
     names = {}
     for part in parts:
-        if part.marker == _ORIGINAL:
+        is_at_root = part.module == PEFT[:1]
+        if part.marker == _ORIGINAL or (_SHARED.fullmatch(part.marker) and not is_at_root):
             continue
         path = part.module if part.marker == _SAVED else (*part.module, part.marker)
         # PEFT keeps the name that DoRA's vector had before it became a module.
         rest = () if part.marker == _MAGNITUDE else part.rest
-        names[part.name] = join((*PEFT, *path, *rest))
-    names.update({name: _in_file(name) for name in plain})
+        names[part.name] = join((*(() if is_at_root else PEFT), *path, *rest))
+    names.update({name: join((*PEFT, *_without_prefix(split(name)))) for name in plain})
     return names
-
-
-def _in_file(name: str) -> str:
-    return join((*PEFT, *_without_prefix(split(name))))
 
 
 def names_beside(
@@ -237,27 +237,19 @@ def names_beside(
 ) -> dict[str, str]:
     """Return what PEFT saves of the base with an adapter: name given -> name in `adapter_model.safetensors`.
 
-    These are biases that were trained, and embeddings and outputs whose vocabulary has other rows than the base's.
-
-    Args:
-        peft: as names tell.
-        shapes: by the names in `peft`.
-        settings: of `adapter_config.json`.
-        base: shapes by the base's names, as far as they are known.
+    These are biases that were trained, and embeddings and outputs with other rows than the base's. For the arguments see
+    `find_cut`.
 
     Source: peft 0.21, tuners/tuners_utils.py (_get_learnable_bias_state_dict), utils/save_and_load.py.
     """
-    bias = str(settings.get("bias"))
+    bias, beside = str(settings.get("bias")), dict[str, str]()
     ends = ".bias" if bias == "all" else f".{_BASE}.bias" if bias.endswith("_only") else None
-    return {
-        name: _in_file(name)
-        for name, own in peft.base_names.items()
-        if name not in peft.adapter_names
-        and (
-            (ends is not None and f".{name}".endswith(ends))
-            or ((is_embedding(own) or is_output(own)) and base.get(own, shapes.get(name)) != shapes.get(name))
-        )
-    }
+    for name, own in peft.base_names.items():
+        is_trained = ends is not None and f".{name}".endswith(ends)
+        has_rows = (is_embedding(own) or is_output(own)) and own in base
+        if is_trained or (has_rows and shapes.get(name, base[own]) != base[own]):
+            beside[name] = join((*PEFT, *_without_prefix(split(name))))
+    return {name: target for name, target in beside.items() if name not in peft.adapter_names}
 
 
 def _base_names(parts: list[_AdapterName], plain: list[str]) -> dict[str, str]:

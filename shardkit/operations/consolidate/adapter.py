@@ -89,7 +89,8 @@ def choose_tensors(
         SourceError: there is no adapter to merge, it cannot be merged, or its settings are not known.
         UsageError: settings are given, and there is no adapter.
     """
-    own = base.tensors if base is not None and base.tensors is not None else recorded_names(checkpoint).names
+    of_base = None if base is None else base.tensors
+    own = of_base if of_base is not None else recorded_names(checkpoint).names
     peft = classify_peft(names.values(), own or ())
     if adapter_config is not None and peft.kind == "none":
         raise UsageError("--adapter-config is about an adapter, and the chosen tensors hold none")
@@ -101,15 +102,14 @@ def choose_tensors(
     if peft.kind == "none":
         return Chosen(kind="model", catalog=_deferred(checkpoint, list(names)), names=dict(names))
     stored = {name: source for source, name in names.items()}
-    held, theirs = checkpoint.catalog.tensors, _plain_shapes(base)
-    of_base = {
-        name: held[source].shape for name, source in stored.items() if held[source].dtype.is_convertible
-    }
-    beside = names_beside(peft, of_base, settings.values if settings else {}, theirs)
+    held = checkpoint.catalog.tensors
+    ours = {name: held[source].shape for name, source in stored.items() if held[source].dtype.is_convertible}
+    theirs = {name: tensor.shape for name, tensor in (of_base or {}).items() if tensor.dtype.is_convertible}
+    beside = names_beside(peft, ours, settings.values if settings else {}, theirs)
     chosen = {stored[name]: target for name, target in (peft.adapter_names | beside).items()}
     catalog = _deferred(checkpoint, list(chosen))
     shapes = {name: catalog.tensors[stored[name]].shape for name in peft.adapter_names}
-    _refuse_cut(peft, {**of_base, **shapes}, settings, theirs)
+    _refuse_cut(peft, {**ours, **shapes}, settings, theirs)
     content = _config_of(settings, peft, shapes, _repo_of(base))
     return Chosen(
         kind="adapter",
@@ -131,11 +131,6 @@ def _deferred(checkpoint: Checkpoint, names: list[str]) -> Catalog:
 _NO_CONFIG = (
     f"there is no {ADAPTER_CONFIG}, without which PEFT cannot load an adapter: name one with --adapter-config"
 )
-
-
-def _plain_shapes(base: Base | None) -> dict[str, tuple[int, ...]]:
-    tensors = {} if base is None or base.tensors is None else base.tensors
-    return {name: tensor.shape for name, tensor in tensors.items() if tensor.dtype.is_convertible}
 
 
 def _refuse_cut(

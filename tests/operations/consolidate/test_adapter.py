@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -101,6 +102,29 @@ def test_the_adapter_has_what_peft_saves_beside_it(bias: str, rows: int, tmp_pat
     )
     assert_bit_equal(load(result.output), load(tmp_path / "saved"))
     assert any("as PEFT saves them" in note for note in result.notes) == (bias != "none" or rows > 37)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:Detected that the base layer has no bias")  # BEFT
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    {
+        **{kind: {} for kind in "Vera Beft Deft Delora Glora Gralora Hira HRA Lily Poly Supertuning".split()},
+        "VBLoRA": {"num_vectors": 8, "vector_length": 8},
+        "WaveFT": {"n_frequency": 5},
+        "RandLora": {"save_projection": True},
+    }.items(),
+)
+def test_adapters_of_other_methods(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """As PEFT saves them; what modules share is there once, at its root."""
+    sizes = {key: value for key, value in CONFIG.items() if key not in ("architectures", "dtype")}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    settings = getattr(peft, f"{kind}Config")
+    tuned = peft.get_peft_model(model, settings(target_modules=["q_proj", "o_proj"], **options))
+    tuned.save_pretrained(tmp_path / "saved")
+    checkpoint = save({"model": tuned.state_dict()}, tmp_path / "c")
+    result = shardkit.consolidate(checkpoint, adapter_config=str(tmp_path / "saved"))
+    assert_bit_equal(load(result.output), load(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize(
