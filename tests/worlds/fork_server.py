@@ -59,10 +59,20 @@ def fork(request: dict[str, Any]) -> int:
         os._exit(status)
 
 
+def make_conversions() -> None:
+    """Have transformers make its table of conversions, which takes 60 ms, once for all forks."""
+    with contextlib.suppress(ImportError):  # an old transformers has none
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")
+
+
 def main() -> None:
     for name in sys.argv[1:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    if "transformers" in sys.modules:
+        make_conversions()
     gc.freeze()
     gc.set_threshold(
         10_000, 10, 10
