@@ -177,6 +177,24 @@ def test_files_that_cannot_be_read(run, sharded, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("name", [SHARD, ".metadata"])
+def test_a_file_that_may_not_be_opened_is_one_problem(run, sharded, monkeypatch, name):
+    """It is opened for its structure, and again for its bytes."""
+    plain = storage.open_fd
+
+    def open_fd(path, *arguments):
+        if os.path.basename(path) == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return plain(path, *arguments)
+
+    monkeypatch.setattr(storage, "open_fd", open_fd)
+    (sharded / "shardkit.json").unlink()
+    result = run("verify", "out", "--full")
+    assert result.exit_code == 5
+    assert f"  {name}: Permission denied\n" in result.stdout
+    assert result.stdout.startswith("out: 1 problem found\n")
+
+
 def test_ctrl_c(start, sharded):
     """A signal while bytes are compared ends it without a traceback."""
     code = (

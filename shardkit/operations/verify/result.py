@@ -206,11 +206,14 @@ class Report:
     read_bytes: int = 0
 
     def collected(self) -> dict[str, Any]:
-        """Return the fields of `VerifyResult` that are collected here."""
+        """Return the fields of `VerifyResult` that are collected here.
+
+        A file that cannot be read fails when it is opened, and again when its bytes are read: that is one problem.
+        """
         shared = {item.name for item in fields(self)} & {item.name for item in fields(VerifyResult)}
         collected = {name: getattr(self, name) for name in shared}
         return {
-            **{name: tuple(v) if isinstance(v, list) else v for name, v in collected.items()},
+            **{name: tuple(dict.fromkeys(v)) if isinstance(v, list) else v for name, v in collected.items()},
             "num_files": len(self.files),
             "num_unrecorded_tensors": len(self.unrecorded),
         }
