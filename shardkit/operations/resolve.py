@@ -653,6 +653,8 @@ class _Search:
                         )
                     yield entry
         except OSError as error:
+            if directory == self.home:
+                formats.open(directory)  # raises, as it cannot be listed
             self._skip(directory, f"cannot be listed: {error.strerror}")
 
     def _is_export(self, directory: str, name: str, names: list[str]) -> bool:

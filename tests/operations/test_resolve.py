@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import warnings
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from shardkit import prepare
 from shardkit.cli import main
 from shardkit.errors import LayoutError, SourceError, UsageError
+from shardkit.files import storage
 from shardkit.formats.registry import Format
 from shardkit.operations import resolve
 from shardkit.operations.consolidate import consolidate
@@ -562,6 +564,25 @@ def test_only_what_nothing_orders_is_not_chosen(
     with pytest.raises(UsageError, match=f": {len(rivals)} checkpoints here; say which") as caught:
         resolve_checkpoint(tmp_path)
     assert list(caught.value.problems) == rivals
+
+
+def test_a_directory_that_may_not_be_listed_is_not_called_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "run/step-1", weight=1)
+    run = str(tmp_path / "run")
+    listdir, scandir = storage.listdir, storage.scandir
+
+    def refusing(path: str) -> None:
+        if os.path.realpath(path) == run:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(storage, "listdir", lambda path: refusing(path) or listdir(path))
+    monkeypatch.setattr(storage, "scandir", lambda path: refusing(path) or scandir(path))
+    for command in ("inspect", "verify", "consolidate"):
+        done = CliRunner().invoke(main, [command, run])
+        assert done.exit_code == 5
+        assert "cannot be listed: Permission denied" in done.stderr
 
 
 def test_a_complete_one_is_not_to_be_repaired(tmp_path: Path) -> None:
