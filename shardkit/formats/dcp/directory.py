@@ -468,7 +468,9 @@ def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
             )
         if file != previous[0] or stop > previous[2]:
             previous = extent
-    message = f"{metadata.where} places {len(problems)} entries where their bytes cannot be"
+    message = (
+        f"{metadata.where} places {count(len(problems), 'entry', 'entries')} where their bytes cannot be"
+    )
     if problems and sum(map(len, lost.values())) == len(problems):
         short = dict[str, str]()
         for file, stop in needed.items():
@@ -504,7 +506,7 @@ def check_tiling(metadata: DcpMetadata, hint: str = _ANOTHER_COPY) -> None:
             problems.append(f"{escape(fqn)}: {reason}")
     SourceError.raise_for(
         problems,
-        f"the chunks of {len(problems)} tensors in {metadata.where} do not make up the tensor",
+        f"the chunks of {count(len(problems), 'tensor')} in {metadata.where} do not make up the tensor",
         hint=hint,
     )
 

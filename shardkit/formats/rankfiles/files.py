@@ -311,7 +311,7 @@ class TensorCollector:
             catalog.add_tensor(name, tensor.dtype, tensor.shape, chunks)
         SourceError.raise_for(
             gaps,
-            f"the parts of {len(gaps)} tensors in {len(self._opened)} files do not make up the tensor",
+            f"the parts of {count(len(gaps), 'tensor')} in {count(len(self._opened), 'file')} do not make up the tensor",
             hint="the file of a rank is missing, or files are from different saves: use another copy",
         )
         catalog.objects = tuple(self._objects)
