@@ -269,6 +269,7 @@ def test_a_record_of_the_run_spares_the_reading(
     found: Scenarios,
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
+    fast_factors: object,
 ) -> None:
     monkeypatch.setenv("SHARDKIT_CACHE", str(place / "cache"))
     source, out = place / "source", place / "out"
