@@ -15,7 +15,6 @@ import io
 import json
 import os
 import pickle
-import pkgutil
 import resource
 import shutil
 import signal
@@ -27,7 +26,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +34,14 @@ import torch.distributed.checkpoint as dcp
 import zstandard
 
 import shardkit.cli
-from shardkit.keys.rule_sets import shipped
 from tests.security import dcp_cases, hub_cases, large_cases, link_cases, trainer_cases
 from tests.security.case import ACCEPTED, Case
 from tests.security.payloads import bare
 from tests.security.watch import Watch
+from tests.worlds.processes import import_all
 
 MAX_MIB, MAX_S = 512, 30  # seconds of the processor, which are longer where others use its caches too
 _WALL_S = 600  # only what hangs takes so long, however busy the machine is; MAX_S is of the processor
-_NOT_IMPORTED = ("shardkit.__main__", "shardkit.layout.trace_child", "shardkit.osft.trace_child")
 _NUM_BATCHES = 16
 _SLACK = 1 << 30  # address space is not memory: threads' stacks, allocators' arenas
 _STATE = {
@@ -55,16 +52,6 @@ _STATE = {
     "opt": {"lr": 0.1, "betas": (0.9, 0.99)},
 }
 _WEIGHTS = {"w": torch.arange(24.0).reshape(6, 4)}
-
-
-def import_all() -> None:
-    """Import and read all that a command may need of its own, so that what comes later is the file's doing."""
-    for module in pkgutil.walk_packages(shardkit.__path__, "shardkit."):
-        if module.name not in _NOT_IMPORTED:
-            import_module(module.name)
-    for name in ("ascii", "cp437", "unicode_escape"):  # for messages, and names in zips
-        import_module(f"encodings.{name}")
-    shipped()
 
 
 def write_samples(base: Path) -> None:

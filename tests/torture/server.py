@@ -16,7 +16,6 @@ the call at which the fault was, of a run that ended by itself "calls": names of
 
 from __future__ import annotations
 
-import codecs
 import gc
 import json
 import os
@@ -29,7 +28,6 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-import click
 import numpy  # noqa: F401 (what a run would import)
 import torch
 
@@ -40,16 +38,9 @@ from shardkit.operations.preshard import job as preshard_job
 from shardkit.osft import compute
 from tests.torture.faults import Faults
 from tests.worlds.factors import WorkerHere
+from tests.worlds.processes import import_all
 
-COMMANDS = ("commit", "preshard", "consolidate", "reshard", "verify", "diff", "manifest")
-ALSO = (
-    "huggingface_hub.utils.tqdm",
-    "shardkit.formats.trainers.bytecheckpoint",
-    "shardkit.operations.environment",
-    "shardkit.operations.manifest",
-    "shardkit.operations.verify",
-    "tomllib",
-)
+ALSO = ("huggingface_hub.utils.tqdm", "tomllib")
 """What they import when they run; half of a run's time if each fork did so."""
 
 
@@ -149,12 +140,9 @@ def serve(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    for command in COMMANDS:
-        assert main.get_command(click.Context(main), command) is not None  # imports it
-        import_module(f"shardkit.operations.{command}")
+    import_all()
     for name in ALSO:
         import_module(name)
-    codecs.lookup("ascii")
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # so that forks copy fewer pages

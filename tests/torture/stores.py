@@ -36,17 +36,16 @@ MARKERS = {"consolidate": "model.safetensors.index.json"}
 _CHILD = """
 import gc, json, os, signal, sys
 from shardkit.cli import main
-import obstore, click
+import obstore
 from shardkit.files import uploads
-import shardkit.operations.commit
 import torch
 from shardkit.osft import compute
 from tests.worlds.factors import WorkerHere
 from tests.worlds import s3_models
+from tests.worlds.processes import import_all
 torch.set_num_threads(1)
 compute.FactorWorker = WorkerHere  # so that a part is one process
-for verb in ("preshard", "consolidate", "reshard"):
-    main.get_command(click.Context(main), verb)
+import_all()
 gc.freeze()
 uploads.PART_NBYTES = int(sys.argv[1])
 for line in sys.stdin:

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -14,13 +15,16 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import shardkit
+from shardkit.keys.rule_sets import choose_shipped
 from shardkit.layout import traced
 
 ROOT = Path(__file__).parents[2]
 _M_MMAP_THRESHOLD = -3  # malloc.h
+_NOT_IMPORTED = ("shardkit.__main__", "shardkit.layout.trace_child", "shardkit.osft.trace_child")
 _HANGS_S = 1200  # only what hangs takes so long, however busy the machine is
 _OF_WORLDS = (
     "accelerate",
@@ -47,6 +51,17 @@ _OF_WORLDS = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 """An old torch has not all of them, nor has an environment without trainers."""
+
+
+def import_all() -> None:
+    """Import, read and compile all that a command may need of its own, so that forks of this process do not."""
+    for module in pkgutil.walk_packages(shardkit.__path__, "shardkit."):
+        if module.name not in _NOT_IMPORTED:
+            import_module(module.name)
+    for name in ("ascii", "cp437", "unicode_escape"):  # for messages, and names in zips
+        import_module(f"encodings.{name}")
+    choose_shipped({"weight": (1,)}, None, side="model")
+    choose_shipped({"weight": (1,)}, None, side="hub")
 
 
 def fork(work: Callable[[], None]) -> int:
