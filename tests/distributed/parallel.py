@@ -49,7 +49,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 # Ranks without rows, and rows that torch 2.13 gives another offset than they have: transformers cannot load it on these
 # meshes, and stock torch does not load it right.
-CONFIGS["uneven"] = {**CONFIGS["llama"], "head_dim": 6, "intermediate_size": 9, "vocab_size": 9}
+CONFIGS["uneven"] = {
+    **CONFIGS["llama"],
+    "num_hidden_layers": 1,
+    "head_dim": 6,
+    "intermediate_size": 9,
+    "vocab_size": 9,
+}
 CONFIGS["deep"] = {**CONFIGS["llama"], "num_hidden_layers": 5}
 CONFIGS["deep-tied"] = {**CONFIGS["deep"], "tie_word_embeddings": True}
 CLASSES: dict[str, Any] = {
