@@ -145,17 +145,28 @@ def check_three_phases(case: Case, out: Path) -> None:
     model = shardkit.finalize(model, context)
     truth = {name: local(tensor) for name, tensor in shared_model(case, out).state_dict().items()}
     assert wrong(model.state_dict(), truth) == set()
-    plain = CLASSES[case.name].from_pretrained(out / case.name)
-    batches = torch.arange(6 * dist.get_world_size()).reshape(-1, 6) % 51
     same_batch = next((axis.size for axis in case.parsed.axes if axis.name == "tp"), 1)
-    batches = batches[::same_batch]
-    *losses, norm = train(plain, batches)
-    *parts, our_norm = train(model, batches[dist.get_rank() // same_batch, None])
+    (*losses, norm), weights = trained_plain(case.name, dist.get_world_size(), same_batch, out)
+    batch = token_ids(dist.get_world_size(), same_batch)[dist.get_rank() // same_batch, None]
+    *parts, our_norm = train(model, batch)
     assert torch.tensor(on_all(parts)).mean(dim=0).tolist() == pytest.approx(losses, rel=1e-4)
     assert our_norm == pytest.approx(norm, rel=1e-4)
     assert losses[-1] < 0.99 * losses[0]
-    for name, held in mine(case, out, plain.state_dict()).items():
+    for name, held in mine(case, out, weights).items():
         torch.testing.assert_close(local(model.state_dict()[name]), held, rtol=1e-4, atol=1e-5)
+
+
+def token_ids(num_rows: int, every: int = 1) -> torch.Tensor:
+    return torch.arange(6 * num_rows).reshape(-1, 6)[::every] % 51
+
+
+@functools.cache
+def trained_plain(
+    name: str, num_rows: int, every: int, out: Path
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return what one process learns from some token ids, as `train` does, and its weights, for all cases to read."""
+    plain = CLASSES[name].from_pretrained(out / name)
+    return train(plain, token_ids(num_rows, every)), plain.state_dict()
 
 
 def train(model: torch.nn.Module, batch: torch.Tensor) -> list[float]:
@@ -248,9 +259,8 @@ def test_bf16_and_checkpointing_learn_the_same_but_for_rounding(case: Case, out:
     mesh, experts = device_meshes(case)
     context = shardkit.prepare(str(out / case.name), str(out / case.label))
     model = shardkit.wrap(context.model, mesh, activation_checkpointing=True, expert_mesh=experts)
-    batch = torch.arange(6).reshape(1, 6)
-    *losses, _ = train(CLASSES[case.name].from_pretrained(out / case.name), batch)
-    *ours, _ = train(shardkit.finalize(model, context), batch)
+    (*losses, _), _ = trained_plain(case.name, 1, 1, out)
+    *ours, _ = train(shardkit.finalize(model, context), token_ids(1))
     assert max(on_all(max(abs(a - b) / b for a, b in zip(ours, losses, strict=True)))) < 2e-2
     assert losses[-1] < 0.9 * losses[0]
 
