@@ -22,8 +22,8 @@ from typing import Any
 import click
 
 from shardkit._version import __version__
-from shardkit.cli.errors import report, report_usage
-from shardkit.cli.output import REST, printing
+from shardkit.cli.errors import report, report_usage, signal_code
+from shardkit.cli.output import ANSWERED, REST, printing
 from shardkit.errors import ResourceError, Terminated, speaking_options
 
 _SECTIONS = {
@@ -150,7 +150,10 @@ class Commands(click.Group):
             if isinstance(error, _NO_ARGUMENTS):
                 raise
             ctx.exit(report_usage(error, ctx, ctx.obj))
-        except (Exception, KeyboardInterrupt) as error:
+        except KeyboardInterrupt as error:
+            # After the answer nothing is said: the work is done, and a document is all of stdout.
+            ctx.exit(signal_code(error) if ANSWERED in ctx.meta else report(error, ctx.obj))
+        except Exception as error:
             ctx.exit(report(error, ctx.obj))
 
 

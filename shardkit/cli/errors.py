@@ -127,8 +127,7 @@ def describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, ShardkitError):
         return error.to_json()
     if isinstance(error, KeyboardInterrupt):
-        code = 128 + getattr(error, "signum", _SIGINT)
-        return _plain("Interrupted", "interrupted: nothing was written", None, code)
+        return _plain("Interrupted", "interrupted: nothing was written", None, signal_code(error))
     if isinstance(error, MemoryError):
         hint = "lower --max-memory or --jobs, or use a machine with more memory"
         return _plain("ResourceError", "out of memory", hint, _ENVIRONMENT)
@@ -142,6 +141,11 @@ def describe(error: BaseException) -> dict[str, Any]:
     message = f"{type(error).__name__}: {escape(str(error))}"
     hint = "please report it with the output of `shardkit env`; SHARDKIT_DEBUG=1 shows where it happened"
     return _plain("InternalError", message, hint, _BUG)
+
+
+def signal_code(interrupt: KeyboardInterrupt) -> int:
+    """Return the exit code of a process that a signal has ended."""
+    return 128 + int(getattr(interrupt, "signum", _SIGINT))
 
 
 def _has_no_cwd() -> bool:

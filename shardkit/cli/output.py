@@ -42,6 +42,9 @@ MAX_COPIED = 8
 UNEVEN = 1.01
 """The largest file over the mean, below which nobody would notice."""
 
+ANSWERED = "shardkit.answered"
+"""In what click keeps for a command that runs: its answer was printed, or is being printed."""
+
 _GAP = "  "
 _MISSING = "missing"
 _IS_ALIGNED = re.compile("^ |  ")
@@ -265,7 +268,9 @@ class Output:
             self.warn(warning)
 
     def answer(self, result: A, render: Callable[[A], Iterable[str]]) -> None:
-        """Print what was asked for, as a document or as lines."""
+        """Print what was asked for, as a document or as lines. A signal that comes now has nothing left to stop."""
+        if (context := click.get_current_context(silent=True)) is not None:
+            context.meta[ANSWERED] = True
         if self.as_json:
             self.document(result.to_json())
         elif not self.is_quiet:

@@ -288,6 +288,26 @@ with signals_raised():
     assert process.returncode == 130
 
 
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_the_result_is_printed_adds_nothing_to_it(signum, code, start, tiny):
+    """The work is done: `nothing was written` would be untrue, and a second document breaks the first."""
+    program = f"""
+import builtins, os
+from shardkit.cli import main
+plain = print
+def print_and_stop(*args, **options):
+    plain(*args, **options)
+    os.kill(os.getpid(), {int(signum)})
+builtins.print = print_and_stop
+main(["preshard", "tiny", "out", "--world-size", "2", "--json"])
+"""
+    process = start("-c", program)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (code, "")
+    assert json.loads(out)["output"] == str(tiny.parent / "out")
+    assert (tiny.parent / "out" / ".metadata").exists()
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -6,6 +6,7 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from shardkit.core.keywords import keywords_of
 from shardkit.core.text import escape, listed
-from shardkit.errors import UsageError
+from shardkit.errors import Interrupted, UsageError
 from shardkit.files import storage, stores
 from shardkit.files.links import may_follow_links
 from shardkit.files.location import location_of
@@ -213,13 +214,20 @@ def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> 
 
     repo = escape(options.push_to_hub)
     options.tell_step(f"uploading to {repo} ...")
-    pushed = push(
-        directory,
-        options.push_to_hub,
-        private=options.private,
-        branch=options.branch,
-        by_people=filter(is_text, names),
-    )
+    try:
+        pushed = push(
+            directory,
+            options.push_to_hub,
+            private=options.private,
+            branch=options.branch,
+            by_people=filter(is_text, names),
+        )
+    except KeyboardInterrupt as interrupt:
+        raise Interrupted(
+            f"interrupted: {escape(directory)} is whole; it was not uploaded to {repo}",
+            signum=getattr(interrupt, "signum", signal.SIGINT),
+            hint="run the same command again to upload it",
+        ) from interrupt
     notes = list[str]()
     if pushed.kept:
         notes.append(f"{repo} keeps its own {listed(pushed.kept)}; ours stayed in {escape(directory)}")

@@ -104,6 +104,8 @@ if request.pop("damaged", False):
     run.check_output = lambda *args: (_ for _ in ()).throw(shardkit.IntegrityError("damaged"))
 if request.pop("dies", False):
     repo.push = lambda *args, **options: os._exit(0)
+if request.pop("stopped", False):
+    repo.push = lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt)
 if request.pop("is_pool", False):
     request |= {"executor": ThreadPoolExecutor(2), "num_parts": 2}
 name, steps = request.pop("call", "consolidate"), []
@@ -244,6 +246,15 @@ def test_nobody_logged_in_is_known_before_any_work(server, checkpoint, consolida
     error = consolidate(token=None, push_to_hub="me/model")
     assert (error["error"], error["exit_code"]) == ("UsageError", 2)
     assert not (tmp_path / "c-hf").exists()
+
+
+def test_ctrl_c_while_it_uploads_says_what_is_there(server, checkpoint, consolidate, tmp_path):
+    error = consolidate(push_to_hub="me/model", stopped=True)
+    assert (error["error"], error["exit_code"]) == ("Interrupted", 130)
+    assert error["message"] == f"interrupted: {tmp_path}/c-hf is whole; it was not uploaded to me/model"
+    assert open_model(str(tmp_path / "c-hf")).catalog.tensors.keys() == weights().keys()
+    assert consolidate(push_to_hub="me/model")["pushed_to"] == f"{server.url}/me/model"
+    assert server.repo["main"] == {path.name: path.read_bytes() for path in (tmp_path / "c-hf").iterdir()}
 
 
 @pytest.mark.parametrize("way", ["one process", "parts", "commit", "pool"])
