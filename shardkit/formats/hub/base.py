@@ -372,7 +372,7 @@ def _no_config(label: str, directory: str) -> SourceError:
     models = [part for part in parts if _has_weights(os.path.join(directory, part), legacy=True)]
     models = [part for part in models if has_model_config(os.path.join(directory, part))]
     if not models:
-        hint = "give the directory of a Hub model, or its repo id"
+        hint = "give the directory of a Hub model (in the Hub's cache: snapshots/<commit>), or its repo id"
         return SourceError(f"--base {escape(label)} has no {CONFIG}", hint=hint)
     part = models[0]
     place, copy = in_shell(os.path.join(label, part)), in_shell(os.path.join("OUT", part))

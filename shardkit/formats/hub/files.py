@@ -333,7 +333,7 @@ def _nothing_found(names: Collection[str], label: str, adapted: str | None, *, i
     return SourceError(
         f"{escape(label)}: no model weights found, neither model.safetensors nor an index",
         problems=[f"found {escape(name)}" for name in visible],
-        hint="download the weights, or give the path of the weight file itself",
+        hint="give the directory that has them, or the weight file itself; or download them first",
     )
 
 
