@@ -27,6 +27,7 @@ from shardkit.training.model.fit import ModelInitializationContext
 from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import describe
+from tests.models.zoo import ZOO, make_hub
 from tests.training import models
 from tests.worlds.ranks import Ranks, on_all, same_error
 
@@ -120,6 +121,30 @@ def test_a_new_head_comes_with_a_blueprint(hub: str) -> None:
     assert not ctx.buffers["model.rotary_emb.inv_freq"].is_meta
     ((fqn, value),) = initialise(ctx, ctx.initialised)
     assert (fqn, tuple(value.shape)) == ("score.weight", (3, 24))
+
+
+@pytest.mark.parametrize(
+    ("whole", "part"), [("clip", "CLIPVisionModel"), ("clip", "CLIPTextModel"), ("resnet", "ResNetModel")]
+)
+def test_a_part_of_the_sources_model_is_filled_as_from_pretrained_does(
+    whole: str, part: str, tmp_path: Path
+) -> None:
+    """Another tower has blocks too, and a head of two layers has numbers as blocks do."""
+    make_hub(ZOO[whole], tmp_path)
+    right = getattr(transformers, part).from_pretrained(tmp_path)
+
+    def build() -> nn.Module:
+        model = type(right)(right.config)
+        assert isinstance(model, nn.Module)
+        return model
+
+    ctx = prepare(build, str(tmp_path), dtype="bf16")
+    assert any("in the source, not in the model: " in note for note in ctx.notes)
+    state = shardkit.finalize(ctx.model, ctx).state_dict()
+    assert state.keys() == right.state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in right.state_dict().items())
+    with pytest.raises(LayoutError, match=r"unexpected: "):  # nobody says which of anybody's own model counts
+        prepare(lambda: nn.ModuleDict(dict(build().named_children())), str(tmp_path))
 
 
 def test_the_vocabulary_follows_the_tokenizer(hub: str) -> None:

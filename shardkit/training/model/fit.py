@@ -121,7 +121,7 @@ def check_fit(
         weights: the source, opened for this model.
         missing: "error"; "init" initialises what the source lacks, unless it looks renamed; globs over FQNs
             initialise what they match and the source lacks. With either of the last two, the source may also
-            have weights that the model lacks, such as another head, but not in numbered blocks.
+            have weights that the model lacks, such as another head or tower, but no further blocks of its own.
         grown: FQN -> rows that the model had, for tensors that `align_vocab` made longer.
         initialises: the caller has a `missing` argument, for the hint.
         elsewhere: stored names for which the models of other ranks have a place, as stages of a pipeline do.
@@ -149,7 +149,8 @@ def check_fit(
     initialised = _choose(sides, lacking, missing)
     may_leave_out = missing != "error" or (weights.match.is_transformers and not lacking)
     unused = [name for name in weights.unused if name not in elsewhere]
-    unexpected = [name for name in unused if not may_leave_out or _IN_BLOCK.search(name)]
+    lost = _lost_blocks(unused, weights.stored_names(), lacking)
+    unexpected = [name for name in unused if not may_leave_out or name in lost]
     problems = _problems(sides, [fqn for fqn in lacking if fqn not in initialised], unexpected)
     rows, wrong = _compare(sides, grown or {})
     if problems or wrong:
@@ -230,6 +231,30 @@ def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple
         catalog = weights.located(whole).catalog
         unlike += [(first, other, stored[other]) for other in others if not same_bytes(catalog, first, other)]
     return unlike
+
+
+def _lost_blocks(unused: Iterable[str], used: Iterable[str], lacking: Iterable[str]) -> set[str]:
+    """Return stored names in numbered blocks of the model's own, or that may be its own under other names.
+
+    A model that is a part of the source's, such as the vision tower of CLIP, has nothing from the lists of other towers.
+
+    Args:
+        unused: stored names that the model has no place for.
+        used: stored names that it is filled from.
+        lacking: FQNs that the source lacks.
+    """
+    known = {_blocks(name) for name in used}
+    are_renamed = any(_blocks(fqn) is not None for fqn in lacking)
+    by_name = {name: _blocks(name) for name in unused}
+    return {
+        name for name, blocks in by_name.items() if blocks is not None and (are_renamed or blocks in known)
+    }
+
+
+def _blocks(name: str) -> str | None:
+    """Return the path of the outermost list of numbered modules that a tensor is in."""
+    found = _IN_BLOCK.search(name)
+    return None if found is None else name[: found.start()]
 
 
 def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> None:

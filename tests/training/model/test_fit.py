@@ -107,6 +107,34 @@ def test_blocks_that_the_model_lacks_are_no_old_head(tmp_path: Path) -> None:
         assert error.problems[0].startswith("unexpected: layers.2.weight")
 
 
+class Towers(Net):
+    """Blocks, a head, and another list of blocks with a head of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.classifier = nn.Sequential(nn.ReLU(), nn.Linear(3, 2))
+
+
+def test_a_tower_that_the_model_lacks_is_left_out(tmp_path: Path) -> None:
+    fit = fitted(build_model(Net), Towers().state_dict(), tmp_path, missing="init")
+    assert not fit.initialised
+    assert fit.notes == (
+        "in the source, not in the model: classifier.1.bias, classifier.1.weight, tower.0.bias, ...",
+    )
+    error = refusal(build_model(Net), Towers().state_dict(), tmp_path)
+    assert len(error.problems) == 6
+
+
+@pytest.mark.parametrize("missing", ["init", ["layers.*"]])
+def test_blocks_that_the_source_may_have_under_other_names_are_not_left_out(
+    missing: Any, tmp_path: Path
+) -> None:
+    state = {name.replace("layers.", "h."): tensor for name, tensor in Net().state_dict().items()}
+    error = refusal(build_model(Net), state, tmp_path, missing=missing)
+    assert error.problems[0].startswith("unexpected: h.0.")
+
+
 def test_a_source_of_another_model_is_never_initialised_over(tmp_path: Path) -> None:
     state = {"embed": torch.ones(3)}
     for missing in ("init", ["*"]):
