@@ -486,7 +486,8 @@ class _Search:
         order: list[tuple[Recency, str]],
         depth: int,
     ) -> list[tuple[str, str]]:
-        """Return (path, reason) of complete checkpoints that are, or may be, newer than one that comes first by rule.
+        """Return (path, reason) of complete checkpoints that are, or may be, newer than one that comes first by rule, or that
+        are as new by their names.
 
         Damaged ones on the way are skipped.
 
@@ -496,6 +497,11 @@ class _Search:
         """
         taken = os.path.relpath(best.path, directory).split(os.sep)[0]
         after = [name for _, name in order].index(taken) + 1
+        twins = [
+            name
+            for place, name in order[after:]
+            if place == order[after - 1][0] and rule not in (HOME, OTHER)
+        ]
         rest = [
             (place, name)
             for place, name in order[after:]
@@ -503,7 +509,11 @@ class _Search:
         ]
         stepped = [name for place, name in rest if place.rule == STEP]
         newer = [name for name in stepped if best.step is not None and (step_of(name) or 0) > best.step]
-        others = []
+        others = [
+            (twin.path, f"{escape(taken)} comes before it, and their names do not say which is newer")
+            for name in twins
+            if (twin := self._peek(directory, [name])) is not None
+        ]
         first = self._first(directory, newer, None, depth) if newer else None
         if first is not None:
             more = newer[newer.index(os.path.relpath(first.path, directory).split(os.sep)[0]) + 1 :]

@@ -110,7 +110,7 @@ def is_a_step(name: str) -> bool:
 
 
 def ordered(names: Iterable[str], tracked: str | None) -> list[tuple[Recency, str]]:
-    """Return names with their places, newest first.
+    """Return names with their places, newest first; of equal ones the plain name first, `step-10` before `step-10-ema`.
 
     Args:
         names: of checkpoints and of directories that may hold some.
@@ -120,7 +120,7 @@ def ordered(names: Iterable[str], tracked: str | None) -> list[tuple[Recency, st
     named = next((name for name in known if tracked is not None and _is_tracked(name, tracked)), None)
     limit = step_of(named) if named is not None else None
     placed = [(_place(name, named, limit), name) for name in known]
-    return sorted(placed, key=lambda pair: (*pair[0], pair[1]), reverse=True)
+    return sorted(placed, key=lambda pair: (*pair[0], -len(pair[1]), pair[1]), reverse=True)
 
 
 def _is_tracked(name: str, tracked: str) -> bool:

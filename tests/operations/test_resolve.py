@@ -107,6 +107,25 @@ def test_the_newest_is_taken(tmp_path: Path, names: list[str], expected: str, st
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize(
+    ("names", "taken", "other"),
+    [
+        (["step-9", "step-10", "step-10-ema"], "step-10", "step-10-ema"),
+        (["epoch_2", "epoch_2_ema", "epoch_2_old!"], "epoch_2", "epoch_2_ema"),
+        (["qwen-step-10", "llama-step-10"], "qwen-step-10", "llama-step-10"),
+        (["last", "latest"], "last", "latest"),
+    ],
+)
+def test_names_that_are_equally_new(tmp_path: Path, names: list[str], taken: str, other: str) -> None:
+    """The plain one is taken, and a warning names the other: its weights may be other ones, such as averages."""
+    make(tmp_path, *names)
+    found = resolve_checkpoint(tmp_path)
+    assert os.path.basename(found) == taken
+    (warning,) = [line for line in found.warnings if other in line]
+    assert warning.startswith(f"passed over {other}, which may be newer: {taken} comes before it")
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
     ("names", "expected"),
     [
         (["step_3", "step_12"], "it has the highest step"),
