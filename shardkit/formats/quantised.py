@@ -22,7 +22,8 @@ FILES = frozenset(name for method in METHODS for name in method.files)
 """Files of a model that are about its quantisation, and go with it."""
 _CONFIG = "quantization_config"
 _WITH_SCALES = "with scales beside them"
-_CONFIGS = (_CONFIG, "compression_config")  # the second: compressed-tensors before it was one of transformers
+# The second: compressed-tensors before it was one of transformers.
+QUANTIZATION_CONFIGS = (_CONFIG, "compression_config")
 _PACKED = (".qweight", ".qzeros", ".weight_packed", ".absmax", ".quant_map", ".SCB")
 # No plain tensor's.
 _SCALES = (*_PACKED, ".weight_scale_inv", ".weight_scale", "_proj_blocks", "_proj_scales")
@@ -98,7 +99,7 @@ def _said(config: Mapping[str, Any] | None) -> Method | None:
 def _described(config: Mapping[str, Any] | None) -> Any:
     for part in (config or {}, (config or {}).get("text_config")):
         if isinstance(part, Mapping):
-            described = next((part[key] for key in _CONFIGS if part.get(key)), None)
+            described = next((part[key] for key in QUANTIZATION_CONFIGS if part.get(key)), None)
             if described is not None:
                 return described
     return None
@@ -106,9 +107,10 @@ def _described(config: Mapping[str, Any] | None) -> Any:
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config of the same model with plain weights."""
-    plain = {key: value for key, value in config.items() if key not in _CONFIGS}
-    if isinstance(plain.get("text_config"), Mapping):
-        plain["text_config"] = {k: v for k, v in plain["text_config"].items() if k not in _CONFIGS}
+    plain = {key: value for key, value in config.items() if key not in QUANTIZATION_CONFIGS}
+    text = plain.get("text_config")
+    if isinstance(text, Mapping):
+        plain["text_config"] = {key: value for key, value in text.items() if key not in QUANTIZATION_CONFIGS}
     return plain
 
 

@@ -36,7 +36,7 @@ from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.formats.hub.tokenizer import Tokenizer
-from shardkit.formats.quantised import FILES, plain_config
+from shardkit.formats.quantised import FILES, QUANTIZATION_CONFIGS, plain_config
 from shardkit.operations.casts import BASE, KEEP
 from shardkit.transfer.plan import TransferPlan, build_plan
 
@@ -184,12 +184,22 @@ def dtype_of(config: Mapping[str, object] | None) -> str | None:
 def set_dtype(config: dict[str, object], name: str) -> None:
     """Set the dtype wherever the config, or the config of a part, has one."""
     keys = [key for key in (_DTYPE, _OLD_DTYPE) if key in config]
+    config |= _parts_with(config, (_DTYPE, _OLD_DTYPE), name)
     for key in keys or [_DTYPE if _is_new(config) else _OLD_DTYPE]:
         config[key] = name
-    for key, part in config.items():
-        if isinstance(part, dict) and key.endswith("_config"):
-            said = [k for k in (_DTYPE, _OLD_DTYPE) if isinstance(part.get(k), str)]
-            config[key] = {**part, **dict.fromkeys(said, name)}
+
+
+def _parts_with(config: Mapping[str, object], keys: Iterable[str], value: object) -> dict[str, object]:
+    """Return the configs of parts, at any depth, with a value for those of some keys that have one of its type.
+
+    How weights are quantised is no part: Quark's `weight.dtype` is that of the numbers.
+    """
+    parts = dict[str, object]()
+    for name, part in config.items():
+        if isinstance(part, dict) and name not in QUANTIZATION_CONFIGS:
+            said = [key for key in keys if isinstance(part.get(key), type(value))]
+            parts[name] = {**part, **_parts_with(part, keys, value), **dict.fromkeys(said, value)}
+    return parts
 
 
 def _is_new(config: Mapping[str, object]) -> bool:
@@ -198,10 +208,8 @@ def _is_new(config: Mapping[str, object]) -> bool:
 
 
 def _untie(config: dict[str, object]) -> None:
+    config |= _parts_with(config, (_TIE,), False)
     config[_TIE] = False
-    for key, part in config.items():
-        if isinstance(part, dict) and part.get(_TIE) is True:
-            config[key] = {**part, _TIE: False}
 
 
 def _generation_config(name: str, path: str) -> Asset:

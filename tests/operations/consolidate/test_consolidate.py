@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -329,13 +330,15 @@ class TestTies:
         assert result.ties == ()
 
     def test_copies_that_differ_are_both_written_and_the_config_says_so(self, tmp_path: Path) -> None:
-        config = {**TIED, "text_config": {"tie_word_embeddings": True}}
+        deep = {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}
+        config = {**TIED, "text_config": {"tie_word_embeddings": True}, "thinker_config": deep}
         result = self.consolidated(tmp_path, weights(), config)
         assert_bit_equal(load(result.output), weights())
         assert result.untied == ((EMBED, HEAD),)
         assert HEAD in result.warnings[0]
         written = config_of(result.output)
         assert written["tie_word_embeddings"] is written["text_config"]["tie_word_embeddings"] is False
+        assert written["thinker_config"]["text_config"]["tie_word_embeddings"] is False
 
     def test_a_config_that_says_nothing_says_it_now(self, tmp_path: Path) -> None:
         """transformers' default may be either."""
@@ -520,6 +523,20 @@ class TestBase:
         result = shardkit.consolidate(trained, base=str(hub(tmp_path / "b", None, config)), dtype="bf16")
         expected = {**config, "dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16"}}
         assert config_of(result.output) == expected
+
+    def test_parts_of_parts_have_the_dtype_too(self, trained: Path, tmp_path: Path) -> None:
+        """Qwen3-Omni's thinker has parts itself. What Quark says of numbers is another thing."""
+        config = transformers.AutoConfig.for_model("qwen3_omni_moe", dtype="bfloat16").to_dict()
+        quark = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int8"}}}
+        for part in (thinker := config["thinker_config"], thinker["text_config"]):
+            part["dtype"] = "bfloat16"
+        thinker["text_config"]["quantization_config"] = quark
+        base = hub(tmp_path / "b", None, config)
+        result = shardkit.consolidate(trained, base=str(base), dtype="fp16")
+        loaded = transformers.AutoConfig.from_pretrained(result.output)
+        assert loaded.thinker_config.text_config.dtype == loaded.thinker_config.dtype == torch.float16
+        written = config_of(result.output)["thinker_config"]["text_config"]
+        assert (written["dtype"], written["quantization_config"]) == ("float16", quark)
 
     @pytest.mark.parametrize(
         ("version", "key"), [("4.40.0", "torch_dtype"), ("4.56.0", "dtype"), (None, "dtype")]
