@@ -7,12 +7,13 @@ when it is read (`transfer.codecs.lora`). So everything else treats it like a st
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any, Literal
 
 from shardkit.core.catalog import Catalog, TensorEntry
+from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import storage
@@ -317,19 +318,33 @@ def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:
     SourceError.raise_for(problems, "the adapter's settings cannot be read")
 
 
-def _transposed_modules(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """Return the last parts of paths of modules that are stored (in, out), as the lengths of biases show.
+def _transposed_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """Return whether modules are stored (in, out), by the last parts of their paths, as the lengths of biases show.
 
     The settings' `fan_in_fan_out` is that of the module that PEFT wrapped last. If that is the output, square matrices of
     `Conv1D` (GPT-2's `attn.c_proj`) fit both ways.
     """
     biases = {name.removesuffix(".bias"): shape for name, shape in shapes.items() if name.endswith(".bias")}
-    return frozenset(
-        without_base_layers(name).rsplit(".", 2)[-2]
+    return {
+        without_base_layers(name).rsplit(".", 2)[-2]: bias == shape[1:]
         for name, shape in shapes.items()
         if name.endswith(".weight") and len(shape) == 2 and shape[0] != shape[1]
-        if biases.get(name.removesuffix(".weight")) == shape[1:]
-    )
+        if (bias := biases.get(name.removesuffix(".weight"))) in (shape[:1], shape[1:])
+    }
+
+
+def _is_transposed(
+    module: LoraModule, weight: Shape, a: Shape, transposed: Mapping[str, bool], config: Mapping[str, Any]
+) -> bool | None:
+    """Return whether a module's weight is stored (in, out); None if nothing shows it."""
+    if module.is_embedding:
+        return True
+    if len({*weight}) > 1:
+        return a[1:] == weight[:1]
+    name = module.path.rpartition(".")[2]
+    if name not in transposed and len({*transposed.values()}) > 1:
+        return None
+    return transposed.get(name, bool(config.get("fan_in_fan_out")))
 
 
 def _merges_of(
@@ -337,7 +352,7 @@ def _merges_of(
     stored: Mapping[str, str],
     tensors: Mapping[str, TensorEntry],
     config: Mapping[str, Any],
-    transposed: Collection[str],
+    transposed: Mapping[str, bool],
     problems: list[str],
 ) -> Iterator[Lora]:
     if module.a is None or module.b is None or module.base is None:
@@ -346,10 +361,10 @@ def _merges_of(
         return
     base, a, b = stored[module.base], stored[module.a], stored[module.b]
     magnitude = stored[module.magnitude] if module.magnitude else None
-    is_transposed = module.is_embedding or bool(config.get("fan_in_fan_out"))
-    rows, *columns = tensors[base].shape or (0,)
-    is_transposed |= columns == [rows] and module.path.rpartition(".")[2] in transposed
-    problem = _shape_problem(tensors[base], tensors[a], tensors[b], is_transposed)
+    is_transposed = _is_transposed(module, tensors[base].shape, tensors[a].shape, transposed, config)
+    problem = _shape_problem(tensors[base], tensors[a], tensors[b], bool(is_transposed))
+    if is_transposed is None:
+        problem = "nothing shows if its square matrix is (in, out) or (out, in): merge_and_unload() of PEFT merges it"
     if problem is None and magnitude and module.is_embedding:
         problem = "DoRA on an embedding"
     if problem is None and module.b_bias and module.base_bias is None:

@@ -264,13 +264,13 @@ def test_merged_where_the_model_holds_experts_fused(kind: str, with_weights: boo
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to")
-def test_square_matrices_of_conv1d_beside_an_output_that_is_linear(tmp_path: Path) -> None:
+@pytest.mark.parametrize("targets", [["attn.c_proj", "lm_head"], ["c_attn", "c_proj", "lm_head"]])
+def test_matrices_of_conv1d_beside_an_output_that_is_linear(targets: list[str], tmp_path: Path) -> None:
     """PEFT's settings say `fan_in_fan_out: false` then, as of the output, which it wraps last."""
     sizes = {"vocab_size": 37, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
     config = transformers.GPT2Config(**sizes, **tokens, tie_word_embeddings=False)
     model = transformers.GPT2LMHeadModel(config)
-    targets = ["attn.c_proj", "lm_head"]
     tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
     for name, value in tuned.named_parameters():
         if "lora_B" in name:
@@ -282,9 +282,25 @@ def test_square_matrices_of_conv1d_beside_an_output_that_is_linear(tmp_path: Pat
         merge_lora=True,
         adapter_config=str(tmp_path / "adapter"),
     )
-    name = "transformer.h.0.attn.c_proj.weight"
-    expected = tuned.merge_and_unload().state_dict()[name]
-    torch.testing.assert_close(load(result.output)[name], expected)
+    torch.testing.assert_close(load(result.output), dict(tuned.merge_and_unload().state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to")
+def test_square_matrices_that_nothing_shows_the_way_of_are_refused(tmp_path: Path) -> None:
+    """A ViT's `q_proj` beside GPT-2's `c_attn`, for which PEFT's settings say `fan_in_fan_out: true`."""
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}
+    encoder = transformers.ViTConfig(**heads, image_size=8, patch_size=4)
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    decoder = transformers.GPT2Config(vocab_size=37, n_embd=16, n_layer=1, n_head=2, n_positions=8, **tokens)
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    model = transformers.VisionEncoderDecoderModel(config)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "c_attn"]))
+    tuned.save_pretrained(tmp_path / "adapter")
+    checkpoint = save({"model": tuned.state_dict()}, tmp_path / "c")
+    with pytest.raises(SourceError, match=r"q_proj: nothing shows") as caught:
+        shardkit.consolidate(checkpoint, merge_lora=True, adapter_config=str(tmp_path / "adapter"))
+    assert not any("c_attn" in line for line in caught.value.problems)
 
 
 @pytest.mark.parametrize(("base", "named"), [("org/model", "org/model"), (None, None), ("path", None)])

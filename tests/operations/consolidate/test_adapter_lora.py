@@ -216,7 +216,11 @@ def test_the_catalog_that_was_given_stays_as_it_was(make_catalog: MakeCatalog) -
         (lora(), {"lora_alpha": 1, "alpha_pattern": {"(a+)+": 3}}, "too costly"),
         (lora(), {"lora_alpha": 1, "alpha_pattern": {"q_proj": None}}, "its value is not a number"),
         (lora(), {"lora_alpha": 1, "alpha_pattern": [1]}, "alpha_pattern: not a mapping"),
-        (lora(), {"lora_alpha": 1, "fan_in_fan_out": True}, "do not fit each other"),
+        (
+            lora() | {f"{P}q_proj.lora_B.default.weight": torch.ones(6, 3)},
+            {"lora_alpha": 1, "fan_in_fan_out": True},
+            "do not fit each other",
+        ),
         (dict(list(lora().items())[:2]), {"lora_alpha": 1}, "q_proj: its lora_B is missing"),
         (lora() | {f"{P}x.ia3_l.default": torch.ones(2)}, {"lora_alpha": 1}, "ia3_l"),
         (lora() | {f"{P}q_proj.lora_B.default.bias": torch.ones(7)}, {"lora_alpha": 1}, "the base has none"),
