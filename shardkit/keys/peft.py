@@ -34,9 +34,14 @@ _OTHER = re.compile(
     r"|(fourierft)_spectrum|(shira)_weight|(c3a)_kernel|(road)_(?:theta|alpha)|(bone)_block|(miss)_block"
     r"|(beft)_bias|(deft)_[PR]|(delora)_(?:[AB]|lambda|w_norm)|(glora)_[A-E]|(gralora)_[AB]\w*|(hira)_[AB]|(hra)_u"
     r"|(lily)_(?:[AB]|router)|(poly)_(?:lora_[AB]|router)|(supertuning)_(?:indices|values)|(waveft)_spectrum"
+    r"|(ln_tuning)_layers|(pvera)_(?:lambda_[bd]|[AB])|(tinylora)_[ABPv]|(unilora)_theta_d|(peanut)_[AB]|(psoft)_R"
+    r"|(frod)_(?:V|s_indices|s_size|lambda_l|lambda_s_values)"
+    r"|(shadow)_(?:backbone|down|up|update_gate|update_transform)"
 )
 # What all modules share stands at PEFT's own root. Each module has it in memory too; PEFT saves it once.
-_SHARED = re.compile(r"vera_[AB]|vblora_vector_bank")
+_SHARED = re.compile(r"p?vera_[AB]|vblora_vector_bank|tinylora_v|unilora_theta_d")
+# Two parts follow: the adapter and a number or a kind of modules. PEFT's file has the second alone.
+_TWO_PARTS = re.compile(r"tinylora_v|frod_(?:V|s_indices|s_size)")
 _PARAMETERS = ("weight", "bias")
 _BASE_LAYER = re.compile(rf"\.{_BASE}(?=\.)")
 _WRAPPED = re.compile(rf"\.(?:{_BASE}|{_ORIGINAL}|{_SAVED}\.[^.]+)(?=\.)")
@@ -174,7 +179,10 @@ def _take_apart(name: str) -> _AdapterName | None:
             return None
         if segment in (*_LORA, _SAVED, _ORIGINAL) or _OTHER.fullmatch(segment):
             rest = segments[place + 1 :]
+            if segment.startswith("frod_"):  # the kind of modules comes first
+                rest = rest[::-1]
             has_adapter = bool(rest) and rest[0] not in _PARAMETERS and segment != _ORIGINAL
+            has_adapter = has_adapter and (len(rest) > 1 or not _TWO_PARTS.fullmatch(segment))
             return _AdapterName(
                 name=name,
                 module=segments[:place],
@@ -224,6 +232,8 @@ def _adapter_names(parts: list[_AdapterName], plain: list[str]) -> dict[str, str
         path = part.module if part.marker == _SAVED else (*part.module, part.marker)
         # PEFT keeps the name that DoRA's vector had before it became a module.
         rest = () if part.marker == _MAGNITUDE else part.rest
+        if part.marker.startswith("shadow_") and part.adapter is not None:
+            rest = (part.adapter, *rest)  # as in PEFT's file
         names[part.name] = join((*(() if is_at_root else PEFT), *path, *rest))
     names.update({name: join((*PEFT, *_without_prefix(split(name)))) for name in plain})
     return names

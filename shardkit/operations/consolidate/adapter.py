@@ -7,7 +7,7 @@ when it is read (`transfer.codecs.lora`). So everything else treats it like a st
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any, Literal
@@ -102,6 +102,7 @@ def choose_tensors(
         return _merged(checkpoint, names, settings)
     if peft.kind == "none":
         return Chosen(kind="model", catalog=_deferred(checkpoint, list(names)), names=dict(names))
+    _refuse_shira(peft, names.values(), settings)
     stored = {name: source for source, name in names.items()}
     held = checkpoint.catalog.tensors
     ours = {name: held[source].shape for name, source in stored.items() if held[source].dtype.is_convertible}
@@ -147,6 +148,18 @@ def _refuse_cut(
         hint=f"a rank that saved its own rows alone lacks the others': consolidate a sharded checkpoint of the run, or save it "
         f"again with all rows gathered; if the shapes are right, --adapter-config names the {ADAPTER_CONFIG} of the run",
     )
+
+
+def _refuse_shira(peft: PeftNames, names: Iterable[str], settings: Settings | None) -> None:
+    """Refuse numbers of ShiRA whose places are not known, which a state dict lacks: PEFT would choose others."""
+    is_lacking = "shira" in peft.methods and not any("shira_indices" in name for name in names)
+    if is_lacking and (settings is None or settings.values.get("random_seed") is None):
+        raise SourceError(
+            "the checkpoint lacks the places that ShiRA changes, and the adapter's settings have no random_seed by which "
+            "PEFT finds them again",
+            hint="call save_pretrained of the PeftModel in the training job, which saves them; if a seed was set, "
+            f"--adapter-config names the {ADAPTER_CONFIG} of the run",
+        )
 
 
 def _adapter_notes(peft: PeftNames, settings: Settings | None, beside: Mapping[str, str]) -> Iterator[str]:

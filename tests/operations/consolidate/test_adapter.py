@@ -106,6 +106,7 @@ def test_the_adapter_has_what_peft_saves_beside_it(bias: str, rows: int, tmp_pat
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 @pytest.mark.filterwarnings("ignore:Detected that the base layer has no bias")  # BEFT
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # LN tuning
 @pytest.mark.parametrize(
     ("kind", "options"),
     {
@@ -113,6 +114,10 @@ def test_the_adapter_has_what_peft_saves_beside_it(bias: str, rows: int, tmp_pat
         "VBLoRA": {"num_vectors": 8, "vector_length": 8},
         "WaveFT": {"n_frequency": 5},
         "RandLora": {"save_projection": True},
+        "LNTuning": {"target_modules": ["input_layernorm", "norm"]},
+        **{kind: {} for kind in "Pvera TinyLora UniLora Frod Peanut".split()},
+        "Psoft": {"r": 4},
+        "Shadow": {"target_modules": None},
     }.items(),
 )
 def test_adapters_of_other_methods(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -120,11 +125,36 @@ def test_adapters_of_other_methods(kind: str, options: dict[str, Any], tmp_path:
     sizes = {key: value for key, value in CONFIG.items() if key not in ("architectures", "dtype")}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     settings = getattr(peft, f"{kind}Config")
-    tuned = peft.get_peft_model(model, settings(target_modules=["q_proj", "o_proj"], **options))
+    tuned = peft.get_peft_model(model, settings(**{"target_modules": ["q_proj", "o_proj"]} | options))
     tuned.save_pretrained(tmp_path / "saved")
     checkpoint = save({"model": tuned.state_dict()}, tmp_path / "c")
     result = shardkit.consolidate(checkpoint, adapter_config=str(tmp_path / "saved"))
     assert_bit_equal(load(result.output), load(tmp_path / "saved"))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # PEFT merges by sparse tensors
+@pytest.mark.parametrize("seed", [None, 3])
+def test_shira_without_the_places_that_it_changes(seed: int | None, tmp_path: Path) -> None:
+    """They are in no state dict. PEFT finds them again by the seed, and takes other ones without it."""
+    base = hub(tmp_path / "base", weights(), CONFIG)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    settings = peft.ShiraConfig(r=2, target_modules=list(PROJECTIONS), random_seed=seed)
+    tuned = peft.get_peft_model(model, settings)
+    for name, value in tuned.named_parameters():
+        if "shira" in name:
+            torch.nn.init.normal_(value)
+    tuned.save_pretrained(tmp_path / "saved")
+    options = {"base": str(base), "adapter_config": str(tmp_path / "saved")}
+    checkpoint = save({"model": tuned.state_dict()}, tmp_path / "c")
+    if seed is None:
+        with pytest.raises(SourceError, match="places that ShiRA changes"):
+            shardkit.consolidate(checkpoint, **options)
+        return
+    result = shardkit.consolidate(checkpoint, **options)
+    again = transformers.AutoModelForCausalLM.from_pretrained(base)
+    loaded = peft.PeftModel.from_pretrained(again, result.output)
+    assert_bit_equal(loaded.merge_and_unload().state_dict(), tuned.merge_and_unload().state_dict())
 
 
 @pytest.mark.parametrize(
