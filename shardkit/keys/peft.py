@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from shardkit.core.text import escape
-from shardkit.errors import UsageError
+from shardkit.errors import SourceError, UsageError
 from shardkit.keys.names import PEFT, Segments, join, split
 from shardkit.keys.ties import is_embedding, is_output
 
@@ -42,6 +42,8 @@ _OTHER = re.compile(
 _SHARED = re.compile(r"p?vera_[AB]|vblora_vector_bank|tinylora_v|unilora_theta_d")
 # Two parts follow: the adapter and a number or a kind of modules. PEFT's file has the second alone.
 _TWO_PARTS = re.compile(r"tinylora_v|frod_(?:V|s_indices|s_size)")
+# What prompt methods train. Models have a `prompt_encoder` too (SAM), with other names below it.
+_PROMPT = re.compile(r"(?:^|\.)prompt_encoder\.[^.]+\.(?:embedding\.weight|trainable_embedding)$")
 _PARAMETERS = ("weight", "bias")
 _BASE_LAYER = re.compile(rf"\.{_BASE}(?=\.)")
 _WRAPPED = re.compile(rf"\.(?:{_BASE}|{_ORIGINAL}|{_SAVED}\.[^.]+)(?=\.)")
@@ -137,6 +139,26 @@ def classify_peft(names: Iterable[str], own: Container[str] = ()) -> PeftNames:
         modules=modules,
         unmergeable=tuple(part.name for part in parts if part.marker not in (*_LORA, _SAVED, _ORIGINAL)),
     )
+
+
+def refuse_prompts(names: Iterable[str], wanted: Iterable[str] = ()) -> None:
+    """Refuse prompts that PEFT trained: its file has what its own classes compute of them.
+
+    Args:
+        names: the names in a checkpoint.
+        wanted: names of the model, where they are known. A model that has such names itself takes them as they are.
+
+    Raises:
+        SourceError: there are such prompts.
+    """
+    prompts = [escape(name) for name in names if _PROMPT.search(name)]
+    if not any(map(_PROMPT.search, wanted)):
+        SourceError.raise_for(
+            prompts,
+            "the checkpoint has a prompt that PEFT trained (prefix tuning, P-tuning, prompt tuning, CPT or Cartridge), "
+            "which shardkit cannot write",
+            hint="load the checkpoint into the PeftModel, and call its save_pretrained",
+        )
 
 
 def base_name(name: str) -> str | None:

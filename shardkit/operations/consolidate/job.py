@@ -39,6 +39,7 @@ from shardkit.formats.quantised import may_be_quantised
 from shardkit.keys.check import compare_with_base, find_gaps, refuse_factors
 from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, made_name, under_names
 from shardkit.keys.names import in_order
+from shardkit.keys.peft import refuse_prompts
 from shardkit.keys.renaming import KeyRule, find_rules, name_as_hub, name_part
 from shardkit.keys.rule_sets import Padding
 from shardkit.keys.select import Globs, Naming, Selection, select_model
@@ -410,6 +411,7 @@ def _choose(
     if not naming.chooses_names:
         # First: otherwise their names would be refused because they fit nothing.
         refuse_factors(checkpoint.catalog.tensors, hint=merged_by_peft(checkpoint, base))
+        refuse_prompts(checkpoint.catalog.tensors, base_shapes(base) or ())
     selection = _select(checkpoint, base, naming, sieve.undecided)
     refuse_factors(selection.names, hint=merged_by_peft(checkpoint, base))
     _refuse_objects(checkpoint.catalog.objects, selection)

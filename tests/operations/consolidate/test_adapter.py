@@ -157,6 +157,33 @@ def test_shira_without_the_places_that_it_changes(seed: int | None, tmp_path: Pa
     assert_bit_equal(loaded.merge_and_unload().state_dict(), tuned.merge_and_unload().state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    {
+        **{kind: {"num_virtual_tokens": 3} for kind in "PrefixTuning PromptEncoder PromptTuning".split()},
+        "Cartridge": {"num_virtual_tokens": 3},
+        "CPT": {"cpt_token_ids": [0, 1, 2]},
+    }.items(),
+)
+def test_prompts_are_refused(kind: str, options: dict[str, Any], is_alone: bool, tmp_path: Path) -> None:
+    """They stand beside the base's weights, which were written without them."""
+    base = hub(tmp_path / "base", weights(), CONFIG)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    settings = getattr(peft, f"{kind}Config")
+    tuned = peft.get_peft_model(model, settings(task_type="CAUSAL_LM", **options))
+    state = tuned.state_dict()
+    if is_alone:
+        state = {name: value for name, value in state.items() if name.startswith("prompt_encoder")}
+    checkpoint = save({"model": state}, tmp_path / "c")
+    for given in (None, base):
+        with pytest.raises(SourceError, match="a prompt that PEFT trained") as caught:
+            shardkit.consolidate(checkpoint, tmp_path / "out", base=given)
+        assert "save_pretrained" in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     "ends",
     [
