@@ -5,10 +5,11 @@ each rank. DeepSpeed's own zero_to_fp32.py gives the same values; here the catal
 loads nothing. Experts that DeepSpeed's MoE layers spread over ranks have masters too; see `experts`.
 
 A universal checkpoint has `zero/PARAMETER/fp32.pt`, one file for each parameter. From ZeRO-1 and 2 a file is
-{"param": tensor, ...} with the parameter's shape; from ZeRO-3 it is a bare flat tensor. The optimizer's leaves
-lie beside it (`exp_avg.pt`), its settings in `zero/optimizer_state.pt`. Newer versions also write a file for
-buffers and tied names. The optimizer does not have these. Their files are cast from the module, so shardkit
-reads the module itself.
+{"param": tensor, ...} with the parameter's shape; from ZeRO-3 it is a bare flat tensor. Older versions of the script
+left padding at its end where some ranks have no elements: a bias of one element, saved by 8 ranks, has 7. The
+optimizer's leaves lie beside it (`exp_avg.pt`), its settings in `zero/optimizer_state.pt`. Newer versions also write
+a file for buffers and tied names. The optimizer does not have these. Their files are cast from the module, so
+shardkit reads the module itself.
 
 Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py.
 """
@@ -206,7 +207,7 @@ def _open_universal(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
     masters, opened = _open_parameters(tag, states[0], len(states))
     weights = _assemble([*(state.file for state in states), *opened], states, masters)
     checkpoint = _checkpoint(path, tag, states[0], weights, "universal", notes)
-    return replace(checkpoint, optimizer=partial(_open_universal_optimizer, tag, states[0]))
+    return replace(checkpoint, optimizer=partial(_open_universal_optimizer, tag, states[0], len(states)))
 
 
 def _open_main(tag: Tag, files: StateFiles, is_partitioned: bool) -> ModelStates:
@@ -398,13 +399,13 @@ class _OptimizerSettings(NamedTuple):
 
 
 def _open_parameters(
-    tag: Tag, state: ModelStates, first_file: int
+    tag: Tag, state: ModelStates, num_states: int
 ) -> tuple[dict[str, Weight], list[TorchFile]]:
     """Return the trained parameters, and their files.
 
     Args:
         state: the module's, with the shapes.
-        first_file: the number that the first file will have in the catalog.
+        num_states: of the module's files, which come first in the catalog; from ZeRO-3, one for each rank.
 
     Raises:
         SourceError: lists every file that is missing, damaged, or does not hold its parameter.
@@ -419,8 +420,8 @@ def _open_parameters(
     opened = open_states(tag, [f"zero/{name}/{_WEIGHTS}" for name in shapes], _read)
     weights: dict[str, Weight] = {}
     problems = []
-    for number, (name, (file, value)) in enumerate(zip(shapes, opened, strict=True), start=first_file):
-        weight = _weight(number, value, shapes[name]) if isinstance(value, TensorRef) else None
+    for number, (name, (file, value)) in enumerate(zip(shapes, opened, strict=True), start=num_states):
+        weight = _weight(number, value, shapes[name], num_states) if isinstance(value, TensorRef) else None
         if weight is None:
             problems.append(f"{escape(name)}: {escape(file.name)} does not hold {list(shapes[name] or ())}")
         else:
@@ -431,7 +432,7 @@ def _open_parameters(
     return weights, [file for file, _ in opened]
 
 
-def _open_universal_optimizer(tag: Tag, state: ModelStates) -> OptimizerState | Unmapped:
+def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> OptimizerState | Unmapped:
     """Open the optimizer's state: the files beside each parameter's weights, and `zero/optimizer_state.pt`.
 
     Raises:
@@ -458,7 +459,8 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates) -> OptimizerState | 
     opened = open_states(tag, [f"zero/{name}/{leaf}{_SUFFIX}" for name, leaf in wanted], _read)
     for (name, leaf), (file, value) in zip(wanted, opened, strict=True):
         if isinstance(value, TensorRef):
-            content: Weight | float | None = _weight(len(files), value, shapes[name] if value.shape else ())
+            shape = shapes[name] if value.shape else ()
+            content: Weight | float | None = _weight(len(files), value, shape, num_ranks)
         else:
             content = value
         if content is None:
@@ -522,13 +524,19 @@ def _read(file: TorchFile) -> tuple[TorchFile, TensorRef | float | None]:
     return without_tree(file, [value]), value if isinstance(value, TensorRef) or is_number(value) else None
 
 
-def _weight(number: int, stored: TensorRef, shape: Shape | None) -> Weight | None:
+def _weight(number: int, stored: TensorRef, shape: Shape | None, num_ranks: int) -> Weight | None:
     """Return the stored tensor as the parameter; from ZeRO-3 it is flat. None if it does not fit."""
     if shape in (None, stored.shape):
         return Weight.whole(number, stored)
     assert shape is not None
-    fits = stored.is_contiguous and prod(stored.shape) == prod(shape)
-    return Weight.whole(number, stored, shape) if fits else None
+    fits = prod(stored.shape) == prod(shape) or stored.shape == (_flat_length(prod(shape), num_ranks),)
+    return Weight.whole(number, stored, shape) if fits and stored.is_contiguous else None
+
+
+def _flat_length(size: int, num_ranks: int) -> int:
+    """Return the elements of a parameter's flat tensor, with the padding that older versions left at its end."""
+    part = -(-size // num_ranks)
+    return sum(min(part, abs(size - rank * part)) for rank in range(num_ranks))
 
 
 def _read_settings(file: TorchFile) -> _OptimizerSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.formats.deepspeed.test_checkpoint import (
     parameters,
     part_of,
     read,
+    truth,
     write_joined,
     write_partitioned,
     write_universal,
@@ -188,6 +190,28 @@ def test_universal(tmp_path: Path, stage: int, deepspeed_classes: Any) -> None:
     state = opened(universal(tmp_path / "run", stage, deepspeed_classes))
     assert_same(tensors(state), expected())
     assert objects(state) == expected_settings()
+
+
+def test_universal_with_padding_of_ranks_without_elements(tmp_path: Path, deepspeed_classes: Any) -> None:
+    """Older versions of ds_to_universal.py cut a rank's part to `abs(size - rank * part)` elements."""
+    root, num_ranks = partitioned(tmp_path / "of-ranks", 8, deepspeed_classes), 8
+    universal(tmp_path / "run", 3, deepspeed_classes)
+    tag = tmp_path / "run/global_step2_universal"
+    for path in tag.glob("*_model_states.pt"):
+        path.unlink()
+    for path in (root / "global_step2").glob("*_model_states.pt"):
+        shutil.copy(path, tag)
+    lengths = set[tuple[int, int]]()
+    for name, leaves in moments().items():
+        for leaf, value in {"fp32": parameters()[name], **leaves}.items():
+            size = part_of(value, num_ranks, 0).numel()
+            kept = [min(size, abs(value.numel() - rank * size)) for rank in range(num_ranks)]
+            parts = [part_of(value, num_ranks, rank)[:length] for rank, length in enumerate(kept)]
+            torch.save(torch.cat(parts), tag / "zero" / name / f"{leaf}.pt")
+            lengths.add((value.numel(), sum(kept)))
+    assert {(1, 7), (3, 7), (5, 7)} < lengths
+    assert_same(read(open_deepspeed(str(tmp_path / "run"))), truth())
+    assert_same(tensors(opened(tmp_path / "run")), expected())
 
 
 @pytest.mark.parametrize("write", [joined, partitioned])
