@@ -43,6 +43,7 @@ from shardkit.core.result import Result
 from shardkit.core.text import count, escape, format_size, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError
 from shardkit.files import manifest, storage
+from shardkit.files.digest import crc32
 from shardkit.files.location import location_of
 from shardkit.files.stores import forget
 from shardkit.formats.dcp import METADATA
@@ -57,6 +58,7 @@ from shardkit.training.kept import Kept
 from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
 from shardkit.training.ranks.local import (
     fsdp1_units,
+    memory_of,
     places_of,
     refuse_copies,
     reshard,
@@ -67,6 +69,7 @@ from shardkit.training.save_target import Lead, begin, expect, read_metadata, wr
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
 _PHASE = "saving"
+_COMPARED_NBYTES = 1 << 20  # states of random numbers and of data loaders have a few KB
 
 State = dict[str, Any]
 
@@ -108,7 +111,7 @@ def save(
             counts. Missing directories above it are made.
         optimizer: its state, or that of several, is saved too, under "optimizer", by names of parameters.
         extra: saved under "extra": numbers, text, tensors, objects with a state dict; each rank gives
-            the same names.
+            the same names and values. A warning names values that differ: one rank's are saved.
         process_group: the ranks that save; None for all of them.
         overwrite: replace a checkpoint that is there, in one exchange; nothing that shardkit did not write
             is ever replaced. In a store the old data stay until `shardkit gc` removes them.
@@ -131,12 +134,14 @@ def save(
     try:
         aliases = find_aliases(model)
         with contextlib.ExitStack() as stack:
-            with agreed(_PHASE, group):
+            with agreed(_PHASE, group) as exchanged:
                 files = stack.enter_context(writing_to(place))
                 state = stack.enter_context(checkpoint_state(model, optimizers, extra, aliases))
                 kept = Kept(model, _state_paths(model), state[MODEL]) if leads else None
+                exchanged.mine = _digests(state)
             if leads:
                 _warn_of_classes(state)
+                _warn_of_ranks(exchanged.of_all)
             writer = SaveWriter(place, aliases, files)
             _write(checkpointable(state), writer, group)
             namings = gather_json(recall(model, (*state[MODEL], *aliases)), group, phase=_PHASE)
@@ -207,7 +212,9 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
 def _warn_of_classes(state: State) -> None:
     """Warn of tensors that torch writes as objects of classes whose values shardkit cannot take from a file."""
     by_class: dict[str, list[str]] = {}
-    for name, tensor in _tensors(state, ""):
+    for name, tensor in _leaves(state, ""):
+        if not isinstance(tensor, torch.Tensor):
+            continue
         cls = type((tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach())
         cls_name = f"{cls.__module__}.{cls.__qualname__}"
         if not cls_name.startswith("torch.") and not is_known_class(cls_name):
@@ -222,13 +229,41 @@ def _warn_of_classes(state: State) -> None:
         )
 
 
-def _tensors(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a state dict, by the names that they are stored under."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, (dict, list, tuple)):
+def _digests(state: State) -> dict[str, int]:
+    """Return digests of small plain values of `extra`, and of an optimizer's state but for steps, by their stored names."""
+    digests = dict[str, int]()
+    states = _leaves(state.get(OPTIMIZER, {}).get("state"), f"{OPTIMIZER}.state")
+    of_optimizer = [(name, value) for name, value in states if getattr(value, "ndim", 0)]
+    for name, value in (*of_optimizer, *_leaves(state.get(EXTRA), EXTRA)):
+        if isinstance(value, (int, float, str, bytes)):
+            digests[name] = crc32(repr(value).encode())
+        elif type(value) is torch.Tensor and not value.is_meta and value.nbytes <= _COMPARED_NBYTES:
+            with contextlib.suppress(RuntimeError):  # sparse and quantised ones have no such bytes
+                digests[name] = crc32(memory_of(value.detach().cpu().contiguous()))
+    return digests
+
+
+def _warn_of_ranks(digests: Iterable[Mapping[str, int]]) -> None:
+    """Warn of what torch saves from one rank alone, whichever that is, although ranks have several values."""
+    values: dict[str, set[int]] = {}
+    for name, digest in (item for rank in digests for item in rank.items()):
+        values.setdefault(name, set()).add(digest)
+    differing = [name for name, several in values.items() if len(several) > 1]
+    if differing:
+        warnings.warn(
+            f"{count(len(differing), 'value differs', 'values differ')} between ranks, and only one rank's is saved: "
+            f"{listed(differing)}; of extra, save a list of all ranks' (torch.distributed.all_gather_object)",
+            stacklevel=3,
+        )
+
+
+def _leaves(value: object, name: str) -> Iterator[tuple[str, object]]:
+    """Yield what a state dict has outside of its containers, by the names that it is stored under."""
+    if isinstance(value, (dict, list, tuple)):
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tensors(child, _joined(name, str(key)))
+            yield from _leaves(child, _joined(name, str(key)))
+    else:
+        yield name, value
 
 
 def _start(

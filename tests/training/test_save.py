@@ -24,15 +24,16 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shardkit
 from shardkit.files import storage
 from shardkit.files.shared import SharedStaging
 from shardkit.operations.leftovers import leftovers
+from shardkit.training.ranks.local import local_tensor, stepped_by
 from shardkit.training.save import SaveWriter
 from shardkit.training.wrap import layer_policy, wrap
 from tests.training.models import reference
@@ -242,6 +243,54 @@ def test_model_optimizer_and_the_rest_come_back(out: Path) -> None:
     assert same(get_state_dict(other, other_optimizer), get_state_dict(model, optimizer))
     assert state["extra"]["step"] == 5
     assert other.head.weight is other.embed.weight
+
+
+@two.test
+def test_what_is_saved_of_one_rank_alone_is_named(out: Path) -> None:
+    """torch saves one of several values under a name, from whichever rank writes least."""
+    rank = dist.get_rank()
+    extra = {
+        "step": 5,
+        "job": {"loader": [torch.tensor([rank]), rank], "rng": torch.get_rng_state()},
+        "sharded": distribute_tensor(torch.arange(4), init_device_mesh("cpu", (2,)), [Shard(0)]),
+        "all": [None, None],
+    }
+    dist.all_gather_object(extra["all"], rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shardkit.save(nn.Linear(2, 2), out / "ranks", extra=extra)
+    texts = [str(warning.message) for warning in caught if "differ" in str(warning.message)]
+    assert texts == [
+        "2 values differ between ranks, and only one rank's is saved: extra.job.loader.0, extra.job.loader.1; "
+        "of extra, save a list of all ranks' (torch.distributed.all_gather_object)"
+    ] * (rank == 0)
+    back = {"extra": {"all": [None, None]}}
+    dcp.load(back, checkpoint_id=out / "ranks")
+    assert back["extra"]["all"] == [0, 1]
+
+
+class _Blockwise(torch.optim.SGD):
+    """Keeps a plain scale of the rank's part beside a moment, as optimizers of 8 bits do."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in stepped_by(self):
+            self.state[parameter]["scale"] = local_tensor(parameter).reshape(-1)[:1].clone()
+
+
+@two.test
+def test_state_that_is_a_ranks_own_is_named(out: Path) -> None:
+    model = fully_shard(nn.Linear(2, 4, bias=False), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = _Blockwise(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shardkit.save(model, out / "blockwise", optimizer=optimizer)
+    texts = [str(warning.message).partition(";")[0] for warning in caught if "differ" in str(warning.message)]
+    assert texts == [
+        "1 value differs between ranks, and only one rank's is saved: optimizer.state.weight.scale"
+    ] * (dist.get_rank() == 0)
 
 
 def test_an_optimizer_is_resharded_with_its_model(out: Path) -> None:
