@@ -33,6 +33,7 @@ from shardkit.formats.hub.assets import (
     is_asset,
     is_asset_folder,
     is_own_card,
+    is_tokenizer_folder,
     is_tools_asset,
     module_folders,
 )
@@ -123,7 +124,8 @@ def is_models_own(name: str, folders: Collection[str] = ()) -> bool:
         folders: of modules with weights of their own.
     """
     folder, _, base = name.rpartition("/")
-    if folder and any(f"{folder}/".startswith(f"{module}/") for module in folders):
+    modules = [module for module in folders if not is_tokenizer_folder(module)]
+    if folder and any(f"{folder}/".startswith(f"{module}/") for module in modules):
         return is_asset(base) or is_asset(name) or base.endswith((".json", ".safetensors", ".bin"))
     return _WEIGHTS.fullmatch(name) is not None or name == ADAPTER_CONFIG or is_asset(name)
 

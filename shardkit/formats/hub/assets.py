@@ -29,14 +29,18 @@ _OWN_CARD = re.compile(rb"---\nbase_model: (\S+)  # https://huggingface\.co/\1\n
 _OF_TOKENIZERS = tuple(
     """
     tokenizer* special_tokens_map.json added_tokens.json vocab.* vocab-* merges.txt bpe.codes spm.model
-    spiece.model source.spm target.spm sentencepiece* *.tiktoken tekken.json byte_maps.json dict.txt
+    spiece.model source.spm target.spm sentencepiece* *.tiktoken tiktoken.model ice_text.model tekken.json
+    byte_maps.json dict.txt
     emoji.json entity_vocab.json normalizer.json prophetnet.tokenizer spm_char.model target_vocab.json
     word_pronunciation.json word_shape.json chat_template.jinja chat_template.json
     additional_chat_templates/*.jinja
     """.split()
 )
+# A processor's other tokenizers: InstructBLIP's `qformer_tokenizer`.
+_TOKENIZER_FOLDER = "*_tokenizer"
 _BY_TOOLS = (
     *("config.json", "hf_quant_config.json", "generation_config.json", *_OF_TOKENIZERS),
+    *(f"{_TOKENIZER_FOLDER}/{name}" for name in _OF_TOKENIZERS if "/" not in name),
     *("preprocessor_config.json", "processor_config.json", "image_processor_config.json"),
     *("video_preprocessor_config.json", "video_processor_config.json", "audio_tokenizer_config.json"),
     *(
@@ -48,7 +52,7 @@ _BY_TOOLS = (
 )
 _BY_PEOPLE = ("*.py", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
 _PATTERNS = (*_BY_TOOLS, *_BY_PEOPLE)
-_FOLDERS = ("additional_chat_templates", "[0-9]_*")
+_FOLDERS = ("additional_chat_templates", "[0-9]_*", _TOKENIZER_FOLDER)
 # Those that belong to a tokenizer, as far as another one replaces them.
 _TOKENIZER = (*_OF_TOKENIZERS, "tokenization_*.py")
 
@@ -130,6 +134,11 @@ def is_tokenizer_file(name: str) -> bool:
 def is_asset_folder(name: str) -> bool:
     """True for the name of a directory that may hold assets."""
     return any(fnmatchcase(name, pattern) for pattern in _FOLDERS)
+
+
+def is_tokenizer_folder(name: str) -> bool:
+    """True for the name of a directory that may have a tokenizer of a processor, and nothing else of the model."""
+    return fnmatchcase(name, _TOKENIZER_FOLDER)
 
 
 def asset_patterns() -> tuple[str, ...]:

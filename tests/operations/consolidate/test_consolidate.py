@@ -424,6 +424,7 @@ class TestBase:
         }
         others = {"trainer_state__json": "{}", "optimizer__pt": "", "training_args__bin": ""}
         files |= {"normalizer__json": "{}", "spm_char__model": "", "entity_vocab__json": "{}"}
+        files |= {"tiktoken__model": ""}
         base = hub(tmp_path / "base", weights(), **files, **others)
         (base / "additional_chat_templates").mkdir()
         (base / "additional_chat_templates" / "tools.jinja").write_text("t")
@@ -438,11 +439,31 @@ class TestBase:
             "modeling_own.py",
             "normalizer.json",
             "spm_char.model",
+            "tiktoken.model",
             "tokenizer.json",
         }
         assert set(result.assets) == found - {"model.safetensors"}
         assert result.model_class == "LlamaForCausalLM"
         assert "no model card: README.md of" in "".join(result.notes)
+
+    def test_a_processors_other_tokenizers_are_copied(self, trained: Path, tmp_path: Path) -> None:
+        """transformers reads the main tokenizer in place of one that is missing, and says so in a log alone."""
+        made = []
+        for name, letters in (("main", "abcd"), ("protein", "dcba")):
+            vocab = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters])
+            place = hub(tmp_path / name, config=None, vocab__txt=vocab)
+            made.append(transformers.BertTokenizer.from_pretrained(place))
+        base = hub(tmp_path / "base", weights())
+        processor = transformers.EvollaProcessor(protein_tokenizer=made[1], tokenizer=made[0])
+        processor.save_pretrained(base)
+        truth = transformers.AutoProcessor.from_pretrained(base)
+        assert truth.tokenizer.get_vocab() != truth.protein_tokenizer.get_vocab()
+        sharded = shardkit.preshard(base, tmp_path / "sharded", world_size=2)
+        for source, options in ((trained, {"base": str(base)}), (sharded.output, {})):
+            result = shardkit.consolidate(source, tmp_path / "out", overwrite=True, **options)
+            loaded = transformers.AutoProcessor.from_pretrained(result.output)
+            for one in ("tokenizer", "protein_tokenizer"):
+                assert getattr(loaded, one).get_vocab() == getattr(truth, one).get_vocab()
 
     def test_the_card_names_a_base_of_the_hub(self, trained: Path, tmp_path: Path) -> None:
         """A base's own card says what it was trained on and how well it does, which is not true of the output."""
