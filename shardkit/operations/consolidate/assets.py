@@ -20,7 +20,7 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import parse_integer, read_small
-from shardkit.formats.contract import Checkpoint, has_any
+from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG
 from shardkit.formats.hub.assets import (
     CARD,
@@ -45,8 +45,6 @@ _DTYPE, _OLD_DTYPE = "dtype", "torch_dtype"
 _NEW_DTYPE_SINCE = (4, 56)  # transformers, PretrainedConfig.to_dict
 _TIE = "tie_word_embeddings"
 _ENDING = ".safetensors"
-# The files of its model that an adapter may change: added tokens, the chat template.
-_ADAPTERS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 class Asset(NamedTuple):
@@ -146,9 +144,9 @@ def _card(base: Base) -> tuple[list[Asset], list[str]]:
 
 
 def adapter_assets(base: Base | None, config: bytes | None) -> list[Asset]:
-    """Return the files to write beside an adapter's weights: its config, and the tokenizer."""
+    """Return the files to write beside an adapter's weights: its config, and the tokenizer, which it may have changed."""
     beside = base.assets.items() if base else ()
-    assets = [Asset(name, path, b"") for name, path in beside if has_any((name,), *_ADAPTERS)]
+    assets = [Asset(name, path, b"") for name, path in beside if is_tokenizer_file(name)]
     return [*assets, Asset(ADAPTER_CONFIG, None, config)] if config is not None else assets
 
 

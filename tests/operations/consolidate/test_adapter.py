@@ -79,6 +79,21 @@ def test_the_adapter(with_base: bool, state: dict[str, torch.Tensor], settings: 
     assert any("--merge-lora" in note for note in result.notes) == with_base
 
 
+def test_the_adapters_tokenizer_has_its_vocabulary(
+    state: dict[str, torch.Tensor], settings: Path, tmp_path: Path
+) -> None:
+    """Without it, transformers makes a tokenizer of special tokens alone."""
+    vocab = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abc", "##b", "##c", ""])
+    files = {"vocab__txt": vocab, "tokenizer_config__json": '{"tokenizer_class": "BertTokenizer"}'}
+    base = hub(tmp_path / "base", weights(), **files)
+    result = shardkit.consolidate(
+        save({"model": state}, tmp_path / "c"), base=str(base), adapter_config=str(settings)
+    )
+    assert result.kind == "adapter"
+    truth, found = (transformers.AutoTokenizer.from_pretrained(place) for place in (base, result.output))
+    assert found("abc")["input_ids"] == truth("abc")["input_ids"] == [2, 5, 8, 9, 3]
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")  # peft says what it saves
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
