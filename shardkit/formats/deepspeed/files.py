@@ -142,11 +142,15 @@ class OptimizerStates:
 
 
 def find_tag(path: str) -> Tag | None:
-    """Return the saved state in a directory, or the last one that its tracker file names; None if there is none."""
+    """Return the saved state in a directory, or the last one that its tracker file names; None if there is none.
+
+    Where the one that `latest` names is not there, only its own universal checkpoint stands for it: another is older.
+    """
     if not storage.isdir(path):
         return None
     if _has_states(path):
         return Tag(path, "")
+    gone = ""
     for tracker in _TRACKERS:
         try:
             data = read_inside(path, tracker, _MAX_TRACKER)
@@ -156,8 +160,9 @@ def find_tag(path: str) -> Tag | None:
         if not tag or os.path.basename(tag) != tag or tag in (os.curdir, os.pardir) or "\0" in tag:
             continue
         directory = inner(path, tag)
-        if directory is not None and _has_states(directory):
+        if directory is not None and _has_states(directory) and tag.startswith(gone):
             return Tag(directory, f"{tag}/")
+        gone = tag
     return None
 
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from shardkit import consolidate
+from shardkit import consolidate, resolve_checkpoint
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.deepspeed.checkpoint import is_deepspeed, open_deepspeed
@@ -276,6 +276,20 @@ def test_latest_leads_to_a_directory_of_its_own(tmp_path: Path, text: str, deeps
     root = write_joined(tmp_path / "run", 1, deepspeed_classes)
     (root / "latest").write_text(text)
     assert not is_deepspeed(str(root))
+
+
+def test_an_older_universal_checkpoint_does_not_stand_for_what_latest_names(
+    tmp_path: Path, deepspeed_classes: Any
+) -> None:
+    root = write_universal(tmp_path / "run", 2, deepspeed_classes)
+    (root / "latest").write_text("global_step2")
+    assert_same(read(open_deepspeed(str(root))), truth())
+    (root / "latest").write_text("global_step3")
+    assert not is_deepspeed(str(root))
+    found = resolve_checkpoint(root)
+    assert (found.path, found.reason) == (str(root / "global_step2_universal"), "it is the only complete one")
+    assert dict(found.skipped) == {"latest": "it names global_step3, which is not there"}
+    assert "latest, which may be newer" in found.warnings[0]
 
 
 def test_without_zero(tmp_path: Path) -> None:
