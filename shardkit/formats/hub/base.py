@@ -18,7 +18,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
 from shardkit.core.factored import weight_of
 from shardkit.core.regions import Shape
-from shardkit.core.text import escape, in_shell
+from shardkit.core.text import count, escape, in_shell
 from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import is_data_folder
@@ -342,7 +342,7 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
         raise _no_config(label, directory)
     if refused:
         notes.append(
-            f"{len(refused)} files of {escape(label)} are links that leave it and were not copied: "
+            f"{count(len(refused), 'file')} of {escape(label)} not copied, as links that leave it are not followed: "
             + ", ".join(map(escape, refused))
             + "; --follow-links copies what they lead to"
         )
