@@ -107,6 +107,10 @@ _COUNTERS = frozenset({"step", "eta", "mu", "mu_product", "sum", "step_size", "p
 _OPTIMIZER = re.compile(
     r"(?:\w+_)?(?:optim|optimizer)s?(?:_(?:states?|state_dict|dict|\d+))*|opt_states?|chained_\d+|param_groups"
 )
+# Megatron-Core has the leaf before the parameter: optimizer.state.exp_avg.decoder.final_layernorm.weight
+_LEAF_FIRST = re.compile(
+    rf"(?:.*\.)?optimizer\.state\.(?:{'|'.join(sorted(_STATE))}|fp32_param)\..*", re.DOTALL
+)
 _OPTIMIZER_WORD = re.compile(r"optim(?:izer)?s?(?:states?)?")
 _BOTH = frozenset({"and", "model", "models", "weights"})
 # They say of a name neither whose it is nor which.
@@ -138,7 +142,7 @@ def optimizer_names(entries: Iterable[TensorEntry], objects: Iterable[str]) -> s
 
     What stands in `state` beside `param_groups` is an optimizer's, whatever that is called and keeps. Elsewhere
     leaves tell. One of them is not enough, because averaging modules have buffers of such names too. It takes two,
-    or one beside a step count, or one below a name of optimizers.
+    or one beside a step count, or one below a name of optimizers. Megatron-Core's stand between these two.
 
     Args:
         entries: all tensors.
@@ -157,6 +161,7 @@ def optimizer_names(entries: Iterable[TensorEntry], objects: Iterable[str]) -> s
         ):
             states.update(f"{parent}.{leaf}" if parent else leaf for leaf in leaves)
     names = [entry.fqn for entry in entries]
+    states.update(filter(_LEAF_FIRST.fullmatch, names))
     grouped = {above for name in (*objects, *names) for above in _above("param_groups", name)}
     if grouped:
         states.update(name for name in names if not grouped.isdisjoint(_above("state", name)))

@@ -216,6 +216,20 @@ def test_what_stands_beside_param_groups_is_an_optimizers(opt: str, leaves: list
     assert {part.kind for part in selection.skipped} == {"optimizer", "not a tensor"}
 
 
+@pytest.mark.parametrize("above", ["", "chained_0."])
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("leaves", [["exp_avg", "exp_avg_sq", "fp32_param"], ["fp32_param"]])
+def test_states_of_megatron_core_have_the_leaf_before_the_parameter(
+    above: str, prefix: str, leaves: list[str]
+) -> None:
+    """Megatron-Core, optimizer/distrib_optimizer.py and dist_checkpointing/optimizer.py: `optimizer.state.{state}.{key of the parameter}`."""
+    model = [f"{prefix}{name}" for name in ("decoder.layers.mlp.linear_fc1.weight", *LLAMA)]
+    names = [f"{above}optimizer.state.{leaf}.{name}" for leaf in leaves for name in model]
+    selection = select_model(entries([*model, *names]))
+    assert set(selection.names) == set(model)
+    assert [(part.kind, part.num_tensors) for part in selection.skipped] == [("optimizer", len(names))]
+
+
 def test_a_sequential_in_a_dict_loses_the_dicts_name() -> None:
     names = [f"{number}.weight" for number in range(3)]
     paths = {f"model.{name}": ("model", name) for name in names}
