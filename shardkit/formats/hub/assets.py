@@ -287,7 +287,7 @@ def list_assets(directory: str) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the assets in a directory, and all files of its modules, weights too.
 
     Returns:
-        Name -> path, in the order of names; and the names of links that leave the directory.
+        Name -> path, in the order of names; and the names of links that leave the directory, or lead to nothing.
 
     Raises:
         SourceError: a module outside of the directory.
@@ -311,4 +311,6 @@ def list_assets(directory: str) -> tuple[dict[str, str], tuple[str, ...]]:
             continue
         if storage.isfile(path):
             assets[name] = path
+        elif storage.islink(path):
+            refused.append(name)
     return assets, tuple(refused)

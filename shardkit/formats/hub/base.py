@@ -342,7 +342,7 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
         raise _no_config(label, directory)
     if refused:
         notes.append(
-            f"{count(len(refused), 'file')} of {escape(label)} not copied, as links that leave it are not followed: "
+            f"{count(len(refused), 'file')} of {escape(label)} not copied, as links that leave it, or lead to nothing, are not followed: "
             + ", ".join(map(escape, refused))
             + "; --follow-links copies what they lead to"
         )

@@ -471,7 +471,7 @@ def _left_out(model: OpenedHubModel, links: Sequence[str]) -> Iterator[str]:
     if objects := model.catalog.objects:
         yield f"left out, as they are not tensors: {escape(', '.join(objects))}"
     if links:
-        yield f"not copied, as they are links out of the model's directory: {escape(', '.join(links))}"
+        yield f"not copied, as they are links out of the model's directory, or to nothing: {escape(', '.join(links))}"
 
 
 def _resolve_ties(

@@ -254,7 +254,7 @@ class Assets(NamedTuple):
     files: Mapping[str, str]
     """Name in the output -> path."""
     refused: tuple[str, ...]
-    """Names of links that leave the directory."""
+    """Names of links that leave the directory, or lead to nothing."""
 
 
 def find_assets(profile: Profile, model: OpenedHubModel) -> Assets:

@@ -681,6 +681,18 @@ class TestBase:
         assert (tmp_path / "out" / "config.json").is_file()
         assert not any("links that leave" in note for note in result.notes)
 
+    def test_a_link_to_nothing_is_named(self, trained: Path, tmp_path: Path) -> None:
+        """As a pruned cache leaves them; without a word the output would have no tokenizer."""
+        base = hub(tmp_path / "base", weights())
+        (base / "tokenizer.json").symlink_to("gone")
+        (base / "tokenizer.model").symlink_to("../gone")
+        for result in (
+            shardkit.consolidate(trained, base=str(base)),
+            shardkit.preshard(str(base), tmp_path / "out", world_size=2, wrap="none"),
+        ):
+            (note,) = [note for note in result.notes if "not copied" in note]
+            assert note.count("tokenizer.json") == note.count("tokenizer.model") == 1
+
     def test_weights_in_a_shared_store_are_read_and_named(self, tmp_path: Path) -> None:
         """Everywhere; what is written holds their bytes, not links."""
         model = hub(tmp_path / "model", weights())
