@@ -45,8 +45,8 @@ def verify(options: VerifyOptions) -> VerifyResult:
         full: read every byte that has a recorded checksum, and the frozen factors of OSFT, whose directions have to be
             orthonormal. Otherwise only headers, metadata, chunk lists and manifests
             are read.
-        read: how much of the tensors' bytes to read, in chunks chosen at random: "5%", a size such as "50GiB", or a
-            number of bytes.
+        read: how much of the bytes with a checksum to read, in chunks chosen at random: "5%", a size such as "50GiB",
+            or a number of bytes.
         seed: of that choice.
         manifest: one that lies elsewhere. By default it is the one inside the checkpoint, or else the one beside it.
         against: another checkpoint of any format. Its weights must be the same, bit by bit. Where dtypes differ, one
@@ -103,7 +103,7 @@ def verify(options: VerifyOptions) -> VerifyResult:
     if options.level == "full":
         check_files(structure.files, report, num_threads)
     elif options.level == "sample":
-        num_bytes = options.sample_bytes(report.tensor_bytes)
+        num_bytes = options.sample_bytes(sum(file.recorded_bytes for file in structure.files))
         check_sample(structure.files, report, num_threads, num_bytes=num_bytes, seed=options.seed)
     if checkpoint is not None:
         check_factors(checkpoint, report, full=options.full)

@@ -39,8 +39,8 @@ class VerifyOptions:
             return "store"
         return "full" if self.full else "structure" if self.read is None else "sample"
 
-    def sample_bytes(self, tensor_bytes: int) -> int:
-        """Return how much of the tensors' bytes to read."""
+    def sample_bytes(self, recorded_bytes: int) -> int:
+        """Return how much to read of the bytes that have a checksum."""
         if self.read is None:
             return 0
         text = str(self.read).strip()
@@ -54,7 +54,7 @@ class VerifyOptions:
             raise UsageError(
                 f"not a share: {text!r}", hint="write a percentage such as 5%, or a size such as 50GiB"
             )
-        return -int(-tensor_bytes * share // 100)
+        return -int(-recorded_bytes * share // 100)
 
     def check(self) -> None:
         """Refuse options that do not go together or are out of range.

@@ -536,6 +536,11 @@ def test_rank_files_of_torch_save(tmp_path: Path) -> None:
     assert verify(tmp_path / "whole.ckpt", read="100%").problems == (problem,)
 
 
+def test_a_sample_of_all_has_every_tensor_of_a_file_whose_pickle_is_longer(tmp_path: Path) -> None:
+    torch.save({"state_dict": {f"w{i}": torch.rand(4) for i in range(20)}}, tmp_path / "whole.ckpt")
+    assert verify(tmp_path / "whole.ckpt", read="100%").num_checked_chunks == 20
+
+
 def test_legacy_weights(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(500.0)}, tmp_path / "pytorch_model.bin")
     assert verify(tmp_path, full=True).ok
