@@ -465,6 +465,7 @@ def as_checkpoint(path: str, model: OpenedHubModel) -> Checkpoint:
         writer=ADAPTER if len(names) == 1 and is_adapter_file(names[0]) else "Hub model",
         catalog=catalog,
         select=lambda names: subset(catalog, names),
+        has_checksums=any(file.checksums is not None for file in catalog.files),
         hub=model,
         roots={"model": ()},
         assets=asset_directories(model.directory),

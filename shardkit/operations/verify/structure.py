@@ -249,9 +249,14 @@ def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report:
 
 
 def _hub_files(checkpoint: Checkpoint, report: Report) -> list[FileBytes]:
-    files = _files(checkpoint.catalog, checkpoint.path, report)
-    for file in files if checkpoint.catalog.format == "torch-bin" else ():  # zips: each entry has a checksum
-        file.archives, file.stretches = [Archive(0, file.size, file.name)], []
+    catalog = checkpoint.catalog
+    files, decoded = _files(catalog, checkpoint.path, report), _decoded(catalog)
+    zips = {file.path for file in catalog.files if file.checksums is not None}
+    for file in files if catalog.format == "torch-bin" else ():
+        if file.path in zips:
+            _add_entries(file, decoded.get(file.path, ()), report)
+        else:
+            file.archives = [Archive(0, file.size, file.name)]
     if storage.isdir(checkpoint.path):
         known = {file.name for file in files}
         report.warnings += [

@@ -542,12 +542,26 @@ def test_a_sample_of_all_has_every_tensor_of_a_file_whose_pickle_is_longer(tmp_p
 
 
 def test_legacy_weights(tmp_path: Path) -> None:
-    torch.save({"w": torch.arange(500.0)}, tmp_path / "pytorch_model.bin")
-    assert verify(tmp_path, full=True).ok
-    at = (tmp_path / "pytorch_model.bin").read_bytes().index(torch.arange(500.0).numpy().tobytes())
+    weight = torch.arange(500.0)
+    torch.save(
+        {"w": weight, "turned": torch.rand(5, 4).T, "v": torch.ones(3)}, tmp_path / "pytorch_model.bin"
+    )
+    result = verify(tmp_path, full=True)
+    assert (result.ok, result.num_checked_chunks, result.num_unrecorded_chunks) == (True, 3, 0)
+    assert "no problem found" in result.headline()
+    assert verify(tmp_path, read="100%").num_checked_chunks == 3
+    at = (tmp_path / "pytorch_model.bin").read_bytes().index(weight.numpy().tobytes())
     flip(tmp_path / "pytorch_model.bin", at + 99)
     (problem,) = verify(tmp_path, full=True).problems
-    assert problem.file == "pytorch_model.bin"
+    assert (problem.file, problem.tensor) == ("pytorch_model.bin", "w")
+    assert verify(tmp_path, read="100%").problems == (problem,)
+
+
+def test_legacy_weights_without_checksums(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    result = verify(tmp_path, full=True)
+    assert "no byte could be compared" in result.headline()
+    assert "pytorch_model.bin has no checksum: its bytes are no zip" in result.notes
 
 
 def test_what_is_no_checkpoint(made: Path, tmp_path: Path) -> None:
