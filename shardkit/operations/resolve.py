@@ -7,6 +7,7 @@ with the reason; with `strict` that is an error.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -23,8 +24,8 @@ from shardkit.files.links import locate, read_inside
 from shardkit.formats.contract import Checkpoint, absent, has_any, inner, listing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
-from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS, is_adapter
-from shardkit.formats.hub.files import PIPELINE
+from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS, is_adapter, is_adapter_file
+from shardkit.formats.hub.files import PIPELINE, select_weights
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.trainers.plain_dcp import find_structure, lacks_last, optimizers_beside
 from shardkit.operations.leftovers import refuse
@@ -320,6 +321,19 @@ def _unlisted(path: str) -> Iterator[str]:
 def adapter_file(path: str) -> str | None:
     """Return the weights in the directory of a PEFT adapter; None for any other path, and if a model lies beside it."""
     return os.path.join(path, ADAPTER_WEIGHTS) if storage.isdir(path) and is_adapter(listing(path)) else None
+
+
+def described_at(path: str) -> str:
+    """Return what a manifest of a path is about: the whole directory of an adapter or an index, or the path's own."""
+    own, around = home_of(directory_of(path)), os.path.dirname(path) or os.curdir
+    if storage.isdir(own):
+        return own
+    if is_adapter_file(path):
+        return around if is_adapter(listing(around)) else own
+    with contextlib.suppress(SourceError):  # there is no model, or more than one
+        if select_weights(listing(around), around).index == os.path.basename(path):
+            return around
+    return own
 
 
 def _passed_over(chosen: ResolvedCheckpoint, home: str) -> Iterator[tuple[str, bool]]:

@@ -20,12 +20,12 @@ from shardkit.core.threads import ProgressOption, choose_jobs, progress_for
 from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.digest import FileBytes, Scan, combine, place_of
-from shardkit.files.home import home_of, path_in
+from shardkit.files.home import path_in
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.listing import FolderContent, list_files
-from shardkit.formats.registry import directory_of, format_of
+from shardkit.formats.registry import format_of
 from shardkit.operations.destination import check_sidecar, write_sidecar
-from shardkit.operations.resolve import stands_for
+from shardkit.operations.resolve import described_at, stands_for
 from shardkit.operations.verify.bytes import scan_whole
 from shardkit.operations.verify.result import Report, in_threads
 from shardkit.operations.verify.structure import Structure, check_structure
@@ -103,7 +103,7 @@ def write_manifest(
     begun = time.monotonic()
     given, num_threads = stores.as_path(path), choose_jobs(jobs)
     path = stands_for(given, strict=True).path if storage.lexists(given) else given
-    directory = home_of(directory_of(path))
+    directory = described_at(path)
     target = _target(directory, output, inside=inside, overwrite=overwrite)
     report = Report(progress=progress_for(progress))
     structure = check_structure(path, report, is_new=True)

@@ -13,12 +13,12 @@ from shardkit.core.text import count, escape
 from shardkit.core.threads import at_once
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
-from shardkit.files.home import home_of, path_in
+from shardkit.files.home import path_in
 from shardkit.files.links import locate
 from shardkit.files.location import location_of
 from shardkit.files.remote.writers import writer_of
 from shardkit.formats.contract import absent
-from shardkit.formats.registry import directory_of
+from shardkit.operations.resolve import described_at
 from shardkit.operations.verify.result import SIZE, Report
 
 
@@ -42,7 +42,7 @@ def check_stored(path: str, manifest_path: str | None, report: Report) -> None:
         )
     if not storage.lexists(path):
         raise absent(path)
-    directory = home_of(directory_of(path))
+    directory = described_at(path)
     wanted = list(_recorded(directory, manifest_path, report))
     report.progress.start(sum(file.size for _, file in wanted), "ask")
     try:

@@ -17,18 +17,18 @@ from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import Archive, FileBytes, Stretch, place_of
-from shardkit.files.home import home_of, path_in
+from shardkit.files.home import path_in
 from shardkit.files.listing import walk
 from shardkit.files.strict_json import is_about_links, open_regular
 from shardkit.formats.contract import Checkpoint, DamagedFiles, absent
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
-from shardkit.formats.registry import directory_of, recognise
+from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import Unsupported, ZipEntry, ZipReader, pread_of, read_directory
 from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.operations.leftovers import refuse
-from shardkit.operations.resolve import was_checkpoint
+from shardkit.operations.resolve import described_at, was_checkpoint
 from shardkit.operations.verify.dcp import verify_dcp
 from shardkit.operations.verify.manifest import Described, add_recorded, check_tensors, read_manifest
 from shardkit.operations.verify.result import Report, report_damaged
@@ -70,7 +70,7 @@ def check_structure(
     if not storage.lexists(path):
         raise absent(path)
     refuse(path)
-    directory = home_of(directory_of(path))
+    directory = described_at(path)
     beside = _manifest_beside(directory, manifest_path, report) if not is_new else None
     checkpoint, failure = _open(path, is_known=beside is not None)
     described, folders = _survey(directory, checkpoint, report)
@@ -208,7 +208,7 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
     Returns:
         True if nothing is wrong with it.
     """
-    directory = home_of(directory_of(path))
+    directory = described_at(path)
     of_the_machine = isinstance(failure, ResourceError)  # it may be over when the folders are looked at
     recognised = recognise(path) if has_folders and not report.problems and not of_the_machine else None
     if recognised is not None and recognised.is_dcp_alone:
@@ -234,7 +234,7 @@ def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report:
     report.num_tensors += len(catalog.tensors)
     report.add_notes(checkpoint.notes)
     if checkpoint.hub is not None:
-        return _hub_files(checkpoint, report)
+        return _hub_files(checkpoint, directory, report)
     try:
         catalog = checkpoint.select(tuple(catalog.tensors))
     except (ResourceError, SourceError) as error:
@@ -248,9 +248,9 @@ def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report:
     return files
 
 
-def _hub_files(checkpoint: Checkpoint, report: Report) -> list[FileBytes]:
+def _hub_files(checkpoint: Checkpoint, directory: str, report: Report) -> list[FileBytes]:
     catalog = checkpoint.catalog
-    files, decoded = _files(catalog, checkpoint.path, report), _decoded(catalog)
+    files, decoded = _files(catalog, directory, report), _decoded(catalog)
     zips = {file.path for file in catalog.files if file.checksums is not None}
     for file in files if catalog.format == "torch-bin" else ():
         if file.path in zips:

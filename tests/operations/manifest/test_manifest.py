@@ -519,3 +519,38 @@ def test_a_call_that_fails_once_costs_the_manifest_and_never_its_tensors(
         with contextlib.suppress(ResourceError):
             write_manifest(path, tmp_path / "again", overwrite=True, jobs=1)
             assert (tmp_path / "again").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_manifest_of_an_adapter_has_its_config(tmp_path: Path, inside: bool) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file({"base_model.model.a.lora_A.weight": torch.rand(2, 4)}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('{"r": 2}')
+    write_manifest(adapter, inside=inside)
+    assert verify(adapter, full=True).num_checked_files == 2
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        before = (adapter / name).read_bytes()
+        (adapter / name).write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+        (problem,) = verify(adapter, full=True).problems
+        assert problem.file == name
+        (adapter / name).write_bytes(before)
+    os.remove(adapter / "adapter_config.json")
+    assert any(problem.file == "adapter_config.json" for problem in verify(adapter).problems)
+
+
+def test_an_index_stands_for_its_model(tmp_path: Path) -> None:
+    weights = {
+        "model.norm.weight": "model-00001-of-00002.safetensors",
+        "lm_head.weight": "model-00002-of-00002.safetensors",
+    }
+    for name, file in weights.items():
+        save_file({name: torch.rand(8)}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    result = write_manifest(index, inside=True)
+    assert (result.num_files, result.num_tensor_digests) == (3, 2)
+    data = (tmp_path / "model-00002-of-00002.safetensors").read_bytes()
+    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    (problem,) = verify(index, full=True).problems
+    assert (problem.file, problem.tensor) == ("model-00002-of-00002.safetensors", "lm_head.weight")
