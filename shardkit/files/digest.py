@@ -89,7 +89,7 @@ class FileBytes:
     packed: list[tuple[Stretch, SourceFile]] = field(default_factory=list)
     """Chunks that exist only after decoding, which checks them."""
     is_damaged: bool = False
-    """A record in it cannot be opened, which says what the checksum of the file would say again."""
+    """A record in it cannot be opened, or is of another save, which says what the checksum of the file would say again."""
     is_spelled_as_torch: bool = False
     """Most records of tensors are as torch 2.13 writes them, to the byte."""
 

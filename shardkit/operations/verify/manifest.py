@@ -217,7 +217,7 @@ def _stale(described: Described) -> Iterator[str]:
             yield f"{escape(os.path.join(described.folder, name))}: not of this checkpoint"
 
 
-def add_recorded(described: Iterable[Described], files: list[FileBytes]) -> None:
+def add_recorded(described: Iterable[Described], files: list[FileBytes], report: Report) -> None:
     """Add to files what manifests record of them as a whole, and add the files that hold no tensors."""
     known = {place_of(file.path): file for file in files}
     for said in described:
@@ -234,18 +234,34 @@ def add_recorded(described: Iterable[Described], files: list[FileBytes]) -> None
                 known[place_of(path)] = file
             file.crc32 = recorded.crc32 if recorded.crc32 is not None else file.crc32
             file.sha256 = recorded.sha256 or file.sha256
-            _add_crcs_of_chunks(said, recorded, file)
+            _add_crcs_of_chunks(said, recorded, file, report)
 
 
-def _add_crcs_of_chunks(described: Described, recorded: manifest.File, file: FileBytes) -> None:
-    """Give a chunk without a checksum in the file the manifest's; for a whole tensor, that of the tensor."""
+def _add_crcs_of_chunks(
+    described: Described, recorded: manifest.File, file: FileBytes, report: Report
+) -> None:
+    """Give a chunk without a checksum in the file the manifest's; for a whole tensor, that of the tensor.
+
+    If the file has another one, its bytes agree with it and are those of another save.
+    """
     extents = recorded.extents if isinstance(recorded, manifest.ListedFile) else None
     crcs = {(start, nbytes): crc for start, nbytes, crc in extents or ()}
     for index, stretch in enumerate(file.stretches):
-        if stretch.crc32 is None and stretch.tensor is not None:
-            crc = crcs.get((stretch.start, stretch.nbytes))
-            crc = tensor_crc(described, stretch.tensor, stretch.nbytes) if crc is None else crc
+        if stretch.tensor is None:
+            continue
+        crc = crcs.get((stretch.start, stretch.nbytes))
+        crc = tensor_crc(described, stretch.tensor, stretch.nbytes) if crc is None else crc
+        if stretch.crc32 is None:
             file.stretches[index] = stretch._replace(crc32=crc)
+        elif crc not in (None, stretch.crc32):
+            file.is_damaged = True
+            report.problem(
+                "CRC-32 that the file records of the data",
+                file=file.name,
+                stretch=stretch,
+                expected=f"{crc:08x}",
+                found=f"{stretch.crc32:08x}",
+            )
 
 
 def check_tensors(described: Described, catalog: Catalog, report: Report) -> None:

@@ -98,7 +98,7 @@ def check_structure(
         for said in described:
             if not said.is_of_dcp and not said.folder and _has_tensors(said):
                 check_tensors(said, checkpoint.catalog, report)
-    add_recorded(described, files)
+    add_recorded(described, files, report)
     _count_unrecorded(files, report)
     if not is_new:
         report.add_notes(_lacking(directory, folders, described, files, checkpoint, report))

@@ -554,3 +554,28 @@ def test_an_index_stands_for_its_model(tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00002.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     (problem,) = verify(index, full=True).problems
     assert (problem.file, problem.tensor) == ("model-00002-of-00002.safetensors", "lm_head.weight")
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch.save"])
+def test_another_save_in_the_same_place_is_seen_without_reading_its_bytes(tmp_path: Path, kind: str) -> None:
+    def save(fill: float) -> Path:
+        held = {
+            "changed": torch.full((4, 4), fill),
+            "kept": torch.ones(3),
+            "turned": torch.arange(6.0).view(3, 2).T,
+        }
+        if kind == "torch.save":
+            torch.save(held, tmp_path / "last.ckpt")
+            return tmp_path / "last.ckpt"
+        shutil.rmtree(tmp_path / "last", ignore_errors=True)
+        dcp.save(held, checkpoint_id=str(tmp_path / "last"), no_dist=True)
+        return tmp_path / "last"
+
+    path = save(1.0)
+    write_manifest(path)
+    assert verify(path).ok
+    save(2.0)
+    for result in (verify(path), verify(path, full=True)):
+        named = [problem for problem in result.problems if problem.tensor is not None]
+        assert [problem.tensor for problem in named] == ["changed"]
+        assert "bytes outside" not in "".join(problem.message for problem in result.problems)
