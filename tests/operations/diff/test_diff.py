@@ -500,6 +500,14 @@ def test_scalars_empty_tensors_and_every_dtype(tmp_path: Path) -> None:
     assert (tensor.name, tensor.first_changed, tensor.num_elements) == ("scalar", (), 1)
 
 
+def test_integers_that_float64_cannot_tell_apart_are_not_within_a_tolerance(tmp_path: Path) -> None:
+    a = hub(tmp_path / "a", {"count": torch.tensor([2**53, -(2**63), 5])}, None)
+    b = hub(tmp_path / "b", {"count": torch.tensor([2**53 + 1, 2**63 - 1, 5])}, None)
+    assert only(diff(a, b, atol=0.5)).num_outside == 2
+    assert only(diff(a, b, atol=1.0)).num_outside == 1
+    assert diff(a, b, rtol=3.0).is_equal
+
+
 def test_a_legacy_file(tmp_path: Path) -> None:
     state = weights()
     state[Q] = state[Q].t()  # decoded: it does not lie row-major in the file
