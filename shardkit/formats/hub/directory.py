@@ -372,7 +372,7 @@ def _notes(
     notes = [note for content in contents.values() for note in content.notes]
     if index and index.total_bytes is not None and index.total_bytes != catalog.nbytes:
         notes.append(
-            f"{escape(index_name or '')}: total_size is {index.total_bytes} bytes, "
+            f"{escape(index_name or '')}: total_size is {count(index.total_bytes, 'byte')}, "
             f"the tensors take {catalog.nbytes}"
         )
     return tuple(notes)

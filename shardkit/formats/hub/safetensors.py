@@ -26,7 +26,7 @@ from typing import ClassVar, NamedTuple
 from shardkit.core.catalog import FileStamp
 from shardkit.core.dtypes import BY_SAFETENSORS, DType
 from shardkit.core.regions import Region, Shape, blocks, flat_offset, full_region
-from shardkit.core.text import MIB, escape, suggestion
+from shardkit.core.text import MIB, count, escape, suggestion
 from shardkit.errors import SourceError
 from shardkit.files import shared_reads
 from shardkit.files.digest import crc32
@@ -280,7 +280,7 @@ def _tiling_problems(tensors: tuple[StoredTensor, ...], base: int, size: int) ->
         stop = tensor.start + tensor.nbytes
         place = f"{escape(tensor.fqn)}: bytes {tensor.start} to {stop}"
         if tensor.start > position:
-            yield f"{place}, {tensor.start - position} bytes after the end of {previous}"
+            yield f"{place}, {count(tensor.start - position, 'byte')} after the end of {previous}"
         elif tensor.start < position:
             yield f"{place} overlap {previous}, which ends at {position}"
         if stop > size:
@@ -288,7 +288,7 @@ def _tiling_problems(tensors: tuple[StoredTensor, ...], base: int, size: int) ->
         if stop >= position:
             position, previous = stop, escape(tensor.fqn)
     if position < size:
-        yield f"{size - position} bytes after the end of {previous} belong to no tensor"
+        yield f"{count(size - position, 'byte')} after the end of {previous} belong to no tensor"
 
 
 def _damaged(name: str, reason: str) -> SourceError:

@@ -317,7 +317,7 @@ def test_a_dry_run_refuses_what_the_real_run_would(fetch, tmp_path):
     real = fetch(tmp_path / "cache", *((repo, f"-> {tmp_path}/out") for repo in repos))
     assert dry == real
     assert [error["error"] for error in dry] == ["SourceError"] * 3
-    assert "1 bytes after the end of a belong to no tensor" in " ".join(dry[0]["problems"])
+    assert "1 byte after the end of a belong to no tensor" in " ".join(dry[0]["problems"])
     assert "expected at least 8 bytes, found 4" in " ".join(dry[1]["problems"])
     assert "expected at least 8 bytes, found 0" in " ".join(dry[1]["problems"])
     assert "x-2.safetensors" in dry[2]["problems"]

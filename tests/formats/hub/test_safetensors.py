@@ -114,9 +114,9 @@ HOSTILE = {
     "wrong span": (spell({"a": tensor(shape=(3,))}, bytes(8)), "takes 12 bytes, data_offsets give 8"),
     "overlap": (spell({"a": GOOD, "b": tensor(offsets=(4, 12))}, bytes(12)), "overlap a, which ends at"),
     "same bytes": (spell({"a": GOOD, "b": GOOD}, bytes(8)), "overlap a"),
-    "gap": (spell({"a": GOOD, "b": tensor(offsets=(9, 17))}, bytes(17)), "1 bytes after the end of a"),
+    "gap": (spell({"a": GOOD, "b": tensor(offsets=(9, 17))}, bytes(17)), "1 byte after the end of a"),
     "gap in front": (spell({"a": tensor(offsets=(1, 9))}, bytes(9)), "after the end of the header"),
-    "trailing bytes": (spell({"a": GOOD}, bytes(9)), "1 bytes after the end of a belong to no tensor"),
+    "trailing bytes": (spell({"a": GOOD}, bytes(9)), "1 byte after the end of a belong to no tensor"),
     "only trailing": (spell({}, bytes(1)), "belong to no tensor"),
     "past the end": (spell({"a": GOOD}, bytes(7)), "truncated: the header describes"),
 }  # fmt: skip
