@@ -799,13 +799,26 @@ def _ties(
         known=known,
         equal_in_base=partial(holds_equal, base) if base else lambda _one, _other: False,
     )
+    groups = tie_groups(
+        ties, {**dict.fromkeys(chosen.names.values()), **(base_tensors or {})}, declared=declared
+    )
+    if ties.diverged and _unties(ties, base.config if base else None):
+        ties = replace(ties, dropped={})
     shapes = {
         name: chosen.catalog.tensors[source].shape
         for source, name in chosen.names.items()
         if name not in ties.dropped
     }
-    both = {**dict.fromkeys(shapes), **(base_tensors or {})}
-    return ties, shapes, [*tie_groups(ties, both, declared=declared), *known]
+    return ties, shapes, [*groups, *known]
+
+
+def _unties(ties: Ties, config: Mapping[str, Any] | None) -> bool:
+    """True if the written config says that nothing is tied.
+
+    It says so of all ties at once: `from_pretrained` then wants embeddings of encoder and decoder, and the head's bias,
+    under each name.
+    """
+    return ties.untied and ties_embeddings(config) is not False and may_be_untied(config)
 
 
 def _recorded_ties(
@@ -867,7 +880,7 @@ def _assets(
         assets, changed = adapter_assets(base, chosen.adapter_config), list[str]()
     else:
         config = base.config if base else None
-        untie = ties.untied and ties_embeddings(config) is not False and may_be_untied(config)
+        untie = _unties(ties, config)
         is_plain = not may_be_quantised({tensor.fqn: tensor for tensor in tensors})
         assets, changed = model_assets(base, main_dtype(tensors, base), untie=untie, is_plain=is_plain)
     return (assets if tokenizer is None else with_tokenizer(assets, tokenizer)), changed
