@@ -28,7 +28,7 @@ _OWN_NAMES = {
     "torchtune's": r"(?:^|\.)layers\.\d+\.(?:attn\.output_proj\.weight|sa_norm\.scale)$",
     "OLMo-core's": r"(?:^|\.)blocks\.\d+\.attention\.(?:w_q|w_out)\.weight$",
     "fms's": r"(?:^|\.)(?:ff_sub_layer\.\w+\.weight|attn\.in_proj\.qkv_fused\.weight)$",
-    "Megatron's": r"(?:^|\.)(?:linear_qkv|linear_fc1|word_embeddings)\.(?:weight|layer_norm_weight)$",
+    "Megatron's": r"(?:^|\.)(?:linear_qkv|linear_fc1|embedding\.word_embeddings)\.(?:weight|layer_norm_weight)$",
 }
 _LIKE_TORCHTITANS = ("mistral_large4", "mistral_large4_text")
 """Types of models whose names on the Hub are of the same kind."""

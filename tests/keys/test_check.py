@@ -27,3 +27,11 @@ def test_the_type_in_the_config_tells_the_hubs_names_from_torchtitans() -> None:
     for model_type in ("llama", None, ["mistral_large4"]):
         (said,) = own_names_warnings(names, None, model_type)
         assert said.startswith("the names are torchtitan's own")
+
+
+def test_megatrons_embedding_is_not_that_of_berts_decoder() -> None:
+    """`EncoderDecoderModel` of two BERTs keeps one of them under `decoder.`."""
+    assert own_names_warnings(["decoder.bert.embeddings.word_embeddings.weight"], None) == ()
+    for name in ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight"):
+        (said,) = own_names_warnings([name], None)
+        assert said.startswith("the names are Megatron's own")
