@@ -150,7 +150,7 @@ def find_tag(path: str) -> Tag | None:
         return None
     if _has_states(path):
         return Tag(path, "")
-    gone = ""
+    gone: str | None = None
     for tracker in _TRACKERS:
         try:
             data = read_inside(path, tracker, _MAX_TRACKER)
@@ -160,10 +160,15 @@ def find_tag(path: str) -> Tag | None:
         if not tag or os.path.basename(tag) != tag or tag in (os.curdir, os.pardir) or "\0" in tag:
             continue
         directory = inner(path, tag)
-        if directory is not None and _has_states(directory) and tag.startswith(gone):
+        if directory is not None and _has_states(directory) and (gone is None or _is_of(tag, gone)):
             return Tag(directory, f"{tag}/")
         gone = tag
     return None
+
+
+def _is_of(name: str, tag: str) -> bool:
+    """True if a name begins with a tag, and not with that of a later step: `global_step10_universal` is not of `global_step1`."""
+    return name.startswith(tag) and not name[len(tag) :][:1].isdigit()
 
 
 def _has_states(path: str) -> bool:

@@ -284,12 +284,18 @@ def test_an_older_universal_checkpoint_does_not_stand_for_what_latest_names(
     root = write_universal(tmp_path / "run", 2, deepspeed_classes)
     (root / "latest").write_text("global_step2")
     assert_same(read(open_deepspeed(str(root))), truth())
+    (root / "latest").write_text("global_step")  # begins the name, and is another step
+    assert not is_deepspeed(str(root))
     (root / "latest").write_text("global_step3")
     assert not is_deepspeed(str(root))
     found = resolve_checkpoint(root)
     assert (found.path, found.reason) == (str(root / "global_step2_universal"), "it is the only complete one")
     assert dict(found.skipped) == {"latest": "it names global_step3, which is not there"}
     assert "latest, which may be newer" in found.warnings[0]
+    (root / "latest").unlink()
+    (root / "latest_universal").write_text("1000")
+    (root / "global_step2_universal").rename(root / "1000")
+    assert_same(read(open_deepspeed(str(root))), truth())
 
 
 def test_without_zero(tmp_path: Path) -> None:
