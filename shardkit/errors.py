@@ -23,6 +23,7 @@ options stay (`speaking_options`). A command that can be run as it stands is put
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -224,6 +225,11 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, raised in the main thread like Ctrl-C so that both take the same way out."""
 
     signum = 15
+
+
+def signal_of(interrupt: KeyboardInterrupt) -> int:
+    """Return the number of the signal that an interrupt was raised for: SIGINT's, unless it says another."""
+    return getattr(interrupt, "signum", signal.SIGINT)
 
 
 def without_torch(error: ImportError) -> ResourceError | None:

@@ -22,9 +22,9 @@ from typing import Any
 import click
 
 from shardkit._version import __version__
-from shardkit.cli.errors import report, report_usage, signal_code
+from shardkit.cli.errors import report, report_usage
 from shardkit.cli.output import ANSWERED, REST, printing
-from shardkit.errors import ResourceError, Terminated, speaking_options
+from shardkit.errors import ResourceError, Terminated, signal_of, speaking_options
 
 _SECTIONS = {
     "Main": {
@@ -152,7 +152,7 @@ class Commands(click.Group):
             ctx.exit(report_usage(error, ctx, ctx.obj))
         except KeyboardInterrupt as error:
             # After the answer nothing is said: the work is done, and a document is all of stdout.
-            ctx.exit(signal_code(error) if ANSWERED in ctx.meta else report(error, ctx.obj))
+            ctx.exit(128 + signal_of(error) if ANSWERED in ctx.meta else report(error, ctx.obj))
         except Exception as error:
             ctx.exit(report(error, ctx.obj))
 

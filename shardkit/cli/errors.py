@@ -21,10 +21,9 @@ import click
 
 from shardkit.cli.output import Output, remark, shown, silence
 from shardkit.core.text import escape, in_shell, suggestion
-from shardkit.errors import Interrupted, ResourceError, ShardkitError, UsageError, without_torch
+from shardkit.errors import Interrupted, ResourceError, ShardkitError, UsageError, signal_of, without_torch
 
 _ENVIRONMENT, _BUG, _BROKEN_PIPE = 5, 70, 141
-_SIGINT = 2
 _UNKNOWN, _NO_CHOICE = re.compile(r"No such command '(.*)'"), re.compile(r"'(.*)' is not one of ")
 """What click says in any version."""
 
@@ -127,7 +126,7 @@ def describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, ShardkitError):
         return error.to_json()
     if isinstance(error, KeyboardInterrupt):
-        return _plain("Interrupted", "interrupted: nothing was written", None, signal_code(error))
+        return _plain("Interrupted", "interrupted: nothing was written", None, 128 + signal_of(error))
     if isinstance(error, MemoryError):
         hint = "lower --max-memory or --jobs, or use a machine with more memory"
         return _plain("ResourceError", "out of memory", hint, _ENVIRONMENT)
@@ -141,11 +140,6 @@ def describe(error: BaseException) -> dict[str, Any]:
     message = f"{type(error).__name__}: {escape(str(error))}"
     hint = "please report it with the output of `shardkit env`; SHARDKIT_DEBUG=1 shows where it happened"
     return _plain("InternalError", message, hint, _BUG)
-
-
-def signal_code(interrupt: KeyboardInterrupt) -> int:
-    """Return the exit code of a process that a signal has ended."""
-    return 128 + int(getattr(interrupt, "signum", _SIGINT))
 
 
 def _has_no_cwd() -> bool:

@@ -257,8 +257,13 @@ def _adapter_names(parts: list[_AdapterName], plain: list[str]) -> dict[str, str
         if part.marker.startswith("shadow_") and part.adapter is not None:
             rest = (part.adapter, *rest)  # as in PEFT's file
         names[part.name] = join((*(() if is_at_root else PEFT), *path, *rest))
-    names.update({name: join((*PEFT, *_without_prefix(split(name)))) for name in plain})
+    names.update({name: _in_file(name) for name in plain})
     return names
+
+
+def _in_file(name: str) -> str:
+    """Return the name that PEFT's file has for a tensor of the base."""
+    return join((*PEFT, *_without_prefix(split(name))))
 
 
 def names_beside(
@@ -280,7 +285,7 @@ def names_beside(
         is_trained = ends is not None and f".{name}".endswith(ends)
         has_rows = (is_embedding(own) or is_output(own)) and own in base
         if is_trained or (has_rows and shapes.get(name, base[own]) != base[own]):
-            beside[name] = join((*PEFT, *_without_prefix(split(name))))
+            beside[name] = _in_file(name)
     return {name: target for name, target in beside.items() if name not in peft.adapter_names}
 
 

@@ -30,9 +30,8 @@ _OF_TOKENIZERS = tuple(
     """
     tokenizer* special_tokens_map.json added_tokens.json vocab.* vocab-* merges.txt bpe.codes spm.model
     spiece.model source.spm target.spm sentencepiece* *.tiktoken tiktoken.model ice_text.model tekken.json
-    byte_maps.json dict.txt
-    emoji.json entity_vocab.json normalizer.json prophetnet.tokenizer spm_char.model target_vocab.json
-    word_pronunciation.json word_shape.json chat_template.jinja chat_template.json
+    byte_maps.json dict.txt emoji.json entity_vocab.json normalizer.json prophetnet.tokenizer spm_char.model
+    target_vocab.json word_pronunciation.json word_shape.json chat_template.jinja chat_template.json
     additional_chat_templates/*.jinja
     """.split()
 )

@@ -6,7 +6,6 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shardkit.core.keywords import keywords_of
 from shardkit.core.text import escape, listed
-from shardkit.errors import Interrupted, UsageError
+from shardkit.errors import Interrupted, UsageError, signal_of
 from shardkit.files import storage, stores
 from shardkit.files.links import may_follow_links
 from shardkit.files.location import location_of
@@ -225,7 +224,7 @@ def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> 
     except KeyboardInterrupt as interrupt:
         raise Interrupted(
             f"interrupted: {escape(directory)} is whole; it was not uploaded to {repo}",
-            signum=getattr(interrupt, "signum", signal.SIGINT),
+            signum=signal_of(interrupt),
             hint="run the same command again to upload it",
         ) from interrupt
     notes = list[str]()

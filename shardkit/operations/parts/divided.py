@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from shardkit.errors import (
     SourceError,
     UsageError,
     causes,
+    signal_of,
 )
 from shardkit.files.digest import sha256_of
 from shardkit.files.place.contract import Place, given_up
@@ -637,7 +637,7 @@ class Divided:
                 give_up = f", or give it up: `shardkit status {shown} --abort`"
         return Interrupted(
             f"interrupted: {escape(self._destination)} {became}",
-            signum=getattr(interrupt, "signum", signal.SIGINT),
+            signum=signal_of(interrupt),
             hint=f"run the same command again to resume{give_up}",
         )
 
