@@ -32,6 +32,8 @@ _NARROW = frozenset("int8 uint8 uint16 uint32 float4_e2m1fn_x2".split())
 _ADDED_ELSEWHERE = (*ADDED, "_scales", "_scale_2", "_weight_scale")
 _LAST_ELSEWHERE = ("scale", "scales", "weight_scale", "weight_scales", "_scale", "_weight_scale")
 _OF_NUMBERS = ("weight", "codes", "_data", "qdata")
+# At the attention (compressed-tensors, AutoFP8) or at k_proj and v_proj (ModelOpt), whose weights may be plain.
+_OF_CACHE = ("q_scale", "k_scale", "v_scale", "kv_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,11 @@ def why_quantised(tensors: Mapping[str, Held], config: Mapping[str, Any] | None 
     claims = find_claims(tensors).values()
     scales = [claim.scales for method, claim in claims if method.shows and claim.scales]
     return _why([*scales, *_packed(tensors)], tensors)
+
+
+def _is_of_cache(name: str, held: Held) -> bool:
+    """True if a tensor may be the scale of cached keys or values: one in all, or one for each head."""
+    return name.rpartition(".")[2] in _OF_CACHE and held.shape[-1:] in ((), (1,))
 
 
 def may_be_quantised(tensors: Mapping[str, Held]) -> bool:
@@ -259,4 +266,5 @@ def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, w
         "be the size of these blocks",
     )
     gone = {name for _, claim in claims.values() for name in (*claim.stored, *claim.beside)}
+    gone.update(name for name, held in tensors.items() if _is_of_cache(name, held))
     return Quantised(scaled=scaled, gone=frozenset(gone & tensors.keys() - claims.keys()))

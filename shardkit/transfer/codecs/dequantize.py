@@ -42,7 +42,7 @@ ADDED = ("_scale_inv", "_scale")
 """What is added to a weight's name for its scales."""
 _LAST = ("scale", "qscale_weight")  # or stands for the last part of its name
 _DEFAULT_BLOCK = (128, 128)  # FineGrainedFP8Config of transformers: a config need not say it
-_OF_ACTIVATIONS = ("input_scale", "activation_scale")
+_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "qscale_act")
 
 
 class Held(Protocol):

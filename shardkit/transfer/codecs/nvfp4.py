@@ -34,9 +34,7 @@ _PACKED = ".weight_packed"
 _GROUP = 16  # numbers that share a scale
 _SECOND, _DIVISOR = "_scale_2", "_global_scale"
 _DTYPES = ("float8_e4m3fn", "float32")  # scales, and the scale of all of them
-# Beside a weight: of what goes into a layer; of the cache, there (ModelOpt) or at the attention (compressed-tensors).
-_BESIDE = ("input_scale", "input_global_scale")
-_OF_CACHE = ("k_scale", "v_scale")
+_BESIDE = ("input_scale", "input_global_scale")  # of what goes into a layer
 # Where one of these is beside them, the numbers and their scales are not the whole weight (AWQ, SVDQuant, zero points).
 _INCOMPLETE = ("pre_quant_scale", "svdquant_lora_a", "weight_zero_point")
 
@@ -81,9 +79,7 @@ def _claim(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
     layer = base.removesuffix("weight")
     if dtypes != _DTYPES or any(layer + last in tensors for last in _INCOMPLETE):
         return None
-    attention = layer[:-1].rpartition(".")[0]
-    beside = (layer + last for last in (*_BESIDE, *_OF_CACHE))
-    return ScaledNames(plain, name, scales, second, (*beside, *(f"{attention}.{last}" for last in _OF_CACHE)))
+    return ScaledNames(plain, name, scales, second, tuple(layer + last for last in _BESIDE))
 
 
 def _fit(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str, Any]) -> Blocks:
