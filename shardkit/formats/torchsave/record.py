@@ -74,14 +74,14 @@ class TensorRecord:
 
     @property
     def start(self) -> int:
-        """First byte of the tensor in the file."""
-        return self.data_start + self.storage_offset * self.dtype.itemsize
+        """First byte of the tensor in the file; the storage's if it has no elements, for then its offset may be any."""
+        return self.data_start + (self.storage_offset * self.dtype.itemsize if self.nbytes else 0)
 
     @property
     def reach(self) -> int:
         """Bytes of the storage up to the tensor's last."""
         if 0 in self.shape:
-            return self.storage_offset * self.dtype.itemsize
+            return 0
         steps = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         return (self.storage_offset + steps + 1) * self.dtype.itemsize
 

@@ -92,12 +92,21 @@ class RecordSkeleton:
 
 
 @lru_cache(maxsize=4096)
-def record_skeleton(dtype: DType, shape: Shape) -> RecordSkeleton:
-    """Return the record of a contiguous tensor of this dtype and shape (elements)."""
+def record_skeleton(
+    dtype: DType, shape: Shape, strides: Shape | None = None, storage_offset: int = 0
+) -> RecordSkeleton:
+    """Return the record of a tensor of this dtype and shape (elements), whose storage has nothing else.
+
+    Args:
+        dtype, shape: of the tensor.
+        strides: of the tensor; None for those of a contiguous one. A dim of size 1 may have any.
+        storage_offset: 0 but for a tensor without elements, which may have any.
+    """
     num_elements = prod(shape)
     nbytes = num_elements * dtype.itemsize
     head = bytearray()
-    pickle = _pickle_tensor(dtype, shape, num_elements)
+    strides = _contiguous_strides(shape) if strides is None else strides
+    pickle = _pickle_tensor(dtype, shape, strides, storage_offset)
     entries = [_append_entry(head, 0, *entry) for entry in (("data.pkl", pickle), *_BEFORE_DATA)]
     data = _WrittenEntry("archive/data/0", len(head), nbytes, 0, _UTF8 | (_DESCRIPTOR if nbytes else 0))
     head += _local_header(data)
@@ -214,13 +223,13 @@ def pickle_int(value: int) -> bytes:
     return bytes((0x8A, len(digits))) + digits
 
 
-def _pickle_tensor(dtype: DType, shape: Shape, num_elements: int) -> bytes:
-    """`data.pkl` of a contiguous CPU tensor.
+def _pickle_tensor(dtype: DType, shape: Shape, strides: Shape, storage_offset: int) -> bytes:
+    """`data.pkl` of a CPU tensor that alone is in its storage.
 
     Source: torch 2.13, torch._tensor.Tensor._reduce_ex_internal. Types without a storage class of their own
     go through `_rebuild_tensor_v3`, whose storage counts bytes.
     """
-    storage = _TYPED_STORAGES.get(dtype.name)
+    storage, num_elements = _TYPED_STORAGES.get(dtype.name), prod(shape)
     pickler = _Pickler()
     pickler.attribute("torch._utils", "_rebuild_tensor_v2" if storage else "_rebuild_tensor_v3")
     pickler.out += b"(("
@@ -231,9 +240,9 @@ def _pickle_tensor(dtype: DType, shape: Shape, num_elements: int) -> bytes:
     pickler.integer(num_elements if storage else num_elements * dtype.itemsize)
     pickler.put(b"t")
     pickler.out += b"Q"
-    pickler.integer(0)
+    pickler.integer(storage_offset)
     pickler.int_tuple(shape)
-    pickler.int_tuple(_contiguous_strides(shape))
+    pickler.int_tuple(strides)
     pickler.out += b"\x89"
     pickler.attribute("collections", "OrderedDict")
     pickler.put(b")R")

@@ -269,7 +269,7 @@ def report_difference(
 
 
 def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> FirstDifference | bool:
-    """Compare a record with what torch writes for a contiguous tensor.
+    """Compare a record with what torch writes for its tensor, whose elements lie row-major.
 
     Args:
         fd: the file.
@@ -280,7 +280,7 @@ def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> FirstDif
         True if it is equal, or else the first difference. False where its parts have other lengths: then it was
         written in another way.
     """
-    skeleton = record_skeleton(record.dtype, record.shape)
+    skeleton = record_skeleton(record.dtype, record.shape, record.stride, record.storage_offset)
     num_before, hole = len(skeleton.prefix), skeleton.data_nbytes
     if nbytes != skeleton.nbytes or record.data_start - start != num_before:
         return False

@@ -189,6 +189,8 @@ def test_records_that_are_spelled_otherwise_are_no_damage(tmp_path: Path) -> Non
     values = {
         "turned": torch.arange(12.0).view(3, 4).t(),
         "row": torch.arange(8.0).view(8, 1).t(),
+        # Its strides take more bytes than those of a contiguous tensor.
+        "piece of a row": torch.arange(900.0).view(1, 900)[:, 897:],
         "part": torch.arange(20.0)[3:9],
         "learned": torch.ones(4, requires_grad=True),
         "parameter": torch.nn.Parameter(torch.ones(4, 2)),
@@ -199,7 +201,18 @@ def test_records_that_are_spelled_otherwise_are_no_damage(tmp_path: Path) -> Non
     dcp.save(values, checkpoint_id=tmp_path / "out", no_dist=True)
     result = verify(tmp_path / "out", full=True)
     assert result.ok
-    assert (result.num_chunks, result.num_unrecorded_chunks) == (15, 0)
+    assert (result.num_chunks, result.num_unrecorded_chunks) == (16, 0)
+
+
+def test_a_shard_without_elements_may_begin_anywhere(tmp_path: Path) -> None:
+    """`distribute_tensor(..., src_data_rank=None)` makes such shards: slices of a tensor that has no elements either."""
+    values = {"a": torch.zeros(3, 5000, 0)[2:], "b": torch.ones(4)}
+    dcp.save(values, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert verify(tmp_path / "out", full=True).ok
+    reshard(tmp_path / "out", tmp_path / "two", world_size=2)
+    loaded = {"a": torch.ones(1, 5000, 0), "b": torch.zeros(4)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "two", no_dist=True)
+    assert torch.equal(loaded["b"], values["b"])
 
 
 def test_records_without_checksums_are_no_damage(tmp_path: Path) -> None:
