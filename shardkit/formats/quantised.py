@@ -99,20 +99,34 @@ def _said(config: Mapping[str, Any] | None) -> Method | None:
 
 
 def _described(config: Mapping[str, Any] | None) -> Any:
-    for part in (config or {}, (config or {}).get("text_config")):
-        if isinstance(part, Mapping):
-            described = next((part[key] for key in QUANTIZATION_CONFIGS if part.get(key)), None)
-            if described is not None:
-                return described
+    for part in _parts(config or {}):
+        described = next((part[key] for key in QUANTIZATION_CONFIGS if part.get(key)), None)
+        if described is not None:
+            return described
     return None
 
 
+def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a config and those of its parts, at any depth: `text_config`, `thinker_config.text_config`."""
+    parts = [config]
+    for part in parts:
+        yield part
+        parts += [
+            held for key, held in part.items() if isinstance(held, dict) and key not in QUANTIZATION_CONFIGS
+        ]
+
+
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config of the same model with plain weights."""
-    plain = {key: value for key, value in config.items() if key not in QUANTIZATION_CONFIGS}
-    text = plain.get("text_config")
-    if isinstance(text, Mapping):
-        plain["text_config"] = {key: value for key, value in text.items() if key not in QUANTIZATION_CONFIGS}
+    """Return a config of the same model with plain weights, in all its parts."""
+    plain = dict(config)
+    parts = [plain]
+    for part in parts:
+        for key in [*part]:
+            if key in QUANTIZATION_CONFIGS:
+                del part[key]
+            elif isinstance(part[key], dict):
+                part[key] = dict(part[key])
+                parts.append(part[key])
     return plain
 
 

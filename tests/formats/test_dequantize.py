@@ -96,6 +96,24 @@ def test_consolidate_makes_a_plain_hub_model(architecture: Any, tmp_path: Path) 
         assert raw(found) == raw(tensor), name
 
 
+@pytest.mark.parametrize("parts", [["llm_config"], ["thinker_config", "text_config"]])
+def test_a_config_may_say_at_any_depth_how_weights_are_quantised(parts: list[str], tmp_path: Path) -> None:
+    source = quantise(QWEN3, tmp_path / "hub")
+    path = source / "config.json"
+    config = json.loads(path.read_text())
+    inner: dict[str, Any] = {"quantization_config": config.pop("quantization_config"), "hidden_size": 64}
+    for name in reversed(parts):
+        inner = {name: inner}
+    path.write_text(json.dumps({**config, **inner}))
+    assert any("quantization_config (fp8)" in note for note in shardkit.inspect(source).notes)
+    done = shardkit.consolidate(source, tmp_path / "out", dequantize=True)
+    assert any("quantization_config (fp8)" in note for note in done.notes)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    for name in parts:
+        written = written[name]
+    assert written == {"hidden_size": 64}
+
+
 @pytest.mark.parametrize("writer", [MODELOPT, EXPORTED, COMPRESSED])
 def test_consolidate_makes_a_plain_hub_model_of_nvfp4(writer: str, tmp_path: Path) -> None:
     source, out = tmp_path / "hub", tmp_path / "out"

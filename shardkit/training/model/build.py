@@ -438,8 +438,7 @@ def _from_config(
 
 def _without_quantisation(config: Any, directory: str, *, dequantize: bool) -> None:
     """Take out of a config how its weights are quantised, or refuse it: the model has plain ones."""
-    parts: tuple[Any, ...] = (config, getattr(config, "text_config", None))
-    for part in parts:
+    for part in _parts(config):
         described = getattr(part, "quantization_config", None)
         if not described:
             continue
@@ -447,6 +446,15 @@ def _without_quantisation(config: Any, directory: str, *, dequantize: bool) -> N
         if not dequantize or not can_dequantize(raw):
             raise refuse_quantised(str(why_quantised({}, raw)), directory, is_tried=dequantize)
         del part.quantization_config
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """Yield a config of transformers and those of its parts, at any depth."""
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        part = getattr(config, name, None)
+        if part is not None:
+            yield from _parts(part)
 
 
 def _own_dtype(model: nn.Module) -> torch.dtype | None:
