@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 
 import pytest
@@ -270,3 +273,21 @@ def test_each_thing_is_said_once(run, tiny):
     stdout = run("verify", "tiny").stdout
     assert "\n  model.safetensors: truncated: " in stdout
     assert stdout.count("model.safetensors:") == 1
+
+
+def test_a_manifest_that_is_missing_is_made_where_it_is_looked_for(run, tiny):
+    asked = ("verify", "tiny", "--manifest", "the manifest.json", "--full")
+    (command,) = re.findall("`(.*)`", run(*asked).stderr)
+    assert run(*shlex.split(command)[1:]).exit_code == 0
+    assert run(*asked).exit_code == 0
+
+
+def test_a_stray_file_of_weights_is_said_once(run, tiny):
+    for name in ("stray.safetensors", "consolidated.safetensors"):
+        shutil.copy(tiny / "model.safetensors", tiny / name)
+    (tiny / "optimizer.pt").write_bytes(b"x")
+    said = run("verify", "tiny").stderr
+    assert "warning: stray.safetensors: not among the model's weight files\n" in said
+    assert "warning: consolidated.safetensors: a copy of the model in its authors' own form\n" in said
+    assert (said.count("stray"), said.count("consolidated")) == (1, 1)
+    assert "note: not read: optimizer.pt: state of the optimizer\n" in said

@@ -89,10 +89,12 @@ def check_structure(
         files, failure = [*files, *_unread(failure, directory, report)], None
     is_whole = failure is None or _is_whole(path, failure, bool(folders), report)
     if checkpoint is not None:
+        strays = _strays(checkpoint)
+        report.warnings += [f"{escape(name)}: {reason}" for name, reason in strays]
         report.add_notes(
             f"not read: {escape(name)}: {escape(reason)}"
             for name, reason in (checkpoint.skipped if not is_new else ())  # a manifest has every file
-            if name.rstrip("/") not in folders
+            if name.rstrip("/") not in folders and (name, reason) not in strays
         )
         files += _weights(checkpoint, directory, folders, report)
         for said in described:
@@ -112,7 +114,7 @@ def _manifest_beside(directory: str, manifest_path: str | None, report: Report) 
         if not storage.lexists(manifest_path):
             raise SourceError(
                 f"{escape(manifest_path)}: no such file",
-                hint=f"`shardkit manifest {in_shell(directory)}` writes one",
+                hint=f"`shardkit manifest {in_shell(directory)} --output {in_shell(manifest_path)}` writes one",
             )
         return manifest_path
     sidecar = manifest.sidecar_of(directory)
@@ -257,14 +259,14 @@ def _hub_files(checkpoint: Checkpoint, directory: str, report: Report) -> list[F
             _add_entries(file, decoded.get(file.path, ()), report)
         else:
             file.archives = [Archive(0, file.size, file.name)]
-    if storage.isdir(checkpoint.path):
-        known = {file.name for file in files}
-        report.warnings += [
-            f"{escape(name)}: not one of the model's weight files"
-            for name in sorted(storage.listdir(checkpoint.path))
-            if name.endswith(_SAFETENSORS) and name not in known
-        ]
     return files
+
+
+def _strays(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """Return (name, what it is) of safetensors files in a Hub model's directory that are not the model's."""
+    if checkpoint.hub is None or not storage.isdir(checkpoint.path):
+        return []
+    return [(name, what) for name, what in checkpoint.skipped if name.endswith(_SAFETENSORS)]
 
 
 def _has_tensors(described: Described) -> bool:
