@@ -65,7 +65,7 @@ def load_rules(given: str | os.PathLike[str]) -> RuleSet:
             return rule_set
         known = [rules.name for rules in shipped()]
         raise UsageError(
-            f"--keys {escape(name)}: no such file, and no rule set of that name{suggestion(name, known)}",
+            f"{escape(name)}: no such file, and no rule set of that name{suggestion(name, known)}",
             problems=[f"{rules.name}: {rules.title}" for rules in shipped()],
             hint=f"give the path of a TOML file ({DOCS}/keys.md), or one of these names",
         )

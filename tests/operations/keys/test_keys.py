@@ -245,6 +245,11 @@ def test_rules_that_do_not_fit_are_refused_before_a_byte_moves(tmp_path: Path) -
     with pytest.raises(UsageError, match="no rule set of that name") as unknown:
         shardkit.preshard(hub, tmp_path / "sharded", world_size=2, keys="torchtitan-lama3")
     assert "torchtitan-llama3" in str(unknown.value)
+    with pytest.raises(
+        UsageError, match=r"^rules\.tml: no such file"
+    ) as mistyped:  # no option of `keys check`
+        shardkit.check_keys("rules.tml", hub)
+    assert "--keys" not in str(mistyped.value)
 
 
 def test_check_says_yes_or_no_and_show_what_is_what(tmp_path: Path) -> None:
