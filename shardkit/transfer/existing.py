@@ -145,8 +145,8 @@ class Existing:
         try:
             problems = self._other_factors(is_known=is_known) or list(self._differences(check))
         except Differs as differs:
-            what = f"other bytes at {escape(differs.fqn)}" if differs.fqn else "another size, or missing"
-            problems = [f"{escape(differs.name)}: {what}"]
+            what = f"other bytes at {escape(differs.fqn)}" if differs.fqn else "another size"
+            problems = [self._problem(differs.name, what)]
         return [*(self.otherwise() if problems else ()), *problems]
 
     def _differences(self, check: SourceCheck | None) -> Iterator[str]:
@@ -173,7 +173,11 @@ class Existing:
                     relative = os.path.relpath(os.path.join(here, name), work)
                     made, there = os.path.join(here, name), os.path.join(self.path, relative)
                     if relative not in linked and not (_are_same(made, there) or _say_the_same(made, there)):
-                        yield f"{escape(relative)}: missing, or with other content"
+                        yield self._problem(relative, "other content")
+
+    def _problem(self, name: str, what: str) -> str:
+        is_there = storage.lexists(os.path.join(self.path, name))
+        return f"{escape(name)}: {what if is_there else 'missing'}"
 
     def _link(self, directory: str) -> Iterator[str]:
         """Let the images lie beside what describes them; yield their names.

@@ -74,7 +74,7 @@ def test_another_step_of_one_run(name: str, found: Scenarios, server: Server, pl
     assert answer.code == 2
     assert "exists, and is not what this command writes\n" in answer.err
     # The tensors of the two checkpoints in folders are alike.
-    assert ("scheduler.pt: missing, or" if name == "reshard" else "other bytes at ") in answer.err
+    assert ("scheduler.pt: other content\n" if name == "reshard" else "other bytes at ") in answer.err
     assert "--overwrite" in answer.err
     there.remove()
 
@@ -85,10 +85,10 @@ def test_another_step_of_one_run(name: str, found: Scenarios, server: Server, pl
         ("preshard", ("--dtype", "bf16"), 'dtype: "keep" there, "bf16" here'),
         ("preshard", ("--world-size", "4"), 'mesh: "dp_shard=5" there, "dp_shard=4" here'),
         ("preshard", ("--digest", "none"), 'digest: "crc32" there, "none" here'),
-        ("preshard", ("--sha256",), "shardkit.json: missing, or with other content"),
-        ("consolidate", ("--manifest",), "shardkit.json: missing, or with other content"),
-        ("consolidate", ("--dtype", "bf16"), "another size, or missing"),
-        ("consolidate manifest", ("--sha256",), "shardkit.json: missing, or with other content"),
+        ("preshard", ("--sha256",), "shardkit.json: other content\n"),
+        ("consolidate", ("--manifest",), "shardkit.json: missing\n"),
+        ("consolidate", ("--dtype", "bf16"), "model-00001-of-00006.safetensors: missing\n"),
+        ("consolidate manifest", ("--sha256",), "shardkit.json: other content\n"),
         ("reshard", ("--optimizer-dtype", "bf16"), 'optimizer_dtype: "keep" there, "bf16" here'),
     ],
 )
