@@ -73,7 +73,7 @@ class Staging:
                 staging.discard()
             raise ResourceError(
                 f"cannot write beside {escape(destination)}: {error.strerror}",
-                hint="choose a destination in an existing directory that you may write to",
+                hint=storage.WAYS_OUT.get(error.errno),
             ) from error
         return staging
 

@@ -47,6 +47,18 @@ readlink = os.readlink
 islink = os.path.islink
 disk_usage = shutil.disk_usage
 
+_FREE = "free some space or choose another file system"
+_ELSEWHERE = "choose a destination in an existing directory that you may write to"
+WAYS_OUT: dict[int | None, str] = {
+    errno.ENOSPC: _FREE,
+    errno.EDQUOT: _FREE,
+    errno.ENOENT: _ELSEWHERE,
+    errno.EACCES: _ELSEWHERE,
+    errno.EPERM: _ELSEWHERE,
+    errno.EROFS: _ELSEWHERE,
+}
+"""Why the system does not write -> what to do."""
+
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 """Flags of `renameat2`. Source: linux/fs.h."""
 

@@ -320,4 +320,5 @@ def write_sidecar(
         except FileExistsError as error:
             raise UsageError(f"{escape(path)} appeared while it was being written") from error
         except OSError as error:
-            raise ResourceError(f"cannot write {escape(path)}: {error.strerror}") from error
+            way_out = storage.WAYS_OUT.get(error.errno)
+            raise ResourceError(f"cannot write {escape(path)}: {error.strerror}", hint=way_out) from error

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 
 import pytest
+
+from shardkit.files import storage
 
 
 def test_what_it_says(run, tiny):
@@ -69,3 +73,24 @@ def test_an_existing_one(run, tiny):
     assert run("manifest", "tiny").exit_code == 0
     assert run("manifest", "tiny").exit_code == 2
     assert run("manifest", "tiny", "--overwrite").exit_code == 0
+
+
+@pytest.mark.parametrize("call", ["mkdir", "write_file"])
+@pytest.mark.parametrize(
+    ("code", "way_out"),
+    [
+        (errno.ENOSPC, "hint: free some space or choose another file system\n"),
+        (errno.EDQUOT, "hint: free some space or choose another file system\n"),
+        (errno.EROFS, "hint: choose a destination in an existing directory that you may write to\n"),
+        (errno.EIO, f"{os.strerror(errno.EIO)}\n"),
+    ],
+)
+def test_the_hint_is_about_why_it_cannot_be_written(run, tiny, monkeypatch, call, code, way_out):
+    def refuse(*args, **options):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(storage, call, refuse)
+    for command in (("manifest", "tiny"), ("inspect", "tiny", "--html", "x.html")):
+        result = run(*command)
+        assert result.exit_code == 5
+        assert result.stderr.endswith(way_out)
