@@ -20,6 +20,10 @@ from shardkit.files import storage
 FOLLOW = "pass --follow-links if you trust whoever made the links"
 FOLLOW_OR_COPY = f"{FOLLOW}, or copy the directory with its links resolved (cp -rL)"
 DOWNLOAD_AGAIN = "the file is damaged or incomplete: download it again"
+LFS_PULL = "run `git lfs pull` in the clone, or download the file"
+POINTER_BYTES = 8
+"""Bytes of a file's start that show whether it is a pointer of Git LFS."""
+_LFS_POINTER = b"version https://git-lfs"
 _MOST_KEPT = 64  # descriptors
 # Errors of opening a file that are about the machine or the moment, not about the file.
 _OF_THE_MACHINE = (
@@ -174,6 +178,25 @@ def read_exactly(fd: int, start: int, nbytes: int, name: str) -> bytes:
         pieces.append(piece)
         start, nbytes = start + len(piece), nbytes - len(piece)
     return b"".join(pieces)
+
+
+def is_pointer(start: bytes) -> bool:
+    """True for the start of what `git clone` without git-lfs leaves in place of a large file."""
+    return len(start) >= POINTER_BYTES and _LFS_POINTER.startswith(start[: len(_LFS_POINTER)])
+
+
+def refuse_pointer(start: bytes, name: str) -> None:
+    """Refuse a pointer of Git LFS.
+
+    Args:
+        start: the file's first bytes, at least POINTER_BYTES.
+        name: how to call it in messages.
+
+    Raises:
+        SourceError: it is one.
+    """
+    if is_pointer(start):
+        raise SourceError(f"{escape(name)}: a pointer of Git LFS, not the file itself", hint=LFS_PULL)
 
 
 def read_small(path: str, name: str, limit: int, *, follow: bool = True) -> bytes:

@@ -37,6 +37,7 @@ from shardkit.files.strict_json import (
     open_regular,
     parse_object,
     read_exactly,
+    refuse_pointer,
     stamp_of,
 )
 from shardkit.transfer.images import Hole, ImageList, Piece, TensorHoles
@@ -47,8 +48,6 @@ MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
 """Bytes before the header's text, which say how long it is."""
 
-# What `git clone` without git-lfs leaves in place of a large file begins so.
-_LFS_POINTER = b"version "
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _HEADER_ALIGNMENT = 8
@@ -129,11 +128,7 @@ def text_length(start: bytes, size: int, name: str) -> int:
     """
     if size < LENGTH_BYTES:
         raise _damaged(name, f"expected at least {LENGTH_BYTES} bytes, found {size}")
-    if start == _LFS_POINTER:
-        raise SourceError(
-            f"{escape(name)}: a pointer of Git LFS, not the file itself",
-            hint="run `git lfs pull` in the clone, or download the file",
-        )
+    refuse_pointer(start, name)
     length = int.from_bytes(start, "little")
     if length > MAX_HEADER_BYTES:
         raise _damaged(

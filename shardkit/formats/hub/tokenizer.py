@@ -16,7 +16,7 @@ from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import parse_integer, read_small
-from shardkit.formats.hub.assets import is_tokenizer_file, list_assets
+from shardkit.formats.hub.assets import is_tokenizer_file, list_assets, refuse_pointers
 
 _MAX_BYTES = 256 << 20
 _MAX_TOKENS = 1 << 31
@@ -46,7 +46,7 @@ def open_tokenizer(directory: str) -> Tokenizer:
     """Open the tokenizer in a directory.
 
     Raises:
-        SourceError: no directory, none in it, or a damaged file.
+        SourceError: no directory, none in it, or damaged files or pointers of Git LFS.
         ResourceError: it cannot be read.
     """
     is_directory = storage.isdir(directory)
@@ -57,6 +57,7 @@ def open_tokenizer(directory: str) -> Tokenizer:
             f"--tokenizer {escape(directory)}: {none_there if is_directory else 'not a directory'}",
             hint="give the directory that the tokenizer's save_pretrained wrote, or a Hub model's",
         )
+    refuse_pointers(files)
     return Tokenizer(label=directory, files=files, tokens=_count(files))
 
 

@@ -28,7 +28,14 @@ from shardkit.core.regions import Shape, full_region
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError, check_torch
 from shardkit.files.digest import crc32
-from shardkit.files.strict_json import DOWNLOAD_AGAIN, open_regular, read_exactly, stamp_of
+from shardkit.files.strict_json import (
+    DOWNLOAD_AGAIN,
+    POINTER_BYTES,
+    open_regular,
+    read_exactly,
+    refuse_pointer,
+    stamp_of,
+)
 from shardkit.formats.torchsave.archive import (
     SAVE_AGAIN,
     Unsupported,
@@ -128,7 +135,9 @@ def read_bin(path: str, name: str) -> BinFile:
     Source: torch 2.13, torch.load, which refuses `mmap` for files older than the zip format (1.6).
     """
     with open_regular(path, name) as (fd, size):
-        is_zip = read_exactly(fd, 0, min(size, 4), name) == _ZIP_MAGIC
+        head = read_exactly(fd, 0, min(size, POINTER_BYTES), name)
+        refuse_pointer(head, name)
+        is_zip = head.startswith(_ZIP_MAGIC)
         checksum = 0 if is_zip else crc_of_range(fd, 0, size, name)
         stamp = stamp_of(fd)
     checksums = None

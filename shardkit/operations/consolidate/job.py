@@ -22,7 +22,7 @@ from shardkit.core.threads import OnStep
 from shardkit.errors import LayoutError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest
 from shardkit.formats.contract import Checkpoint
-from shardkit.formats.hub.assets import CONFIG
+from shardkit.formats.hub.assets import CONFIG, refuse_pointers
 from shardkit.formats.hub.base import (
     Base,
     RecordedNames,
@@ -883,7 +883,9 @@ def _assets(
         untie = _unties(ties, config)
         is_plain = not may_be_quantised({tensor.fqn: tensor for tensor in tensors})
         assets, changed = model_assets(base, main_dtype(tensors, base), untie=untie, is_plain=is_plain)
-    return (assets if tokenizer is None else with_tokenizer(assets, tokenizer)), changed
+    assets = assets if tokenizer is None else with_tokenizer(assets, tokenizer)
+    refuse_pointers({asset.name: asset.path for asset in assets if asset.path is not None})
+    return assets, changed
 
 
 def _check_options(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions) -> None:

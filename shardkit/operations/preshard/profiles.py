@@ -24,7 +24,7 @@ from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.stores import repo_of
 from shardkit.formats.contract import OpenedHubModel
-from shardkit.formats.hub.assets import asset_patterns, list_assets
+from shardkit.formats.hub.assets import asset_patterns, list_assets, refuse_pointers
 from shardkit.formats.hub.repo import fetch_files
 from shardkit.formats.quantised import FILES
 from shardkit.formats.torchsave.writer import Plain, plain_record
@@ -263,7 +263,7 @@ def find_assets(profile: Profile, model: OpenedHubModel) -> Assets:
     Those of a repo are downloaded, if they were not.
 
     Raises:
-        SourceError: there is no config.json, and the trainer needs it.
+        SourceError: there is no config.json, and the trainer needs it; or some files are pointers of Git LFS.
         ResourceError: the directory cannot be listed; no network.
     """
     identity = model.identity
@@ -277,6 +277,7 @@ def find_assets(profile: Profile, model: OpenedHubModel) -> Assets:
             hint="give the directory of a whole model",
         )
     files = {name: path for name, path in files.items() if name not in FILES}  # what is presharded is plain
+    refuse_pointers(files)
     return Assets({os.path.join(profile.assets, name): path for name, path in files.items()}, refused)
 
 

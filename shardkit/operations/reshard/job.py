@@ -474,7 +474,7 @@ def _assets(checkpoint: Checkpoint) -> tuple[Mapping[str, str], tuple[str, ...]]
     if directory is None:
         return {}, ()
     places, refused = list_assets(directory)
-    notes = (f"links out of the checkpoint's directory are not copied: {listed(refused)}",)
+    notes = (f"links out of the checkpoint's directory, or to nothing, are not copied: {listed(refused)}",)
     return places, notes if refused else ()
 
 

@@ -693,6 +693,24 @@ class TestBase:
             (note,) = [note for note in result.notes if "not copied" in note]
             assert note.count("tokenizer.json") == note.count("tokenizer.model") == 1
 
+    def test_pointers_of_git_lfs_are_not_copied(self, trained: Path, tmp_path: Path) -> None:
+        """Without a word the output would have a tokenizer that nothing can read."""
+        base = hub(tmp_path / "base", weights())
+        pointers = ["tokenizer.json", "tokenizer.model"]
+        for name in pointers:
+            (base / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+        for dry_run in (True, False):
+            for write in (
+                lambda n: shardkit.consolidate(trained, tmp_path / "out", base=str(base), dry_run=n),
+                lambda n: shardkit.consolidate(trained, tmp_path / "out", tokenizer=base, dry_run=n),
+                lambda n: shardkit.preshard(base, tmp_path / "out", world_size=2, wrap="none", dry_run=n),
+            ):
+                with pytest.raises(SourceError, match="pointers of Git LFS") as caught:
+                    write(dry_run)
+                assert list(caught.value.problems) == pointers
+                assert "`git lfs pull`" in str(caught.value.hint)
+        assert not (tmp_path / "out").exists()
+
     def test_weights_in_a_shared_store_are_read_and_named(self, tmp_path: Path) -> None:
         """Everywhere; what is written holds their bytes, not links."""
         model = hub(tmp_path / "model", weights())
