@@ -211,6 +211,54 @@ def test_what_is_wrong_is_said_without_a_secret(served: servers.Served, tmp_path
     assert servers.SECRET not in "".join(said)
 
 
+def test_a_name_that_is_no_path_is_said_at_once(tmp_path: Path) -> None:
+    """Copying to a prefix that ends with a slash makes such names. They hide whatever lies beside them."""
+    with servers.reached("moto", tmp_path) as proxy:
+        store: Any = kinds.store_of("s3://bucket")[0]
+        for name in ("a//x", "b/./x", "c/../x"):
+            store.ask("put_object", name, Body=b"x")
+        for path in ("s3://bucket/a", "s3://bucket/b", "s3://bucket/c", "s3://bucket/other/./x"):
+            proxy.reset()
+            with pytest.raises(ResourceError, match="cannot be read as a path") as refused:
+                shardkit.inspect(path)
+            assert "rename or remove" in (refused.value.hint or "")
+            assert len(proxy.seen) <= 1
+
+
+def test_a_bucket_of_another_region_is_said_at_once(served: servers.Served) -> None:
+    served.proxy.strikes, served.proxy.faults = (lambda seen: True), ["301"]
+    with pytest.raises(ResourceError, match="another region") as refused:
+        shardkit.inspect(f"{S3}/hub")
+    assert "AWS_REGION" in (refused.value.hint or "")
+
+
+def test_a_bucket_may_be_called_credentials(served: servers.Served) -> None:
+    servers.upload(served.home / "hub", "s3://bucket/credentials/hub")
+    served.proxy.faults[:] = ["reset"] * 2
+    assert shardkit.inspect("s3://bucket/credentials/hub").tensors
+    assert not served.proxy.faults
+
+
+@pytest.mark.parametrize(
+    ("path", "settings"),
+    [
+        ("s3://bucket/x", {"AWS_ENDPOINT_URL": "localhost:9000"}),
+        ("s3://bucket/x", {"AWS_PROFILE": "nobody's", "AWS_ACCESS_KEY_ID": ""}),
+        ("az://container/x", {"AZURE_STORAGE_ACCOUNT_KEY": "no key", "AZURE_STORAGE_ACCOUNT_NAME": "name"}),
+    ],
+)
+def test_settings_that_lead_to_no_store_are_said(
+    monkeypatch: pytest.MonkeyPatch, path: str, settings: dict[str, str]
+) -> None:
+    pytest.importorskip("boto3")
+    for name, value in {**servers.environment("http://127.0.0.1:1"), **settings}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(kinds, "_stores", {})
+    with pytest.raises(ResourceError, match="settings of this machine") as refused:
+        shardkit.inspect(path)
+    assert next(iter(settings)) in (refused.value.hint or "")
+
+
 def test_an_endpoint_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shardkit[stores]'")
     for name, value in {

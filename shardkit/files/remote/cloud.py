@@ -21,6 +21,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ResourceError
 from shardkit.files.remote.contract import (
     NO_CREDENTIALS,
+    NO_PATH,
     Listing,
     ObjectStat,
     RequestFailure,
@@ -28,10 +29,12 @@ from shardkit.files.remote.contract import (
     WrittenObject,
     explain,
     has_expired,
+    unusable,
 )
 
-_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_CODE = re.compile(r"<Code>([\w.]{1,60})</Code>")
 _STATUS = re.compile(r"status (?:code: )?(\d{3})|HTTP status \w+ error \((\d{3})")
+_ADDRESS = re.compile(r"\w+://\S+")
 _MAX_DELETED = 1000  # objects in a request. Source: Amazon S3 API, DeleteObjects
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _CREDENTIALS_LIVE = timedelta(minutes=5)  # then boto3 is asked again, which renews those that expire
@@ -165,15 +168,19 @@ def connect(root: str) -> Any:
     try:
         if root.startswith("s3://"):
             options |= _from_boto3()
-            if options.get("endpoint", _endpoint()).startswith("http://"):
-                client["allow_http"] = True
+            endpoint = options.get("endpoint", _endpoint())
+            if endpoint and not endpoint.startswith(("http://", "https://")):  # obstore would panic
+                raise ValueError
+            client["allow_http"] = endpoint.startswith("http://")
         elif root.startswith("gs://") and emulator():
             client["allow_http"] = True
             options["service_account_key"] = _no_account(emulator())
         make: Any = from_url
         return make(root, **options)
     except Exception as error:  # its own classes, none of which may show what is in the environment
-        raise explain(answer_of(error), root).error from None
+        answer = answer_of(error)
+        found_none = answer.code == NO_CREDENTIALS
+        raise (explain(answer, root).error if found_none else unusable(root, error)) from None
 
 
 def _endpoint() -> str:
@@ -252,7 +259,12 @@ def answer_of(error: Exception) -> StoreAnswer:
             status = means
             break
     else:
-        is_about_credentials = _METADATA_SERVER in text or "credential" in text.lower()
+        if isinstance(error, (exceptions.InvalidPathError, ValueError)):
+            code = NO_PATH
+        elif "incorrectly configured region" in text:
+            code = "PermanentRedirect"
+        words = _ADDRESS.sub("", text)  # names of buckets and objects say nothing of credentials
+        is_about_credentials = _METADATA_SERVER in text or "credential" in words.lower()
         if is_about_credentials and not code and status not in (401, 403, 412, 429) and status < 500:
             code = NO_CREDENTIALS
     return StoreAnswer(code, status, type(error).__name__)

@@ -202,6 +202,7 @@ _CODES = {
     **dict.fromkeys(("ExpiredToken", "ExpiredTokenException"), _Meaning.EXPIRED),
     **dict.fromkeys(("TokenRefreshRequired", "RequestExpired"), _Meaning.EXPIRED),
     "BlobAlreadyExists": _Meaning.OTHER_VERSION,
+    "InvalidToken": _Meaning.DENIED,
     "NoSuchBucket": _Meaning.NO_BUCKET,
     "NoSuchUpload": _Meaning.LOST_UPLOAD,
     NO_CREDENTIALS: _Meaning.NO_CREDENTIALS,
@@ -216,6 +217,22 @@ _STATUSES = {
     429: _Meaning.PASSING,
 }
 _SERVER_ERROR = 500
+NO_PATH = "InvalidPath"
+"""Stands for a store's code where a name in it is no path, and obstore gives nothing of its directory."""
+_REGION = "the bucket is in another region", "set AWS_REGION to the region of the bucket"
+_REFUSALS = {
+    **dict.fromkeys(("PermanentRedirect", "AuthorizationHeaderMalformed"), _REGION),
+    "RequestTimeTooSkewed": ("this machine and the store differ in time", "set the clock; then start again"),
+    "InvalidObjectState": (
+        "the object is archived",
+        "restore it with the store's own tools; then start again",
+    ),
+    NO_PATH: (
+        "a name there has '//', a part '.' or '..', or a control character, and cannot be read as a path",
+        "rename or remove such objects with the store's own tools, or copy the others to a local disk",
+    ),
+}
+"""What is wrong, and what to do, by the code of a store that refuses."""
 _CREDENTIALS = {
     "s3": "AWS_PROFILE (with boto3 installed), or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
@@ -233,6 +250,9 @@ def explain(answer: StoreAnswer, path: str) -> RequestFailure:
     meaning, where = _meaning(answer), escape(path)
     shown = (escape(answer.code[:60]), f"HTTP {answer.status}" if answer.status else "")
     said = ", ".join(filter(None, shown)) or answer.kind
+    if answer.code in _REFUSALS:
+        problem, hint = _REFUSALS[answer.code]
+        return RequestFailure(ResourceError(f"{where}: {problem} ({said})", hint=hint), may_pass=False)
     if meaning in (_Meaning.PASSING, _Meaning.LASTING):
         return RequestFailure(unanswered(path, said), may_pass=meaning is _Meaning.PASSING)
     credentials = _CREDENTIALS.get(path.partition("://")[0], "the store's own tools")
@@ -263,6 +283,19 @@ def explain(answer: StoreAnswer, path: str) -> RequestFailure:
         ),
     }
     return RequestFailure(errors[meaning], may_pass=False)
+
+
+def unusable(root: str, error: Exception) -> ResourceError:
+    """Return the error of a store that was asked nothing: its name, or this machine's settings, are wrong.
+
+    The error's own words may hold what is in a file, so they are not shown.
+    """
+    scheme = root.partition("://")[0]
+    others = ", AWS_ENDPOINT_URL (with http:// or https://) and ~/.aws" if scheme == "s3" else ""
+    return ResourceError(
+        f"{escape(root)} cannot be used with the settings of this machine ({type(error).__name__})",
+        hint=f"check the name, {_CREDENTIALS[scheme]}{others}",
+    )
 
 
 def _meaning(answer: StoreAnswer) -> _Meaning:

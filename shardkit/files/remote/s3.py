@@ -22,6 +22,7 @@ from shardkit.files.remote.contract import (
     Underway,
     UploadedPart,
     WrittenObject,
+    unusable,
 )
 
 _NO_CHECKSUMS = ("InvalidArgument", "InvalidRequest", "NotImplemented", "MalformedXML")
@@ -86,13 +87,8 @@ class S3Bucket(Bucket):
             config = config.merge(Config(signature_version=UNSIGNED))
         try:
             return self.make_client(boto3.session.Session(), config)
-        except (
-            Exception
-        ) as error:  # a profile that is missing, a broken file: its words may hold what is in it
-            raise ResourceError(
-                f"S3 cannot be used with the settings of this machine ({type(error).__name__})",
-                hint="check AWS_PROFILE, AWS_ENDPOINT_URL and ~/.aws",
-            ) from None
+        except Exception as error:  # a profile that is missing, a broken file
+            raise unusable(self._root, error) from None
 
     def make_client(self, session: Any, config: Any) -> Any:
         """Return a client of a session of boto3."""
