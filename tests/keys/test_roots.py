@@ -126,6 +126,15 @@ def test_several_models_are_not_mixed() -> None:
     assert set(select_model(tensors, naming=Naming(root="")).names.values()) == set(tensors)
 
 
+@pytest.mark.parametrize("key", ["models", "model"])
+def test_a_list_of_models_is_several_models(key: str) -> None:
+    paths = {f"{key}.{place}.{name}": (key, place, name) for place in range(2) for name in LLAMA}
+    with pytest.raises(SourceError, match="2 models"):
+        select_model(entries(paths), (), paths)
+    second = select_model(entries(paths), (), paths, naming=Naming(root=f"{key}.1"))
+    assert set(second.names.values()) == set(LLAMA)
+
+
 @pytest.mark.parametrize(("taken", "left"), [("policy", "ref"), ("student", "teacher"), ("actor", "critic")])
 def test_of_two_models_the_trained_one_is_known_by_name(taken: str, left: str) -> None:
     selection = select_model(entries([*under(left, LLAMA), *under(taken, LLAMA)]))
