@@ -187,6 +187,11 @@ _OTHERS = (
     ("_CHECKPOINT_METADATA", "an Orbax checkpoint (JAX), which is not supported"),
     ("*.tensors", "a tensorizer file, which is not supported"),
     ("optim_world_size_*", "an optimizer's state without the model"),
+    (
+        "*rank*[0-9].pt*",
+        "{count} files of ranks, whose names do not say of how many; if DTensors are in them, each is read under the name "
+        "model_world_size_{count}_rank_R.pt",
+    ),
 )
 
 

@@ -64,6 +64,17 @@ def test_unfinished_sums_are_refused(rank_files):
 
 
 @pytest.mark.dist
+def test_files_under_a_name_of_ones_own_are_read_under_the_name_in_the_error(rank_files, tmp_path):
+    for rank in range(4):
+        shutil.copy(rank_files / "fsdp2" / NAME.format(rank), tmp_path / f"rank_{rank}.pt")
+    with pytest.raises(SourceError, match="name model_world_size_4_rank_R"):
+        formats.open(str(tmp_path))
+    for rank in range(4):
+        (tmp_path / f"rank_{rank}.pt").rename(tmp_path / NAME.format(rank))
+    assert contents(formats.open(str(tmp_path))) == expected(torch.load(rank_files / "fsdp2.truth"))
+
+
+@pytest.mark.dist
 def test_what_lies_beside_the_weights(actor):
     parent = str(actor.parent)
     assert format_of(parent) == format_of(str(actor)) == "verl"
