@@ -142,8 +142,11 @@ _FORETELLING = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_la
 _LOOPED = re.compile(r"loops|cycles|ut_steps|recurrent_(?:steps|depth)|repeats")
 """Keys of models that go through a layer several times, and may count it as often."""
 _MOST_OF_A_SEQUENTIAL = 2  # weight and bias; between them are activations, which have none
-_OF_IMAGES = ("ForImageClassification", "ForImageTextRetrieval")
-"""Classes of CLIP and BLIP-2 without a text's embedding."""
+_WITHOUT_TOKENS = (
+    *("ForImageClassification", "ForImageTextRetrieval", "ForAudioClassification"),
+    *("Blip2QFormerModel", "Blip2TextModelWithProjection", "Blip2VisionModelWithProjection"),
+)
+"""Ends of classes of CLIP, BLIP-2 and Whisper without an embedding of the tokens that their config counts."""
 _MIN_BLOCKS = 4  # fewer blocks have no two inner ones to compare
 _OF_SCALES = re.compile(r"scales?(?:_inv|_2)?$|zeros?$|zero_point$|(?:absmax|quant_map|g_idx|SCB)$")
 _TOKENS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -199,7 +202,7 @@ def find_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> 
     # BEiT has a vocabulary of images.
     gaps, is_text = list[Gap](), _is_number(text.get("vocab_size")) and "patch_size" not in text
     is_text = is_text and not any(
-        str(config.get("architectures")).endswith(f"{ending}']") for ending in _OF_IMAGES
+        str(config.get("architectures")).endswith(f"{ending}']") for ending in _WITHOUT_TOKENS
     )
     if is_text:
         gaps += _embedding(shapes, text["vocab_size"])

@@ -22,6 +22,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 import shardkit
+from shardkit.keys.check import find_gaps
 from shardkit.layout.classes import safe_creation
 from shardkit.layout.decided import ClassNames
 from shardkit.layout.naming import ask_model
@@ -62,16 +63,16 @@ def _flat(names: str | Iterable[str]) -> Iterable[str]:
     return [names] if isinstance(names, str) else names
 
 
-def lacking_of(name: str) -> ClassNames | None:
-    """Return what a class is said to lack of what it saves itself, by its default config; None where it has no such.
+def saved_by(name: str) -> tuple[Any, dict[str, tuple[int, ...]]] | None:
+    """Return a model of a class by its default config, and the shapes that it saves; None if there is no such.
 
     No byte is made: model and tensors are on meta.
     """
     model_class = getattr(transformers, name, None)
-    saved: dict[str, torch.Size] = {}
+    saved: dict[str, tuple[int, ...]] = {}
 
     def record(tensors: dict[str, torch.Tensor], *_: Any, **__: Any) -> None:
-        saved.update({name: tensor.shape for name, tensor in tensors.items()})
+        saved.update({name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
     try:
         config = model_class.config_class()  # type: ignore[union-attr]
@@ -85,7 +86,23 @@ def lacking_of(name: str) -> ClassNames | None:
             model.save_pretrained(scratch, max_shard_size="1000TB")
     except Exception:  # no default config, or a package that is not here
         return None
-    return ask_model(model, {name: tuple(shape) for name, shape in saved.items()})
+    return model, saved
+
+
+def lacking_of(name: str) -> ClassNames | None:
+    """Return what a class is said to lack of what it saves itself; None where it cannot be built."""
+    built = saved_by(name)
+    return None if built is None else ask_model(*built)
+
+
+def gaps_of(name: str) -> list[str] | None:
+    """Return what `verify` and `inspect` miss, by names and config alone, in what a class saves; None as above."""
+    built = saved_by(name)
+    if built is None:
+        return None
+    model, saved = built
+    config = {**json.loads(model.config.to_json_string()), "architectures": [name]}
+    return [gap.text for gap in find_gaps(saved, config)]
 
 
 def _check_classes(names: Iterable[str]) -> Iterator[str]:
@@ -93,8 +110,11 @@ def _check_classes(names: Iterable[str]) -> Iterator[str]:
         found = lacking_of(name)
         if found is None:
             print(f"not built: {name}")
-        elif found.missing or found.misfits:
+            continue
+        if found.missing or found.misfits:
             yield f"{name}: {found.missing} {found.misfits}"
+        if gaps := gaps_of(name):
+            yield f"{name}: {gaps}"
 
 
 def _check_zoo(names: Iterable[str]) -> Iterator[str]:

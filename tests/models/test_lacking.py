@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.lacking import alarms, class_names, lacking_of
+from tests.models.lacking import alarms, class_names, gaps_of, lacking_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -41,3 +41,14 @@ def test_a_class_lacks_nothing_of_what_it_saves(name: str) -> None:
     found = lacking_of(name)
     assert found is not None
     assert (*found.missing, *found.misfits) == ()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("CLIPForImageClassification", "WhisperForAudioClassification", "Blip2QFormerModel"),
+        *("Blip2TextModelWithProjection", "Blip2VisionModelWithProjection", "Blip2ForImageTextRetrieval"),
+    ],
+)
+def test_a_class_without_an_embedding_of_the_configs_tokens_has_no_gap(name: str) -> None:
+    assert gaps_of(name) == []
