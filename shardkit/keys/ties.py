@@ -85,14 +85,23 @@ _ALWAYS_TIED = frozenset("longt5 mt5 t5 udop umt5 vilt".split())
 # Types whose setting is about other names: Luke ties its entities by it, Pop2Piano its towers. Neither ties
 # its output.
 _TIE_OTHER_NAMES = frozenset({"luke", "pop2piano"})
+# Types whose classes tie no output, whatever their config says.
+_NEVER_TIED = frozenset(
+    "audioflamingo3 bailing_hybrid blt_patcher cosmos3_edge esmc inkling2 inkling2_text inkling_mm_model inkling_text"
+    " kimi_linear mllama mllama_text_model molmo2 moshi muse_spark musicflamingo nemotron3_5_transcribe nemotron_h"
+    " pp_formulanet qwen2_audio rembert vibevoice_asr voxtral xlstm".split()
+)
 # Types that tie where their own config or that of their text part says so.
 _TEXT_MAY_TIE = frozenset(
-    "fast_vlm glm4v glm4v_moe glm_ocr hunyuan_vl llava llava_next_video llava_onevision minimax_m3_vl paddleocr_vl"
-    " perception_lm qwen2_5_vl qwen2_vl shieldgemma2 video_llama_3".split()
+    "blip fast_vlm glm4v glm4v_moe glm_ocr hunyuan_vl kosmos_2 llava llava_next_video llava_onevision minimax_m3_vl"
+    " paddleocr_vl perception_lm qwen2_5_vl qwen2_vl shieldgemma2 video_llama_3".split()
 )
 # Types whose output layer lies in a part with a config of its own, which decides.
-_PART_TIES = frozenset("blip_2 encoder_decoder instructblip instructblipvideo vision_encoder_decoder".split())
-_PARTS = ("text_config", "llm_config", "language_config", "decoder")
+_PART_TIES = frozenset(
+    "blip_2 encoder_decoder instructblip instructblipvideo kosmos_2.5 llama4 rag speech_encoder_decoder"
+    " vision_encoder_decoder".split()
+)
+_PARTS = ("text_config", "llm_config", "language_config", "decoder", "generator")
 _TIE = "tie_word_embeddings"
 
 _LANGUAGE_MODELS = (
@@ -118,6 +127,8 @@ def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
         return True
     if model_type in _TIE_OTHER_NAMES:
         return None
+    if model_type in _NEVER_TIED:
+        return False
     if model_type in _PART_TIES and part is not None:
         return ties_embeddings(part)
     if said is None and model_type in _TIED_BY_DEFAULT:

@@ -273,6 +273,57 @@ def test_what_a_config_says(config: dict[str, Any] | None, expected: bool | None
         assert bool(getattr(owner, "tie_word_embeddings", False)) is bool(expected)
 
 
+def shallow(class_name: str) -> Any:
+    """Return a class's default config, with one layer in each part."""
+    kind = getattr(transformers, class_name).config_class
+    if class_name.startswith("Rag"):
+        parts = transformers.DPRConfig(), transformers.BartConfig(encoder_layers=1, decoder_layers=1)
+        config = kind.from_question_encoder_generator_configs(*parts)
+    elif class_name.startswith("SpeechEncoder"):
+        config = kind.from_encoder_decoder_configs(transformers.Wav2Vec2Config(), transformers.BertConfig())
+    else:
+        config = kind()
+    for part in (config, *vars(config).values()):
+        if isinstance(getattr(part, "num_hidden_layers", None), int) and not hasattr(part, "layer_types"):
+            part.num_hidden_layers = 1
+    return config
+
+
+@pytest.mark.parametrize(("at_top", "in_part"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("class_name", "part"),
+    [
+        ("BlipForConditionalGeneration", "text_config"),
+        ("Kosmos2ForConditionalGeneration", "text_config"),
+        ("Kosmos2_5ForConditionalGeneration", "text_config"),
+        ("Llama4ForConditionalGeneration", "text_config"),
+        ("SpeechEncoderDecoderModel", "decoder"),
+        ("RagTokenForGeneration", "generator"),
+        ("MllamaForConditionalGeneration", "text_config"),
+        ("Qwen2AudioForConditionalGeneration", "text_config"),
+        ("AudioFlamingo3ForConditionalGeneration", "text_config"),
+        ("RemBertForCausalLM", ""),
+        ("NemotronHForCausalLM", ""),
+        ("KimiLinearForCausalLM", ""),
+    ],
+)
+def test_a_config_says_what_its_class_ties(class_name: str, part: str, at_top: bool, in_part: bool) -> None:
+    model_class = getattr(transformers, class_name)
+    config = shallow(class_name)
+    config.tie_word_embeddings = at_top
+    if part:
+        getattr(config, part).tie_word_embeddings = in_part
+    with torch.device("meta"):
+        model = model_class._from_config(config)
+    model.tie_weights()
+    live = dict(model.named_parameters(remove_duplicate=False))
+    shapes = {name: parameter.shape for name, parameter in live.items()}
+    is_tied = any(
+        live[name] is live[each] for name, kept, is_head in tied_names(shapes) if is_head for each in kept
+    )
+    assert ties_embeddings(model.config.to_dict()) is is_tied
+
+
 # Ties that the table does not have: layers of detectors, parts of multimodal models, tokens of audio codecs. The
 # checkpoint shows them where it has one record for both names.
 ELSEWHERE = {
@@ -336,6 +387,11 @@ def test_the_table_ties_no_output_that_the_class_does_not() -> None:
         kind
         for kind in listed & declared.keys()
         if f"{ties._HEAD_OF.get(kind, 'lm_head')}.weight" not in declared[kind]
+    } == set()
+    assert {
+        kind
+        for kind in ties._NEVER_TIED
+        if f"{ties._HEAD_OF.get(kind, 'lm_head')}.weight" in declared.get(kind, set())
     } == set()
     assert {
         kind
