@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardkit.core.text import escape
-from shardkit.errors import IntegrityError, ResourceError
+from shardkit.errors import ResourceError
 from shardkit.files.remote import hub
 from shardkit.files.remote.contract import (
     Listing,
     ObjectStat,
+    OtherVersion,
     attempt,
     attempt_without_object,
     gone,
@@ -339,7 +340,7 @@ def _fetch(path: str, said: ObjectStat) -> Callable[[int, int], memoryview]:
         try:
             return attempt(store, path, lambda: once(start, nbytes))
         except FileNotFoundError:
-            raise IntegrityError(
+            raise OtherVersion(
                 f"{escape(path)}: the object was removed while it was read",
                 hint="start again with a source that is at rest",
             ) from None

@@ -195,6 +195,31 @@ def test_an_object_that_changes_is_refused(served: servers.Served) -> None:
     stores.close_number(number)
 
 
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_checkpoint_that_changes_is_not_called_damaged(
+    served: servers.Served, tmp_path: Path, is_removed: bool
+) -> None:
+    """Records are opened before anything is moved: one that was fine when the directory was listed may change."""
+    servers.upload(served.home / "dcp", "s3://bucket/moving")
+    todo = ["moving/__1_0.distcp"]
+
+    def change(seen: servers.Seen) -> bool:
+        if seen.is_range and ".metadata" in seen.path and todo:
+            data = (served.home / "dcp/__1_0.distcp").read_bytes()
+            store: Any = kinds.store_of("s3://bucket")[0]
+            if is_removed:
+                store.delete(todo)
+            else:
+                store.ask("put_object", todo[0], Body=bytes(100) + data[100:])
+            todo.clear()
+        return False
+
+    served.proxy.spoils = change
+    with pytest.raises(IntegrityError, match=r"object (changed|was removed) while it was read") as refused:
+        shardkit.consolidate("s3://bucket/moving", tmp_path / "out")
+    assert "at rest" in (refused.value.hint or "")
+
+
 def test_what_is_wrong_is_said_without_a_secret(served: servers.Served, tmp_path: Path) -> None:
     said = list[str]()
     for path, kind, message in (

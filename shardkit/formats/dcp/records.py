@@ -43,6 +43,7 @@ from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import storage
 from shardkit.files.location import location_of
+from shardkit.files.remote.contract import OtherVersion
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of, status_of
 from shardkit.formats.contract import EntryLocation
 from shardkit.formats.torchsave.archive import crc_of_range
@@ -339,7 +340,7 @@ class _RecordOpener:
             kind, start, nbytes = (entry.dtype, sizes), table.start[row], table.nbytes[row]
             try:
                 record = self.scanner.read(kind, start, nbytes, where=where)
-            except ResourceError:
+            except (ResourceError, OtherVersion):
                 raise
             except UnreadableClass as error:
                 self._of_classes.setdefault(entry.fqn, error)
@@ -556,7 +557,7 @@ def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
             reason = difference(chunk.entry, chunk.region.sizes, record)
             if reason:
                 raise IntegrityError(f"{where}: {reason}")
-        except ResourceError:
+        except (ResourceError, OtherVersion):
             raise
         except UnreadableClass as error:
             refuse_classes({chunk.entry.fqn: error}, os.path.dirname(source.path))
