@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 import shardkit
@@ -97,6 +97,46 @@ def test_loading_after_a_forward_without_a_backward(strategy: Any, out: Path) ->
     wanted = Small().state_dict()
     found = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
     assert [name for name, value in found.items() if not torch.equal(value, wanted[name])] == []
+
+
+class Nothing(nn.Module):
+    """A layer and a parameter of which FSDP2 gives no rank any row, as they have no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.nothing = nn.Linear(4, 3), nn.Parameter(torch.empty(5, 0))
+
+
+@two.test_each(("direct", "broadcast"))
+def test_a_parameter_without_elements(strategy: Any, out: Path) -> None:
+    torch.manual_seed(0)
+    wanted = Nothing().state_dict()
+    if not dist.get_rank():
+        save_file(wanted, out / f"nothing-{strategy}.safetensors")
+    dist.barrier()
+    context = shardkit.prepare(Nothing, out / f"nothing-{strategy}.safetensors")
+    fully_shard(context.model)
+    model = shardkit.finalize(context.model, context, strategy=strategy)
+    shardkit.save(model, out / f"nothing-{strategy}")
+    shardkit.load_into(model, out / f"nothing-{strategy}", strategy=strategy)
+    assert torch.equal(whole(model)["layer.weight"], wanted["layer.weight"])
+
+
+@four.test
+def test_a_column_that_half_of_the_ranks_lack(out: Path) -> None:
+    """`fully_shard` leaves these no rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, column = nn.Linear(1, 6), torch.arange(6.0).view(6, 1)
+    parts = distribute_tensor(column, mesh["tp"], [Shard(1)], src_data_rank=None)
+    model.weight = nn.Parameter(parts)
+    fully_shard(model, mesh=mesh["dp"])
+    shardkit.save(model, out / "column")
+    with torch.no_grad():
+        model.weight.to_local().zero_()
+    shardkit.load_into(model, out / "column")
+    rows = column.chunk(2)[mesh.get_local_rank("dp")]
+    found = model.weight.to_local()
+    assert torch.equal(found, rows) if mesh.get_local_rank("tp") == 0 else found.numel() == 0
 
 
 @two.test
