@@ -659,11 +659,13 @@ def bind_names(
     """
     made, dropped, problems, sources = dict[str, Expression](), list[str](), list[str](), dict[str, Rule]()
     owners: dict[str, Rule] = {}
+    used = set[int]()
     matches = _matches(rules, shapes, side, owners, problems, made_by)
     env = ConfigNumbers(rules.numbers, config)
     other: RuleSide = "model" if side == "hub" else "hub"
     for match in matches:
         rule = match.rule
+        used.add(rule.number)  # where a tie stands for its name, it is the owner of none
         if rule.drops:
             dropped += [name for name, _ in match.names]
             continue
@@ -676,7 +678,7 @@ def bind_names(
             if name in made:
                 problems.append(f"{escape(name)}: made twice, by {sources[name]} and by {rule}")
             made[name], sources[name] = expression, rule
-    used = {rule.number for rule in owners.values()}
+    used.update(rule.number for rule in owners.values())
     problems += [
         f"{rule}: matches nothing" for rule in rules.rules if rule.number not in used and not rule.is_optional
     ]
@@ -728,7 +730,6 @@ def _matches(
                 key = tuple(values.get(variable, "") for variable in sorted(outer))
                 groups.setdefault(key, [[] for _ in patterns])[place].append((name, values))
         if not groups and rule.tie is not None and side == "hub" and rule.tie in shapes:
-            owners.setdefault(rule.tie, rule)
             yield _Match(rule, {}, ((rule.tie, {}),))
         for key, by_pattern in groups.items():
             common = dict(zip(sorted(outer), key, strict=True))

@@ -184,6 +184,20 @@ def test_a_step_is_for_all_places_that_only_lists(only: list[int] | None) -> Non
     assert all(np.array_equal(evaluate(back[name], {"wqkv": made}), values[name]) for name in values)
 
 
+@pytest.mark.parametrize("rules", ["embed head", "head embed", "head others"])
+def test_a_tie_stands_for_a_name_that_is_missing_wherever_its_rule_is(rules: str) -> None:
+    texts = {
+        "embed": '[[rule]]\nhub = "embed"\nmodel = "tok"\n',
+        "head": '[[rule]]\nhub = "head"\nmodel = "out"\ntie = "embed"\n',
+    }
+    first = HEAD + ('others = "keep"\n' if "others" in rules else "")
+    text = first + "".join(texts.get(name, "") for name in rules.split())
+    embed, tok = Stored("embed", (4, 2)), "embed" if "others" in rules else "tok"
+    assert bound(text, {"embed": (4, 2)}) == {tok: embed, "out": embed}
+    assert bound(text, {"embed": (4, 2), "head": (4, 2)}) == {tok: embed, "out": Stored("head", (4, 2))}
+    assert bound(text, {tok: (4, 2), "out": (4, 2)}, "model").keys() == {"embed", "head"}
+
+
 def test_tensors_without_a_rule_and_rules_without_a_tensor_are_all_listed() -> None:
     text = ONE + '[[rule]]\nhub = "c"\nmodel = "d"\n'
     said = problems(text, {"x.weight": (2,), "y": (3, 4)})
