@@ -30,7 +30,7 @@ from shardkit.core.catalog import FileStamp
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, ShardkitError, SourceError
-from shardkit.files import storage
+from shardkit.files import storage, stores
 from shardkit.files.digest import crc32
 from shardkit.files.home import MANIFEST, root_of
 from shardkit.files.links import locate
@@ -448,8 +448,12 @@ KINDS: tuple[type[Manifest], ...] = (Presharded, SavedState, HubModel, FileList)
 
 
 def sidecar_of(path: str) -> str:
-    """Return where the manifest of a checkpoint lies that is beside it: `run/last.ckpt.shardkit.json`."""
-    return storage.absolute(root_of(path)) + _SIDECAR_ENDING
+    """Return where the manifest of a checkpoint lies that is beside it: `run/last.ckpt.shardkit.json`.
+
+    Nothing lies beside a bucket or a repo: what it would be called is another one. That manifest is in it.
+    """
+    place = storage.absolute(root_of(path))
+    return f"{place}/{_SIDECAR_ENDING}" if stores.is_whole(place) else place + _SIDECAR_ENDING
 
 
 def all_files(manifest: Manifest) -> tuple[SavedFile, ...]:

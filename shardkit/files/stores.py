@@ -45,6 +45,11 @@ def is_remote(path: object) -> bool:
     return isinstance(path, str) and path.startswith(SCHEMES)
 
 
+def is_whole(path: str) -> bool:
+    """True for a whole bucket, container or repo."""
+    return is_remote(path) and not split(path)[1]
+
+
 READ_FROM, WRITTEN_TO = ", ".join(SCHEMES), ", ".join(WRITABLE)
 """How addresses begin, for messages."""
 

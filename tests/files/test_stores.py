@@ -23,7 +23,7 @@ from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import stores
 from shardkit.files.remote import contract, kinds, ranges
 from tests.contents import contents
-from tests.files.conftest import S3, Model, client
+from tests.files.conftest import S3, Model, client, make
 from tests.operations.reshard.test_left_out import save_pair, veomni
 from tests.training import models
 from tests.worlds import stores as servers
@@ -91,6 +91,16 @@ def test_reports_are_the_same(served: servers.Served) -> None:
         assert (theirs.problems, theirs.warnings, theirs.read_bytes) == ((), (), mine.read_bytes)
     assert shardkit.diff(f"{S3}/dcp", f"{S3}/hub").is_equal
     assert shardkit.diff(f"{S3}/dcp", served.home / "hub").is_equal
+
+
+def test_a_whole_bucket_may_be_a_checkpoint(tmp_path: Path) -> None:
+    """Its manifest is not looked for beside it: another bucket may have that name."""
+    make(tmp_path)
+    with servers.reached("moto", tmp_path / "served"):
+        store: Any = kinds.store_of("s3://bucket")[0]
+        store.ask("put_object", "model.safetensors", Body=(tmp_path / "hub/model.safetensors").read_bytes())
+        found = shardkit.verify("s3://bucket")
+        assert (found.problems, found.num_tensors) == ((), shardkit.verify(tmp_path / "hub").num_tensors)
 
 
 def test_a_run_is_searched(served: servers.Served, tmp_path: Path) -> None:
