@@ -259,7 +259,7 @@ def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, w
             scale; lists all.
     """
     rest, said, described = unclaimed(tensors), _said(config), _described(config)
-    is_mixed = said is not None and not said.shows and why_narrow(rest) is not None
+    is_mixed = said is not None and why_narrow(rest) is not None
     if _packed(rest) or is_mixed or not can_dequantize(config):
         why = why_quantised(tensors, config)
         assert why is not None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from shardkit.core.catalog import StoredParts
@@ -42,6 +43,14 @@ ADDED = ("_scale_inv", "_scale")
 """What is added to a weight's name for its scales."""
 _LAST = ("scale", "qscale_weight")  # or stands for the last part of its name
 _DEFAULT_BLOCK = (128, 128)  # FineGrainedFP8Config of transformers: a config need not say it
+INCOMPLETE = ("pre_quant_scale", "svdquant_lora_a", "weight_zero_point", "weight_g_idx")
+"""Beside numbers and scales, these are a part of the weight too (AWQ, SVDQuant, zero points, columns in another order)."""
+_WRITERS = {
+    "fp8": "",
+    "fbgemm_fp8": "",
+    "compressed-tensors": "'float-quantized'",
+    "modelopt": "'quant_algo': 'fp8",
+}
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "qscale_act")
 
 
@@ -221,6 +230,15 @@ class Exponents(Product):
         return stored.int() - _BIAS
 
 
+def is_said(writers: Mapping[str, str], method: str, described: Any) -> bool:
+    """True if one of a method's writers, with what each calls it, says so in a config, of all layers or of a group.
+
+    With compressed-tensors' transforms, weights are those of a model that transforms what goes into them too.
+    """
+    mark = writers.get(method)
+    return mark is not None and not described.get("transform_config") and mark in repr(described).lower()
+
+
 def _beside(plain: str) -> tuple[str, ...]:
     return tuple(f"{plain.rpartition('.')[0]}.{last}" for last in _OF_ACTIVATIONS)
 
@@ -237,6 +255,10 @@ def _claim_fp8(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
 def _fit_fp8(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str, Any]) -> Blocks:
     if not claim.scales:
         raise ValueError("fp8, and there are no scales of it")
+    layer = claim.numbers.rpartition(".")[0]
+    more = [name for last in INCOMPLETE if (name := f"{layer}.{last}") in tensors]
+    if more:
+        raise ValueError(f"its values depend on {escape(more[0])} too")
     shape, scales = tensors[claim.numbers].shape, tensors[claim.scales]
     if scales.dtype.name not in _SCALE_DTYPES:
         raise ValueError(f"its scales {escape(claim.scales)} are {scales.dtype.name}")
@@ -280,5 +302,5 @@ def _fit_mxfp4(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[st
     return Blocks((*grid[:-1], grid[-1] * size), (1, 1, size))
 
 
-FP8 = Method("fp8", Product, _claim_fp8, _fit_fp8, lambda method, _: method == "fp8")
+FP8 = Method("fp8", Product, _claim_fp8, _fit_fp8, partial(is_said, _WRITERS))
 MXFP4 = Method("mxfp4", Exponents, _claim_mxfp4, _fit_mxfp4, lambda method, _: method == "mxfp4")

@@ -16,27 +16,36 @@ quantization/lifecycle/forward_helpers.py (_dequantize).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardkit.core.catalog import StoredParts
 from shardkit.core.regions import Region
 from shardkit.core.text import escape
-from shardkit.transfer.codecs.dequantize import E2M1, PAIR, Blocks, Held, Method, Product, ScaledNames
+from shardkit.transfer.codecs.dequantize import (
+    E2M1,
+    INCOMPLETE,
+    PAIR,
+    Blocks,
+    Held,
+    Method,
+    Product,
+    ScaledNames,
+    is_said,
+)
 
 if TYPE_CHECKING:
     import torch
 
 EXPORT_CONFIG = "hf_quant_config.json"
 """What ModelOpt writes beside a config.json that may say nothing."""
-_WRITERS = ("modelopt", "compressed-tensors")  # and much else, under the same name of a method
+_WRITERS = {"modelopt": "nvfp4", "compressed-tensors": "nvfp4"}  # both write much else too
 _WITHOUT_SIGN_OF_ZERO = tuple(number or 0.0 for number in E2M1)
 _PACKED = ".weight_packed"
 _GROUP = 16  # numbers that share a scale
 _SECOND, _DIVISOR = "_scale_2", "_global_scale"
 _DTYPES = ("float8_e4m3fn", "float32")  # scales, and the scale of all of them
 _BESIDE = ("input_scale", "input_global_scale")  # of what goes into a layer
-# Where one of these is beside them, the numbers and their scales are not the whole weight (AWQ, SVDQuant, zero points).
-_INCOMPLETE = ("pre_quant_scale", "svdquant_lora_a", "weight_zero_point")
 
 
 class TwoScales(Product):
@@ -77,7 +86,7 @@ def _claim(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
     scales, second = f"{base}_scale", base + (_DIVISOR if is_packed else _SECOND)
     dtypes = tuple(tensors[name].dtype.name for name in (scales, second) if name in tensors)
     layer = base.removesuffix("weight")
-    if dtypes != _DTYPES or any(layer + last in tensors for last in _INCOMPLETE):
+    if dtypes != _DTYPES or any(layer + last in tensors for last in INCOMPLETE):
         return None
     return ScaledNames(plain, name, scales, second, tuple(layer + last for last in _BESIDE))
 
@@ -99,14 +108,6 @@ def _fit(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str, Any
     )
 
 
-def _is_said(method: str, described: Any) -> bool:
-    """True if one of the two that write NVFP4 names it, for all layers or for a group of them.
-
-    With compressed-tensors' transforms, weights are those of a model that transforms what goes into them too.
-    """
-    if method not in _WRITERS or described.get("transform_config"):
-        return False
-    return "nvfp4" in repr(described).lower()
-
-
-NVFP4 = Method("nvfp4", TwoScales, _claim, _fit, _is_said, shows=False, files=(EXPORT_CONFIG,))
+NVFP4 = Method(
+    "nvfp4", TwoScales, _claim, _fit, partial(is_said, _WRITERS), shows=False, files=(EXPORT_CONFIG,)
+)

@@ -16,7 +16,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.directory import open_model
-from shardkit.formats.quantised import find_scaled, why_narrow, why_quantised
+from shardkit.formats.quantised import can_dequantize, find_scaled, why_narrow, why_quantised
 from shardkit.transfer.codecs.boxes import as_tensor, read_box
 from shardkit.transfer.codecs.derive import derive
 from shardkit.transfer.sources import SourceFiles
@@ -209,6 +209,63 @@ def test_a_grid_that_fits_no_size_of_blocks_needs_the_config(tmp_path: Path) -> 
     with pytest.raises(LayoutError) as caught:
         plain(tmp_path, tensors, None)
     assert "the config tells no size of blocks" in caught.value.problems[0]
+
+
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "compressed-tensors": {
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"]}},
+    },
+    "modelopt": {"quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+    "fbgemm_fp8": {"activation_scale_ub": 1200.0},
+}
+"""How other writers of fp8 describe it; compressed-tensors' own `decompress` was compared by hand, bit for bit."""
+
+
+@pytest.mark.parametrize("method", ELSEWHERE)
+@pytest.mark.parametrize("grid", [(1,), (100, 1), (100, 7), (1, 1)])
+def test_fp8_of_other_writers_has_a_scale_for_each_row_group_or_weight(
+    grid: tuple[int, ...], method: str, tmp_path: Path
+) -> None:
+    weight, scales = fp8(100, 70), (torch.rand(grid) * 1e-2).bfloat16()
+    config = {"quantization_config": {"quant_method": method, **ELSEWHERE[method]}}
+    catalog = plain(tmp_path, {"a.weight": weight, "a.weight_scale": scales}, config)
+    columns = 70 // grid[1] if len(grid) == 2 else 70
+    expected = (weight.bfloat16() * scales.repeat_interleave(columns, -1)).bfloat16()
+    assert torch.equal(bits(read(catalog, "a.weight")), bits(expected))
+
+
+@pytest.mark.parametrize("last", ["weight_zero_point", "pre_quant_scale", "weight_g_idx"])
+def test_fp8_numbers_that_are_not_the_whole_weight_are_refused(last: str) -> None:
+    weight = held(a__weight=("float8_e4m3fn", 2), a__weight_scale=("float32", 0))
+    with pytest.raises(LayoutError) as caught:
+        find_scaled({**weight, **held(**{f"a__{last}": ("float32", 1)})}, FP8, "it")
+    assert caught.value.problems == (f"a.weight: its values depend on a.{last} too",)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "kv_cache_scheme": {"type": "float"},
+        },
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "kv_cache_quant_algo": "FP8"},
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "transform_config": {"R1": {}}},
+    ],
+)
+def test_fp8_of_the_cache_alone_or_of_a_transformed_model_is_no_fp8(said: dict[str, Any]) -> None:
+    assert not can_dequantize({"quantization_config": said})
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+def test_int8_beside_fp8_is_refused(method: str) -> None:
+    tensors = held(a__weight=("float8_e4m3fn", 2), a__weight_scale=("float32", 0))
+    tensors |= held(b__weight=("int8", 2), b__weight_scale=("float32", 2))
+    config = {"quantization_config": {"quant_method": method, **ELSEWHERE.get(method, {})}}
+    with pytest.raises(LayoutError, match=r"^quantised: it: config.json has"):
+        find_scaled(tensors, config, "it")
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "torchao", "compressed-tensors"])
