@@ -120,7 +120,7 @@ class Written(NamedTuple):
 
 
 def record(command: str, home: Path) -> list[Written]:
-    """Run a command in a terminal of its own; paths below `home` are shown from there.
+    """Run a command in a terminal of its own; `home` is shown as `/data`.
 
     Returns:
         What it wrote, with seconds since it began. Pauses are cut to `PAUSE_S`.
@@ -144,7 +144,7 @@ def record(command: str, home: Path) -> list[Written]:
     while data := _read(terminal):
         now = time.monotonic()
         at_s, last = at_s + min(now - last, PAUSE_S), now
-        written.append(Written(at_s, data.decode(errors="replace").replace(f"{home}/", "./")))
+        written.append(Written(at_s, data.decode(errors="replace").replace(f"{home}/", "/data/")))
     _, status = os.waitpid(child, 0)
     if status:
         sys.exit(f"{command}: {''.join(each.text for each in written)}")

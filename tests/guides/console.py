@@ -92,7 +92,7 @@ def commands(block: str) -> Iterator[Typed]:
 
 
 def run(command: str, home: Path) -> str:
-    """Run a command in a directory, and return all that it prints; the directory itself is shown as `.`."""
+    """Run a command in a directory, and return all that it prints; the directory itself is shown as `/data`."""
     words = shlex.split(command.partition("  # ")[0])
     if words[0] == "shardkit":
         with mock.patch.object(sys, "argv", words):  # hints repeat what was typed
@@ -105,7 +105,7 @@ def run(command: str, home: Path) -> str:
     else:
         done = subprocess.run(command, shell=True, cwd=home, capture_output=True, text=True, check=True)
         said = done.stdout
-    return said.replace(f"{home}/", "./")
+    return said.replace(f"{home}/", "/data/")
 
 
 def steady(text: str) -> str:
