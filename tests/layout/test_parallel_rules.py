@@ -133,6 +133,15 @@ def test_rules_for_an_axis_that_is_not_there_are_named(models: Path) -> None:
     assert "has no tp" not in noted("dp_shard=2,tp=2")
 
 
+def test_what_is_cut_is_counted(models: Path) -> None:
+    """Not what a rule names and the mesh has no axis for."""
+    for mesh, num_cut in (("dp_shard=4", 0), ("dp_shard=2,tp=2", 4)):
+        job = shardkit.preshard(
+            models / "llama", mesh=mesh, parallel_rules=["*.q_proj=colwise"], dry_run=True
+        )
+        assert f"{num_cut} tensors of 29 cut over tp or ep by --parallel-rule" in job.notes
+
+
 def test_a_function_and_rules_are_too_much(
     models: Path, tmp_path: Path, fast_trace: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,7 @@ def parallelise(layout: Layout, mesh: Mesh, rules: Sequence[ParallelRule]) -> La
     styles = {name: _style(group, rules) for name, group in names.items()}
     _check_axes(mesh, {rule.style for rule in rules})
     tensors = {name: _cut(tensor, mesh, styles[name]) for name, tensor in layout.tensors.items()}
-    num_cut = sum(style not in (None, _REPLICATE) for style in styles.values())
+    num_cut = sum(tensors[name] != _cut(tensor, mesh, None) for name, tensor in layout.tensors.items())
     note = f"{count(num_cut, 'tensor')} of {len(tensors)} cut over tp or ep by --parallel-rule"
     notes = (*layout.notes, note, *_idle_styles(mesh, rules))
     return replace(layout, origin="declared", mesh=mesh, tensors=tensors, notes=notes)
