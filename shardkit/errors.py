@@ -42,7 +42,7 @@ FLAGS = frozenset(
 VALUED = frozenset(
     "--adapter-config --add-prefix --against --ask-class --atol --attribute --base --base-revision --branch "
     "--check-source --device --digest --dtype --dtype-rule --exclude --executor --fill-from-base --hub --include --jobs --keys --layout "
-    "--manifest-file --max-memory --max-shard-size --mesh --names --num-parts --older-than --optimizer-dtype --osft --output "
+    "--manifest --manifest-file --max-memory --max-shard-size --mesh --names --num-parts --older-than --optimizer-dtype --osft --output "
     "--parallel-rule --part --profile --push-to-hub --read --rename --revision --root --rtol --seed "
     "--sort --source-manifest --stages --strip-prefix --tokenizer --variant --wait --weights --world-size --wrap".split()
 )
@@ -84,7 +84,7 @@ def as_arguments(text: str) -> str:
             return _of_a_plan(option, value)
         if option == "--no-resume":
             return "resume=False"
-        if option in FLAGS:
+        if option in FLAGS and (value is None or option not in VALUED):
             return match[0].replace(option, f"{option[2:].replace('-', '_')}=True", 1)
         if option not in VALUED:
             return match[0]
