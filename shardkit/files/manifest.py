@@ -33,7 +33,7 @@ from shardkit.errors import IntegrityError, ShardkitError, SourceError
 from shardkit.files import storage, stores
 from shardkit.files.digest import crc32
 from shardkit.files.home import MANIFEST, root_of
-from shardkit.files.links import locate
+from shardkit.files.links import is_snapshot, locate
 from shardkit.files.strict_json import open_regular, parse_integer, read_exactly, read_small, uncollected
 
 NAME = MANIFEST
@@ -454,6 +454,11 @@ def sidecar_of(path: str) -> str:
     """
     place = storage.absolute(root_of(path))
     return f"{place}/{_SIDECAR_ENDING}" if stores.is_whole(place) else place + _SIDECAR_ENDING
+
+
+def may_lie_beside(path: str) -> bool:
+    """True if a manifest can be written beside a checkpoint: not in a store, nor in the Hub's cache."""
+    return "://" not in path and not is_snapshot(path)
 
 
 def all_files(manifest: Manifest) -> tuple[SavedFile, ...]:

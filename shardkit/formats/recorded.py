@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, Checksums, SourceFile, TensorEntry
-from shardkit.core.text import escape
+from shardkit.core.text import escape, in_shell
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of
@@ -134,7 +134,8 @@ def find_manifests(
 
 def _read_given(path: str, source: str) -> _ReadManifest:
     if not storage.lexists(path):
-        raise SourceError(f"{escape(path)}: no such file", hint="shardkit manifest writes one")
+        hint = f"`shardkit manifest {in_shell(source)} --output {in_shell(path)}` writes one"
+        raise SourceError(f"{escape(path)}: no such file", hint=hint)
     content = manifest.read_file(path, path)
     return _ReadManifest(
         content, source if storage.isdir(source) else os.path.dirname(source) or os.curdir, path

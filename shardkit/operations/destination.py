@@ -87,7 +87,7 @@ def _check_parent(path: str) -> None:
     parent = os.path.dirname(path)
     if not storage.isdir(parent):
         raise ResourceError(
-            f"{escape(parent)} does not exist", hint=f"create it: mkdir -p {in_shell(parent)}"
+            f"{escape(parent)} does not exist", hint=f"create it: `mkdir -p {in_shell(parent)}`"
         )
     if not storage.access(parent, os.W_OK | os.X_OK):
         raise ResourceError(f"{escape(parent)} cannot be written", hint="choose another destination")

@@ -150,8 +150,9 @@ def parse_ranks(texts: Iterable[str]) -> dict[str, int | float]:
         except ValueError:
             glob = ""
         if not glob:
-            problems.append(f"{escape(text)}: neither GLOB=K nor GLOB=RATIO")
-    UsageError.raise_for(problems, "--osft-rank", hint="--osft-rank '*.down_proj=256', or '*.down_proj=0.5'")
+            problems.append(escape(text))
+    message = "--osft-rank is neither GLOB=K nor GLOB=RATIO"
+    UsageError.raise_for(problems, message, hint="--osft-rank '*.down_proj=256', or '*.down_proj=0.5'")
     return ranks
 
 

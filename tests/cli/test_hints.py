@@ -164,6 +164,12 @@ CASES = {
     "a destination that can be replaced": ("preshard tiny sharded --world-size 4", "exists", "--overwrite"),
     "nothing that was committed": ("commit x", "no part", "run the parts first"),
     "no manifest": ("verify tiny --manifest gone.json", "gone.json: no such file", "shardkit manifest tiny"),
+    "no manifest of a source": (
+        "preshard tiny x --world-size 4 --source-manifest lost.json",
+        "lost.json: no such file",
+        "/tiny --output lost.json` writes one",
+    ),
+    "no directory around the output": ("preshard tiny a/x --world-size 4", "does not exist", "`mkdir -p /"),
     "no such weights": (
         "consolidate dcp x --weights modle",
         "no weights of that name  (closest name: model)",
@@ -305,6 +311,7 @@ def test_options_and_commands_that_texts_name_exist():
         ("--check-source off lets it through", "check_source=False lets it through"),
         ("name it with --base, or ask for bf16", "name it with base, or ask for bf16"),
         ("begin anew with --no-resume", "begin anew with resume=False"),
+        ("add --manifest, or name one: --manifest FILE", "add manifest=True, or name one: manifest=FILE"),
         ("say --parallel-rule 'GLOB=colwise'", "say parallel_rules='GLOB=colwise'"),
         ("--root says where it begins", "root says where it begins"),
         ("name them: --osft-targets '*.query,*.key'", "name them: targets='*.query,*.key'"),

@@ -316,7 +316,7 @@ def test_obstore_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(ResourceError, match="need obstore") as refused:
         shardkit.inspect("s3://bucket/x")
-    assert refused.value.hint == "pip install obstore boto3"
+    assert refused.value.hint == "`pip install obstore boto3`"
 
 
 def test_profiles_are_read_with_boto3(

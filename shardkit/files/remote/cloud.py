@@ -158,7 +158,7 @@ def connect(root: str) -> Any:
         from obstore.store import from_url
     except ImportError:
         raise ResourceError(
-            f"{escape(root)}: paths of object stores need obstore", hint="pip install obstore boto3"
+            f"{escape(root)}: paths of object stores need obstore", hint="`pip install obstore boto3`"
         ) from None
     client: dict[str, Any] = {"timeout": "120s", "connect_timeout": "10s"}
     options: dict[str, Any] = {

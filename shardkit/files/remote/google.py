@@ -91,7 +91,7 @@ class GoogleBucket(S3Bucket):
             import urllib3
         except ImportError:
             raise ResourceError(
-                "writing to gs:// needs google-auth", hint="pip install google-auth"
+                "writing to gs:// needs google-auth", hint="`pip install google-auth`"
             ) from None
         with self._token_lock:
             try:

@@ -72,7 +72,7 @@ class S3Bucket(Bucket):
             from botocore import UNSIGNED
             from botocore.config import Config
         except ImportError:
-            raise ResourceError("writing into a store needs boto3", hint="pip install boto3") from None
+            raise ResourceError("writing into a store needs boto3", hint="`pip install boto3`") from None
         is_elsewhere = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         config = Config(
             retries={"total_max_attempts": 1},  # `attempt` does that

@@ -530,7 +530,7 @@ def check_transforms(chunks: Mapping[int, Packed]) -> None:
         raise SourceError(
             f"{len(fqns)} tensors are compressed with {_ZSTD}, and no module here can decompress it",
             problems=[f"{fqn}: {_ZSTD}" for fqn in fqns],
-            hint="pip install zstandard",
+            hint="`pip install zstandard`",
         )
 
 

@@ -21,7 +21,7 @@ from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.digest import FileBytes, Scan, combine, place_of
 from shardkit.files.home import path_in
-from shardkit.files.links import is_snapshot, may_follow_links
+from shardkit.files.links import may_follow_links
 from shardkit.files.listing import FolderContent, list_files
 from shardkit.formats.registry import format_of
 from shardkit.operations.destination import check_sidecar, write_sidecar
@@ -144,9 +144,9 @@ def _target(directory: str, output: str | os.PathLike[str] | None, *, inside: bo
         _check_inside(directory)
         return check_sidecar(os.path.join(directory, manifest.NAME), overwrite=overwrite)
     if output is None:
-        if is_snapshot(directory):
+        if not manifest.may_lie_beside(directory):
             raise UsageError(
-                f"{escape(directory)} lies in the Hub's cache, where nothing may lie beside it",
+                f"{escape(directory)} lies in a store or in the Hub's cache: no manifest is written beside it",
                 hint="say where the manifest is to be made with --output",
             )
         return check_sidecar(manifest.sidecar_of(directory), overwrite=overwrite)

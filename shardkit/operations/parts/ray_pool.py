@@ -106,7 +106,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ResourceError("--executor ray needs Ray", hint="pip install ray") from error
+        raise ResourceError("--executor ray needs Ray", hint="`pip install ray`") from error
     return ray
 
 

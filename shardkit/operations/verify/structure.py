@@ -305,9 +305,10 @@ def _lacking(
         what = "safetensors" if checkpoint.hub is not None else "such"
         why = f" ({what} files have none, only a manifest with digests has)"
     chunks, tensors = count(report.num_unrecorded_chunks, "chunk"), count(len(report.unrecorded), "tensor")
+    place = "" if manifest.may_lie_beside(directory) else " --output FILE"
     yield (
         f"no checksum is recorded of {chunks} of {tensors}{why}: "
-        "their content cannot be checked; run `shardkit manifest` once to record some"
+        f"their content cannot be checked; run `shardkit manifest {in_shell(directory)}{place}` once to record some"
     )
 
 

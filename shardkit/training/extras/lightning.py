@@ -262,7 +262,7 @@ def _callback_classes() -> tuple[type, ...]:
                 continue
         return tuple(sys.modules[package].Callback for package in (imported or [name]))
     raise UsageError(
-        "FSDPDiagnosticsCallback needs Lightning, which is not installed", hint="pip install lightning"
+        "FSDPDiagnosticsCallback needs Lightning, which is not installed", hint="`pip install lightning`"
     )
 
 

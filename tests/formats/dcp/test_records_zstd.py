@@ -122,7 +122,7 @@ def test_without_a_module_it_says_what_to_install(directory: str, monkeypatch: p
     opened: DcpDirectory = open_dcp(directory)
     with pytest.raises(SourceError, match=r"stream\.zstd") as caught:
         opened.select(("w", "t"))
-    assert caught.value.hint == "pip install zstandard"
+    assert caught.value.hint == "`pip install zstandard`"
     assert caught.value.problems == ("w: stream.zstd", "t: stream.zstd")
 
 

@@ -308,6 +308,7 @@ def test_the_hubs_cache(made: Path, tmp_path: Path) -> None:
     os.symlink("/etc/hostname", home / "elsewhere.json")
     with pytest.raises(UsageError, match="cache"):
         write_manifest(home)
+    assert f"`shardkit manifest {home} --output FILE`" in verify(home).notes[-1]
     result = write_manifest(home, tmp_path / "m.json")
     assert result.num_files == 3
     assert any("elsewhere.json" in note for note in result.notes)

@@ -123,3 +123,14 @@ def test_what_is_no_such_path_is_refused(served: servers.Served, tmp_path: Path)
         shardkit.verify(f"{S3}/hub", store=True, manifest=tmp_path / "none.json")
     with pytest.raises(SourceError, match="no such"):
         shardkit.verify(f"{S3}/nothing", store=True)
+
+
+def test_a_manifest_is_said_to_be_written_elsewhere(served: servers.Served, tmp_path: Path) -> None:
+    """Nothing is written beside what lies in a store."""
+    shardkit.consolidate(f"{S3}/sharded", f"{S3}/bare")
+    assert f"`shardkit manifest {S3}/bare --output FILE`" in shardkit.verify(f"{S3}/bare").notes[-1]
+    with pytest.raises(UsageError, match="lies in a store") as caught:
+        shardkit.write_manifest(f"{S3}/bare")
+    assert "output" in str(caught.value.hint)
+    shardkit.write_manifest(f"{S3}/bare", tmp_path / "m.json")
+    assert shardkit.verify(f"{S3}/bare", manifest=tmp_path / "m.json", full=True).ok

@@ -150,7 +150,7 @@ def test_what_was_read_and_what_has_no_checksum(made: Path) -> None:
     (note,) = hub.notes
     assert note == (
         "no checksum is recorded of 4 chunks of 4 tensors (safetensors files have none, only a manifest with digests has): "
-        "their content cannot be checked; run `shardkit manifest` once to record some"
+        f"their content cannot be checked; run `shardkit manifest {made / 'hub'}` once to record some"
     )
     consolidated = verify(made / "consolidated", full=True)
     assert (consolidated.num_checked_files, consolidated.num_unrecorded_chunks) == (3, 0)  # the index too

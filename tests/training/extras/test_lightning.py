@@ -95,7 +95,7 @@ def check_logger(out: Path) -> None:
 def test_without_lightning_it_says_so() -> None:
     with pytest.raises(UsageError, match="needs Lightning, which is not installed") as caught:
         lightning.FSDPDiagnosticsCallback()
-    assert caught.value.hint == "pip install lightning"
+    assert caught.value.hint == "`pip install lightning`"
 
 
 def test_importing_does_not_import_lightning() -> None:
