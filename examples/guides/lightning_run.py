@@ -45,7 +45,10 @@ def main(model_directory: str) -> None:
     """Train two steps on made-up data, and save."""
     data = torch.randint(0, 60, (16, 16), generator=torch.Generator().manual_seed(0))
     trainer = lightning.Trainer(
-        strategy=ModelParallelStrategy(),
+        # Lightning's own default is 1 for each machine, which shards nothing: each process has the whole model.
+        strategy=ModelParallelStrategy(
+            data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1
+        ),
         accelerator="auto",
         devices="auto" if torch.cuda.is_available() else int(os.environ["WORLD_SIZE"]),
         max_steps=2,

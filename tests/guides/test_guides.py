@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardkit
@@ -48,6 +49,10 @@ def test_a_guide_prints_what_it_says(
     with console.prepared(page, tmp_path):
         for command, said, printed in console.differences(page, tmp_path):
             assert printed == said, f"{command}\npython -m tests.guides.console"
+    if page.stem == "lightning-to-hub":
+        state = FileSystemReader(tmp_path / "last.ckpt").read_metadata().state_dict_metadata
+        tensors = {name: len(value.chunks) for name, value in state.items() if "state_dict.net." in name}
+        assert set(tensors.values()) == {2}, "each process had the whole model"
 
 
 def test_each_script_belongs_to_a_guide_and_each_guide_is_listed() -> None:
