@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -138,13 +139,13 @@ class Stop(transformers.TrainerCallback):
 
 @needs("accelerate")
 @two.test_apart
-def test_a_trainer_of_transformers_starts_from_it(out: Path) -> None:
+def test_a_trainer_of_transformers_starts_from_it_and_saves(out: Path) -> None:
     from tests.distributed.trainers.accelerate_cases import allow_cpu
 
     model, rows = start_model(), [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
     allow_cpu()
     arguments = transformers.TrainingArguments(
-        output_dir=str(out / f"trainer-{dist.get_rank()}"),
+        output_dir=str(out / "trainer"),
         use_cpu=True,
         accelerator_config={"use_configured_state": True},
         fsdp=True,
@@ -155,14 +156,22 @@ def test_a_trainer_of_transformers_starts_from_it(out: Path) -> None:
         },
         per_device_train_batch_size=2,
         max_steps=1,
-        save_strategy="no",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        metric_for_best_model="loss",
         report_to="none",
         disable_tqdm=True,
     )
     watch = Stop(out)
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[watch])
+    callbacks = [watch, transformers.EarlyStoppingCallback(early_stopping_patience=7)]
+    trainer = transformers.Trainer(
+        model=model, args=arguments, train_dataset=rows, eval_dataset=rows, callbacks=callbacks
+    )
     trainer.train(resume_from_checkpoint=str(out / "accelerate"))
     assert watch.seen == [0, 1]
+    state = json.loads((out / "trainer" / "checkpoint-1" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["EarlyStoppingCallback"]["args"]["early_stopping_patience"] == 7
 
 
 def lightning_strategy(kind: str, *, fabric: bool = False) -> Any:

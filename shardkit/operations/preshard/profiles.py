@@ -114,10 +114,12 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 # Without this file the Trainer does not start. It says that nothing was trained yet, and has the Trainer's defaults:
-# on resuming, the Trainer takes intervals from here, and the batch size with auto_find_batch_size.
+# on resuming, the Trainer takes intervals from here, and the batch size with auto_find_batch_size. Its saves fail unless
+# each object whose state it exports is named here.
 _TRAINER_STATE = {
     **{"epoch": 0.0, "global_step": 0, "train_batch_size": 8},
     **{"logging_steps": 500, "eval_steps": 500, "save_steps": 500},
+    "stateful_callbacks": {"TrainerControl": {}, "EarlyStoppingCallback": None},
 }
 
 # What a Trainer looks for on loading, without loops, callbacks and optimizers: nothing was trained yet.
