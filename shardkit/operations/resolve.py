@@ -582,6 +582,9 @@ class _Search:
     def _look(self, path: str, depth: int) -> ResolvedCheckpoint | None:
         """Return the checkpoint at a path, or else the newest below it."""
         recognised, step = recognise(path), _step_at(path)
+        adapter = adapter_file(path) if recognised is None else None
+        if adapter is not None:
+            path, recognised = adapter, recognise(adapter)
         if recognised is not None:
             reason = self._damage(path)
             if reason is None:
@@ -683,12 +686,12 @@ class _Search:
 
     def _is_export(self, directory: str, name: str, names: list[str]) -> bool:
         """True for what consolidate wrote beside a checkpoint: it has no optimizer and is no newer than that."""
-        stem = EXPORT_ENDINGS.sub("", name)
+        stem, path = EXPORT_ENDINGS.sub("", name), os.path.join(directory, name)
         return (
             stem != name
             and any(other == stem or other.startswith(f"{stem}.") for other in names)
-            and recognise(os.path.join(directory, name)) is not None
-            and not _is_sharded(os.path.join(directory, name))
+            and (adapter_file(path) or recognise(path)) is not None
+            and not _is_sharded(path)
         )
 
     def _holds_training_states(self) -> bool:

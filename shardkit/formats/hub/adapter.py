@@ -35,10 +35,11 @@ def is_adapter_file(path: str) -> bool:
 
 
 def is_adapter(names: Collection[str]) -> bool:
-    """True for the names in a directory that holds an adapter, and no model beside it."""
-    return {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(names) and not any(
-        name.startswith("model") for name in names
-    )
+    """True for the names in a directory that holds an adapter, and no model beside it.
+
+    `consolidate` writes one without its settings where they are not known.
+    """
+    return ADAPTER_WEIGHTS in names and not any(name.startswith("model") for name in names)
 
 
 def adapted_model(directory: str) -> str | None:

@@ -59,6 +59,32 @@ def state() -> dict[str, torch.Tensor]:
     return wrapped()
 
 
+def test_the_newest_adapter_of_a_run_is_taken(tmp_path: Path, state: dict[str, torch.Tensor]) -> None:
+    for step in (10, 20):
+        checkpoint = tmp_path / "run" / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        save_file(
+            {name: value * step for name, value in adapter(state).items()},
+            checkpoint / "adapter_model.safetensors",
+        )
+        (checkpoint / "adapter_config.json").write_text(json.dumps(SETTINGS))
+    result = shardkit.consolidate(tmp_path / "run")
+    assert (Path(result.output).name, result.warnings) == ("checkpoint-20-hf", ())
+    assert_bit_equal(load(result.output), {name: value * 20 for name, value in adapter(state).items()})
+    shardkit.consolidate(checkpoint, tmp_path / "run" / "checkpoint-20-hf")
+    assert shardkit.resolve_checkpoint(tmp_path / "run").warnings == (), "the output is no newer checkpoint"
+
+
+def test_an_adapter_without_settings_is_whole(tmp_path: Path, state: dict[str, torch.Tensor]) -> None:
+    save({"model": adapter(state)}, tmp_path / "run")
+    result = shardkit.consolidate(tmp_path / "run", tmp_path / "out", manifest=True)
+    assert "adapter_config.json" in result.warnings[0]
+    assert not shardkit.verify(result.output).problems
+    weights_file = tmp_path / "out" / "adapter_model.safetensors"
+    weights_file.write_bytes(weights_file.read_bytes()[:-1] + b"\x55")
+    assert shardkit.verify(result.output, full=True).problems
+
+
 @pytest.fixture
 def settings(tmp_path: Path) -> Path:
     (tmp_path / "adapter_config.json").write_text(json.dumps(SETTINGS))
