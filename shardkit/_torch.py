@@ -200,6 +200,16 @@ def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
     return frozenset(module._non_persistent_buffers_set)
 
 
+def forget_flat_weights(modules: Iterable[nn.Module]) -> None:
+    """Drop the weak references that LSTM, GRU and RNN have to their parameters: torch swaps no tensor that has one.
+
+    They serve to notice a parameter that was replaced. Moving a module (`to`) makes them anew.
+    """
+    for module in modules:
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = [None] * len(module._flat_weight_refs)
+
+
 @_known
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if one tensor is another view of the other's memory; also on meta, where there is none."""

@@ -147,6 +147,25 @@ def test_a_part_of_the_sources_model_is_filled_as_from_pretrained_does(
         prepare(lambda: nn.ModuleDict(dict(build().named_children())), str(tmp_path))
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.LSTM(3, 4, 2), nn.GRU(3, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x)[0] for part in self.parts])
+
+
+def test_recurrent_modules_get_memory(tmp_path: Path) -> None:
+    """They refer to their parameters weakly, and torch swaps no such tensor."""
+    whole = Recurrent()
+    save_file(whole.state_dict(), tmp_path / "model.safetensors")
+    ctx = prepare(Recurrent, str(tmp_path))
+    filled = shardkit.finalize(ctx.model, ctx)
+    x = torch.randn(5, 2, 3)
+    assert torch.equal(filled(x), whole(x))
+
+
 def test_the_vocabulary_follows_the_tokenizer(hub: str) -> None:
     both = {"model.embed_tokens.weight": 101, "lm_head.weight": 101}
     for options, rows in (

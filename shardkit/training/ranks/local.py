@@ -17,7 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import Fsdp1Unit, FSDPShard, fsdp1_unit, fsdp_shards, non_persistent_buffers
+from shardkit._torch import (
+    Fsdp1Unit,
+    FSDPShard,
+    forget_flat_weights,
+    fsdp1_unit,
+    fsdp_shards,
+    non_persistent_buffers,
+)
 from shardkit.core.placements import HeldRegion, cuts, held
 from shardkit.core.regions import Region, full_region, intersect, relative_to, window
 from shardkit.core.text import count, escape
@@ -381,6 +388,7 @@ def materialise(model: nn.Module, device: torch.device | None = None) -> None:
         LayoutError: a parameter cannot be given memory because something else holds on to its old self.
     """
     managed = {id(shard.param): shard for shard in fsdp_shards(model)}
+    forget_flat_weights(model.modules())
     allocate(
         (
             (names[0], whole, device or _device_of(whole), managed.get(id(whole)))
