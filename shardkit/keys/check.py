@@ -134,7 +134,7 @@ def _example(names: list[str]) -> str:
 
 
 # The outermost list of blocks in a name. Other lists (Sequentials, stages, experts) may rightly have holes.
-_BLOCK = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*?(?:layers|layer|h|blocks|block))\.(\d+)\.(.+)$", re.ASCII)
+_BLOCK = re.compile(r"^((?:(?!\d+\.)[^.]+\.)*?(?:layers|layer|h|blocks|block))\.(\d+)\.(.+)$", re.ASCII)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _FORETELLING = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
