@@ -347,7 +347,8 @@ def _without_modules(located: Located, base: Collection[str] | None) -> int:
     """Remove `module` from the middle of names where it is a wrapper; return from how many names.
 
     It is a wrapper if the base has the name without it, or if every entry of a numbered list holds a `module`
-    and nothing else: the list was wrapped layer by layer.
+    and nothing else: the list was wrapped layer by layer. A list of which some entries do so shows that it is the
+    model's own word (LeViT), in all lists.
     """
     paths = located.names.values()
     deep = [path for path in paths if MODULE in path[:-1]]
@@ -364,7 +365,7 @@ def _without_modules(located: Located, base: Collection[str] | None) -> int:
     lists = {parent[:-1] for parent in wrapped if parent and is_number(parent[-1])}
     numbered = {path[: len(stem) + 1] for path in paths for stem in lists if path[: len(stem)] == stem}
     broken = {item[:-1] for item in numbered if item not in wrapped}
-    layers = {parent for parent in wrapped if parent and is_number(parent[-1]) and parent[:-1] not in broken}
+    layers = {parent for parent in wrapped if parent and is_number(parent[-1]) and not broken}
     num_names = 0
     for stored, path in located.names.items():
         without = tuple(

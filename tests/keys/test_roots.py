@@ -405,6 +405,12 @@ class TestModule:
         names = [*LLAMA, *(f"model.layers.{n}.adapter.module.weight" for n in range(3))]
         assert set(select_model(entries(names)).names.values()) == set(names)
 
+    def test_as_a_models_own_word(self) -> None:
+        """LeViT: the last stage has nothing but such layers, all others end with one of another kind."""
+        names = [f"stages.{stage}.layers.{n}.module.weight" for stage in range(2) for n in range(2)]
+        names.append("stages.0.layers.2.attention.weight")
+        assert set(select_model(entries(names)).names.values()) == set(names)
+
     def test_where_the_base_says_so(self) -> None:
         stored = [name.replace("mlp.", "mlp.module.") for name in LLAMA]
         assert set(select_model(entries(stored), base_names=LLAMA).names.values()) == set(LLAMA)
