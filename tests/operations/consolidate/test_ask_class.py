@@ -154,6 +154,25 @@ def test_names_that_a_class_has_in_memory_and_in_its_files_are_the_hubs(
         assert any("may not be the Hub's" in warning for warning in said)
 
 
+def test_names_that_the_class_finds_are_no_warning(tmp_path: Path, fast_trace: None) -> None:
+    """Renamed prefixes alone are ambiguous: query, key and value have one shape."""
+    sizes = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "image_size": 16,
+        "patch_size": 4,
+    }
+    model = transformers.Dinov2WithRegistersModel(transformers.Dinov2WithRegistersConfig(**sizes))
+    model.save_pretrained(tmp_path / "base")
+    assert load_file(tmp_path / "base/model.safetensors").keys() != model.state_dict().keys()
+    run = save(model.state_dict(), tmp_path / "run")
+    result = shardkit.consolidate(run, tmp_path / "out", base=tmp_path / "base", strict=True)
+    assert not result.warnings
+    files = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("base", "out")]
+    assert files[0] == files[1]
+
+
 def test_what_preshard_left_out_is_named_again(tmp_path: Path, fast_trace: None) -> None:
     """And the names below `model.language_model.` are the Hub's: the manifest has them."""
     base = tmp_path / "base"
