@@ -404,7 +404,8 @@ def _name_model(
     for side, other in ((first, second), (second, first), (first, second)):
         base = answers.get(other)
         if not isinstance(answers.get(side), SideNames):
-            answers[side] = _select(opened[side], base.names if isinstance(base, SideNames) else None)
+            shapes = _shapes(opened[other].catalog, base.names) if isinstance(base, SideNames) else None
+            answers[side] = _select(opened[side], shapes)
     for side, other in ((0, 1), (1, 0)):
         answers[side] = _as_on_hub(opened[side], answers[side], answers[other])
     named = dict[int, SideNames]()
@@ -422,14 +423,14 @@ def _name_model(
     return (named[0], named[1]), notes
 
 
-def _select(checkpoint: Checkpoint, base: Names | None) -> SideNames | str:
+def _select(checkpoint: Checkpoint, base: Mapping[str, Shape] | None) -> SideNames | str:
     """Return the names of a checkpoint's model, or the reason why they cannot be told."""
     catalog = checkpoint.catalog
     if not catalog.tensors:
         return SideNames({}, {})
     try:
         selection = select_model(
-            catalog.tensors, catalog.objects, catalog.paths, checkpoint.roots, base_names=base
+            catalog.tensors, catalog.objects, catalog.paths, checkpoint.roots, base_shapes=base
         )
     except SourceError as error:
         return error.message

@@ -678,6 +678,20 @@ def test_experts_that_lie_turned_in_the_files_are_compared(tmp_path: Path, fast_
         assert verify(tmp_path / profile, against=source).ok
 
 
+def test_the_state_dict_of_a_tied_vision_model_is_no_difference(tmp_path: Path) -> None:
+    """Below `model.` in memory, its towers have the names of the Hub, and the language model has not."""
+    make_hub(ZOO["llava+tied"], tmp_path / "hub")
+    state = from_pretrained(ZOO["llava+tied"], tmp_path / "hub").state_dict()
+    save(state, tmp_path / "run")
+    assert diff(tmp_path / "run", tmp_path / "hub").is_equal
+    assert diff(tmp_path / "hub", tmp_path / "run").is_equal
+    assert verify(tmp_path / "run", against=tmp_path / "hub").ok
+    changed = "model.language_model.layers.1.mlp.up_proj.weight"
+    save({**state, changed: state[changed] + 1}, tmp_path / "changed")
+    found = diff(tmp_path / "changed", tmp_path / "hub")
+    assert [each.status for each in found.differences] == ["values"]
+
+
 @pytest.mark.parametrize("name", ["diffusion_gemma", "t5gemma2"])
 def test_what_the_class_alone_ties_is_no_difference(name: str, tmp_path: Path) -> None:
     """Stock `dcp.save` wrote every copy, the Hub has one of each: verify said that the others are problems."""
