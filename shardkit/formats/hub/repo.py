@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shardkit.core.text import escape, in_shell
+from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError, causes
 from shardkit.files import storage
 from shardkit.files.remote.hub import (
@@ -474,7 +474,7 @@ def push(
     """
     from huggingface_hub import HfApi
 
-    api, kept = HfApi(), list[str]()
+    api = HfApi()
     try:
         url = str(api.create_repo(repo_id, private=private or None, exist_ok=True))
         if branch is not None:
@@ -490,19 +490,17 @@ def push(
             delete_patterns=[*_REPLACED, *_QUANTISED_CONFIGS],  # removes those that are not uploaded anew
         )
     except Exception as error:  # also whatever the HTTP client and the Xet client raise
-        raise _refused(error, directory, repo_id, kept) from error
+        raise _refused(error, directory, repo_id) from error
     removed = there.intersection(_QUANTISED_CONFIGS).difference(storage.listdir(directory))
     return Pushed(url if branch is None else f"{url}/tree/{branch}", tuple(kept), tuple(sorted(removed)))
 
 
-def _refused(error: Exception, directory: str, repo_id: str, kept: Iterable[str]) -> ResourceError:
+def _refused(error: Exception, directory: str, repo_id: str) -> ResourceError:
     status = status_of(error)
     first = (str(error).strip().splitlines() or [""])[0]
     reason = f"{f'HTTP {status}' if status else type(error).__name__}: {escape(first)}"
     login = "check HF_TOKEN or log in with `hf auth login`, then " if status in (401, 403) else ""
-    but = "".join(f" --exclude {in_shell(name)}" for name in kept)
     return ResourceError(
         f"{escape(repo_id)}: the model cannot be uploaded: {reason}",
-        hint=f"it is complete in {escape(directory)}: {login}"
-        f"run `hf upload {escape(repo_id)} {in_shell(directory)}{but}`",
+        hint=f"it is complete in {escape(directory)}: {login}run the same command again to upload it",
     )

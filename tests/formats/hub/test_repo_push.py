@@ -108,6 +108,8 @@ if request.pop("stopped", False):
     repo.push = lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt)
 if request.pop("is_pool", False):
     request |= {"executor": ThreadPoolExecutor(2), "num_parts": 2}
+if request.pop("refused", False):
+    repo.push = lambda *args, **options: (_ for _ in ()).throw(shardkit.ResourceError("refused"))
 name, steps = request.pop("call", "consolidate"), []
 if name == "consolidate":
     request["on_step"] = steps.append
@@ -238,7 +240,10 @@ def test_a_refusal_leaves_the_model_and_says_how_to_go_on(server, checkpoint, co
     error = consolidate(push_to_hub="me/refused")
     assert (error["error"], error["exit_code"]) == ("ResourceError", 5)
     assert "HTTP 403" in error["message"]
-    assert f"hf upload me/refused {tmp_path / 'c-hf'}" in error["hint"]
+    assert error["hint"] == (
+        f"it is complete in {tmp_path / 'c-hf'}: check HF_TOKEN or log in with `hf auth login`, then run the same command "
+        "again to upload it"
+    )
     assert open_model(str(tmp_path / "c-hf")).catalog.tensors.keys() == weights().keys()
 
 
@@ -257,8 +262,9 @@ def test_ctrl_c_while_it_uploads_says_what_is_there(server, checkpoint, consolid
     assert server.repo["main"] == {path.name: path.read_bytes() for path in (tmp_path / "c-hf").iterdir()}
 
 
+@pytest.mark.parametrize("how", ["dies", "refused"])
 @pytest.mark.parametrize("way", ["one process", "parts", "commit", "pool"])
-def test_a_process_that_died_before_it_had_uploaded(way, server, checkpoint, consolidate, tmp_path):
+def test_a_process_that_ended_before_it_had_uploaded(way, how, server, checkpoint, consolidate, tmp_path):
     """The same command does that, and so does what makes outputs of parts; a part that comes late leaves it alone."""
     out = tmp_path / "out"
     request = {"base": str(tmp_path / "base"), "push_to_hub": "me/model", "max_shard_size": 4000}
@@ -266,7 +272,8 @@ def test_a_process_that_died_before_it_had_uploaded(way, server, checkpoint, con
     if way in ("parts", "commit"):
         consolidate(part="1/2", **request)
         request["part"] = "2/2"
-    assert consolidate(dies=True, **request) is None
+    ended = consolidate(**{how: True}, **request)
+    assert (ended and ended["message"]) == (None if how == "dies" else "refused")
     assert out.exists()
     assert server.repo["main"] == {}
     written = {path.name: path.read_bytes() for path in out.iterdir()}
