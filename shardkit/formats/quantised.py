@@ -31,7 +31,7 @@ _SCALES = (*_PACKED, ".weight_scale_inv", ".weight_scale", "_proj_blocks", "_pro
 _NARROW = frozenset("int8 uint8 uint16 uint32 float4_e2m1fn_x2".split())
 _ADDED_ELSEWHERE = (*ADDED, "_scales", "_scale_2", "_weight_scale")
 _LAST_ELSEWHERE = ("scale", "scales", "weight_scale", "weight_scales", "_scale", "_weight_scale")
-_OF_NUMBERS = ("weight", "codes", "_data", "qdata")
+_OF_NUMBERS = ("weight", "codes", "_data", "qdata", "W_q")
 # At the attention (compressed-tensors, AutoFP8) or at k_proj and v_proj (ModelOpt), whose weights may be plain.
 _OF_CACHE = ("q_scale", "k_scale", "v_scale", "kv_scale")
 

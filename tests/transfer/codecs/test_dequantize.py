@@ -323,6 +323,7 @@ def held(**tensors: tuple[str, int]) -> dict[str, Any]:
         held(a__codes=("int8", 3), a__codebooks=("float16", 4), a__scales=("float16", 4)),  # AQLM
         held(a__weight___data=("int8", 2), a__weight___scale=("bfloat16", 2)),  # quanto
         held(a___weight_qdata=("int8", 2), a___weight_scale=("bfloat16", 2)),  # torchao
+        held(a__W_q=("uint8", 2), a__scale=("float16", 2), a__zero=("float16", 2)),  # HQQ
         held(a__gate_up_proj=("uint8", 3), a__gate_up_proj_weight_scale=("float8_e4m3fn", 3)),
     ],
     ids=list,
