@@ -87,9 +87,9 @@ _ALWAYS_TIED = frozenset("longt5 mt5 t5 udop umt5 vilt".split())
 _TIE_OTHER_NAMES = frozenset({"luke", "pop2piano"})
 # Types whose classes tie no output, whatever their config says.
 _NEVER_TIED = frozenset(
-    "audioflamingo3 bailing_hybrid blt_patcher cosmos3_edge esmc inkling2 inkling2_text inkling_mm_model inkling_text"
-    " kimi_linear mllama mllama_text_model molmo2 moshi muse_spark musicflamingo nemotron3_5_transcribe nemotron_h"
-    " pp_formulanet qwen2_audio rembert vibevoice_asr voxtral xlstm".split()
+    "audioflamingo3 bailing_hybrid blt_patcher cosmos3_edge esmc glm_image inkling2 inkling2_text inkling_mm_model"
+    " inkling_text kimi_linear mllama mllama_text_model molmo2 moshi muse_spark musicflamingo nemotron3_5_transcribe"
+    " nemotron_h pp_formulanet qwen2_audio rembert vibevoice_asr voxtral xlstm".split()
 )
 # Types that tie where their own config or that of their text part says so.
 _TEXT_MAY_TIE = frozenset(
