@@ -80,6 +80,11 @@ class Base:
     notes: tuple[str, ...] = ()
     """What a person should be told."""
 
+    @property
+    def download(self) -> str:
+        """The command that brings the weights of a repo here, of the commit that was compared."""
+        return f"hf download {in_shell(self.label)} --revision {os.path.basename(self.directory)}"
+
 
 def holds_equal(base: Base, one: str, other: str) -> bool:
     """True if a base on this machine stores the same bytes under two names.

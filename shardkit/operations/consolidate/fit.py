@@ -275,7 +275,7 @@ def _hint(
     assert base is not None
     options = " ".join(f"--fill-from-base {in_shell(glob)}" for glob in globs)
     if base.catalog is None:
-        return f"{options} takes them from a base on this machine: `hf download {in_shell(base.label)}` brings it here"
+        return f"{options} takes them from a base on this machine: `{base.download}` brings it here"
     command = f"shardkit consolidate {in_shell(checkpoint)} --base {in_shell(base.label)} {options}"
     return f"if they were not trained, take them from the base as they are: `{command}`"
 

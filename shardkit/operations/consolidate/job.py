@@ -17,7 +17,7 @@ from typing import Any
 
 from shardkit.core.catalog import Catalog, carry
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape, in_shell, listed
+from shardkit.core.text import count, escape, listed
 from shardkit.core.threads import OnStep
 from shardkit.errors import LayoutError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest
@@ -911,7 +911,7 @@ def _check_filled_from(base: Base | None) -> None:
     if base.catalog is None:
         raise UsageError(
             f"--fill-from-base copies bytes of the base, and the weights of {escape(base.label)} are not on this machine",
-            hint=f"`hf download {in_shell(base.label)}` brings them here and prints the directory to give as --base",
+            hint=f"`{base.download}` brings them here and prints the directory to give as --base",
         )
 
 

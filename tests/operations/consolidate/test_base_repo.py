@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from tests.formats.hub.test_repo import REPOS, fetch, hub
+from tests.formats.hub.test_repo import COMMIT, REPOS, fetch, hub
 from tests.operations.consolidate.checkpoints import CONFIG, HEAD, assert_bit_equal, load, weights
 from tests.operations.consolidate.checkpoints import save as save_checkpoint
 
@@ -99,7 +99,7 @@ def test_modules_of_their_own_are_fetched(
     pairs = [("org/sentence", str(checkpoint)), ("org/sentence", str(headless))]
     given, part = fetch(tmp_path / "cache", *pairs, script=SCRIPT)
     needed = "--fill-from-base 'lm_head.*' takes them from a base on this machine"
-    assert part["hint"] == f"{needed}: `hf download org/sentence` brings it here"
+    assert part["hint"] == f"{needed}: `hf download org/sentence --revision {COMMIT}` brings it here"
     name = "1_Dense/model.safetensors"
     assert {name, "1_Dense/config.json", "modules.json"} <= set(given["assets"])
     assert (Path(given["output"]) / name).read_bytes() == repos["org/sentence"][name]
