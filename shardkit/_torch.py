@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -200,14 +202,22 @@ def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
     return frozenset(module._non_persistent_buffers_set)
 
 
-def forget_flat_weights(modules: Iterable[nn.Module]) -> None:
-    """Drop the weak references that LSTM, GRU and RNN have to their parameters: torch swaps no tensor that has one.
+@contextmanager
+@_known
+def swappable(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let parameters of LSTM, GRU and RNN be swapped: these refer to them weakly, and torch swaps no such tensor.
 
-    They serve to notice a parameter that was replaced. Moving a module (`to`) makes them anew.
+    By these references they notice a parameter that was replaced (`torch.func.functional_call`): they get them back.
     """
-    for module in modules:
-        if isinstance(module, nn.RNNBase):
-            module._flat_weight_refs = [None] * len(module._flat_weight_refs)
+    recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = [None] * len(module._flat_weights)
+    try:
+        yield
+    finally:
+        for module in recurrent:
+            weights = module._flat_weights
+            module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
 
 
 @_known

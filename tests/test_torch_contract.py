@@ -218,16 +218,19 @@ def test_parameters_of_an_lstm_can_be_swapped() -> None:
     import torch
     from torch import nn
 
-    from shardkit._torch import forget_flat_weights
+    from shardkit._torch import swappable
 
     module, whole = nn.LSTM(3, 2, device="meta"), nn.LSTM(3, 2)
     with pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(module.weight_ih_l0, nn.Parameter(torch.ones(8, 3)))
-    forget_flat_weights([nn.Linear(2, 2), module])
-    for name, parameter in module.named_parameters():
-        torch.utils.swap_tensors(parameter, nn.Parameter(whole.get_parameter(name).detach().clone()))
+    with swappable([nn.Linear(2, 2), module]):
+        for name, parameter in module.named_parameters():
+            torch.utils.swap_tensors(parameter, nn.Parameter(whole.get_parameter(name).detach().clone()))
     values = torch.randn(4, 1, 3)
     assert torch.equal(module(values)[0], whole(values)[0])
+    others = {name: parameter.detach() + 1 for name, parameter in whole.named_parameters()}
+    replaced = [torch.func.functional_call(each, others, (values,))[0] for each in (module, whole)]
+    assert torch.equal(*replaced)
     assert torch.equal(module.double()(values.double())[0], whole.double()(values.double())[0])
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardkit._torch import forget_flat_weights
+from shardkit._torch import swappable
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
 from shardkit.training.fill.reading import Filled
@@ -131,8 +131,8 @@ class UnitFiller:
             self._has_begun = True
         with agreed("looking at an FSDP1 unit"):
             shards = self._shards(list(_unit(module)))
-            forget_flat_weights(_unit(module))
-            allocate((shard.fqn, shard.whole, self._device, None) for shard in shards)
+            with swappable(_unit(module)):
+                allocate((shard.fqn, shard.whole, self._device, None) for shard in shards)
         self._fill(shards)
         self._left.difference_update(name for shard in shards for name in shard.names)
         if not self._left:

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import (
     Fsdp1Unit,
     FSDPShard,
-    forget_flat_weights,
     fsdp1_unit,
     fsdp_shards,
     non_persistent_buffers,
+    swappable,
 )
 from shardkit.core.placements import HeldRegion, cuts, held
 from shardkit.core.regions import Region, full_region, intersect, relative_to, window
@@ -388,13 +388,11 @@ def materialise(model: nn.Module, device: torch.device | None = None) -> None:
         LayoutError: a parameter cannot be given memory because something else holds on to its old self.
     """
     managed = {id(shard.param): shard for shard in fsdp_shards(model)}
-    forget_flat_weights(model.modules())
-    allocate(
-        (
+    with swappable(model.modules()):
+        allocate(
             (names[0], whole, device or _device_of(whole), managed.get(id(whole)))
             for names, whole, _ in distinct(model)
         )
-    )
 
 
 def allocate(wanted: Iterable[tuple[str, torch.Tensor, torch.device, FSDPShard | None]]) -> None:
