@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -156,6 +157,26 @@ def test_what_a_person_put_into_an_output_is_named_and_stays(
     for name in named:
         shutil.rmtree(out / name) if name.endswith("/") else (out / name).unlink()
     write(verb, tmp_path, out, **options)
+
+
+def test_with_another_config_or_tokenizer_an_output_is_another(trainers: Path, tmp_path: Path) -> None:
+    """The weights are the same, so their sources do not tell; nor may parts be put together."""
+    base, out, parts = (
+        hub(tmp_path / "hub", weights(), CONFIG, tokenizer__json="{}"),
+        tmp_path / "out",
+        "parts",
+    )
+    for name, text in (("tokenizer.json", '{"a": 1}'), ("config.json", json.dumps({**CONFIG, "eps": 1}))):
+        write("consolidate", tmp_path, out, overwrite=True)
+        write("consolidate", tmp_path, out)
+        write("consolidate", tmp_path, tmp_path / parts, part="1/2", max_shard_size="20KB")
+        (base / name).write_text(text)
+        with pytest.raises(UsageError) as caught:
+            write("consolidate", tmp_path, out)
+        assert caught.value.problems == (f"{name}: other content",)
+        with pytest.raises(UsageError, match="parts of another plan"):
+            write("consolidate", tmp_path, tmp_path / parts, part="2/2", max_shard_size="20KB")
+        parts = "other"
 
 
 def test_of_a_model_of_another_base_the_licence_is_named(trainers: Path, tmp_path: Path) -> None:

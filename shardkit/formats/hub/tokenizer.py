@@ -14,7 +14,6 @@ from typing import Any
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
-from shardkit.files.digest import crc32
 from shardkit.files.strict_json import parse_integer, read_small
 from shardkit.formats.hub.assets import is_tokenizer_file, list_assets, refuse_pointers
 
@@ -32,14 +31,6 @@ class Tokenizer:
     """Name -> path."""
     tokens: int | None
     """The rows that it needs: one more than its highest id. None if its files are of a kind that is not read here."""
-
-    @property
-    def content(self) -> list[tuple[str, int]]:
-        """What tells it from another: name and CRC-32 of each file."""
-        return [
-            (name, int(crc32(read_small(path, name, _MAX_BYTES))))
-            for name, path in sorted(self.files.items())
-        ]
 
 
 def open_tokenizer(directory: str) -> Tokenizer:

@@ -21,6 +21,7 @@ from shardkit.core.text import count, escape, listed
 from shardkit.core.threads import OnStep
 from shardkit.errors import LayoutError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest
+from shardkit.files.digest import crc32
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.assets import CONFIG, refuse_pointers
 from shardkit.formats.hub.base import (
@@ -114,6 +115,8 @@ class ConsolidateJob:
     plan: TransferPlan
     assets: tuple[Asset, ...]
     """What lies beside the weights."""
+    contents: tuple[tuple[str, int], ...]
+    """Name and CRC-32 of each of them: with another config or tokenizer it is another output."""
     modules: tuple[TrainedModule, ...]
     """Weights of modules that lie beside the model's, and are the checkpoint's."""
     notes: tuple[str, ...]
@@ -134,8 +137,7 @@ class ConsolidateJob:
     @property
     def decided(self) -> dict[str, object]:
         """See `operations.write.Job`."""
-        tokenizer = self.options.new_tokenizer
-        return {"description": self.describe(), "tokenizer": tokenizer and tokenizer.content}
+        return {"description": self.describe(), "assets": self.contents}
 
     @property
     def beside(self) -> tuple[str, ...]:
@@ -217,16 +219,17 @@ def build_job(
     written = take_factors(tensors, chosen.catalog, checkpoint.folded, keep=options.keep_factors)
     output = _images(written.tensors, base, options, chosen.kind)
     check_tokenizer(options.new_tokenizer, base, {tensor.fqn: tensor.shape for tensor in written.tensors})
-    assets, changed = _assets(chosen, base, named.ties, written.tensors, options.new_tokenizer)
+    found, changed = _assets(chosen, base, named.ties, written.tensors, options.new_tokenizer)
     modules, untaken = trained_modules(
         checkpoint,
         base,
-        [asset.name for asset in assets],
+        [asset.name for asset in found],
         selection.root,
         checkpoint.catalog.tensors.keys() - selection.names.keys(),
         dtype=options.dtype,
         takes=options.naming.weights == "model" and not options.naming.chooses_names,
     )
+    assets = tuple(asset for asset in found if asset.name not in [module.file for module in modules])
     catalog = _opened(written, _images_of(output, share), as_read=share is not None and not options.dry_run)
     unloadable: tuple[str, ...] = ()
     if chosen.kind != "adapter":
@@ -244,7 +247,8 @@ def build_job(
         tensors=written.tensors,
         output=output,
         plan=build_plan(output, catalog),
-        assets=tuple(asset for asset in assets if asset.name not in [module.file for module in modules]),
+        assets=assets,
+        contents=tuple((asset.name, int(crc32(asset.read()))) for asset in assets),
         modules=tuple(modules),
         notes=(
             *checkpoint.notes,
