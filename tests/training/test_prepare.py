@@ -123,6 +123,14 @@ def test_a_new_head_comes_with_a_blueprint(hub: str) -> None:
     assert (fqn, tuple(value.shape)) == ("score.weight", (3, 24))
 
 
+def test_an_adapter_beside_the_weights_is_named(hub: str, tmp_path: Path) -> None:
+    """`from_pretrained` adds it to the model."""
+    shutil.copytree(hub, tmp_path / "both")
+    save_file({"a": torch.ones(1)}, tmp_path / "both" / "adapter_model.safetensors")
+    notes = shardkit.prepare(tmp_path / "both", tmp_path / "both").notes
+    assert notes == ("left out: adapter_model.safetensors: an adapter, which is not merged into the weights",)
+
+
 @pytest.mark.parametrize(
     ("whole", "part"), [("clip", "CLIPVisionModel"), ("clip", "CLIPTextModel"), ("resnet", "ResNetModel")]
 )

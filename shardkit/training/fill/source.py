@@ -24,6 +24,7 @@ from shardkit.errors import LayoutError
 from shardkit.files import manifest, storage
 from shardkit.formats.contract import Checkpoint, OpenedHubModel, inner
 from shardkit.formats.dequantize import take_plain, why_scaled
+from shardkit.formats.hub.adapter import is_adapter_file
 from shardkit.formats.hub.base import SAVED_ASSETS, recorded_names, recorded_rules, saved_derived
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.quantised import why_quantised, why_scales
@@ -432,7 +433,11 @@ def _of_hub(model: OpenedHubModel) -> _StoredModel:
         config=model.config,
         quantised=why_quantised({}, model.config),
         assets=(model.directory,),
-        notes=model.catalog.notes,
+        # Unlike `from_pretrained`, which adds an adapter that lies beside a model's weights.
+        notes=(
+            *model.catalog.notes,
+            *(f"left out: {escape(name)}: {what}" for name, what in model.beside if is_adapter_file(name)),
+        ),
     )
 
 
