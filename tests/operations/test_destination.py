@@ -179,6 +179,21 @@ def test_with_another_config_or_tokenizer_an_output_is_another(trainers: Path, t
         parts = "other"
 
 
+def test_with_another_file_beside_the_shards_a_resharded_checkpoint_is_another(
+    trainers: Path, tmp_path: Path
+) -> None:
+    write("reshard", tmp_path, out := tmp_path / "out")
+    write("reshard", tmp_path, tmp_path / "parts", part="1/2")
+    (trainers / "trainer_state.json").touch()
+    assert shardkit.reshard(trainers, out, world_size=2).was_there  # the bytes are the same
+    (trainers / "trainer_state.json").write_text('{"epoch": 1}')
+    with pytest.raises(UsageError) as caught:
+        write("reshard", tmp_path, out)
+    assert "trainer_state.json: other content" in caught.value.problems
+    with pytest.raises(UsageError, match="parts of another plan"):
+        write("reshard", tmp_path, tmp_path / "parts", part="2/2")
+
+
 def test_of_a_model_of_another_base_the_licence_is_named(trainers: Path, tmp_path: Path) -> None:
     """Nothing says that it is not a person's."""
     for name in ("hub", "other"):

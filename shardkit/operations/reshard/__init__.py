@@ -12,7 +12,6 @@ from typing import Any
 
 from shardkit.core.keywords import keywords_of
 from shardkit.files import manifest, storage, stores
-from shardkit.files.home import home_of
 from shardkit.files.links import may_follow_links
 from shardkit.files.location import location_of
 from shardkit.formats.recorded import SourceManifests
@@ -28,13 +27,10 @@ from shardkit.operations.uploading.place import check_one_folder
 from shardkit.operations.write import Writer, Writing
 
 
-def copy_files(
-    source: str, parts: Parts, manifests: SourceManifests, output: OutputFiles
-) -> list[manifest.ListedFile]:
+def copy_files(parts: Parts, manifests: SourceManifests, output: OutputFiles) -> list[manifest.ListedFile]:
     """Copy the files and the empty directories that lie beside the folders.
 
     Args:
-        source: the checkpoint that they are copied from.
         parts: what is being written.
         manifests: of the source; copies are compared with them.
         output: where they go.
@@ -46,7 +42,7 @@ def copy_files(
         storage.make_folders(output.directory, name)
     copied = list[manifest.ListedFile]()
     for file in parts.files:
-        path = parts.places.get(file.name, os.path.join(source, file.name))
+        path = parts.places[file.name]
         copied.append(output.copy(file, path, is_recorded=manifests.crc_of(path) is not None))
     manifests.check_copies(output.copies)
     return copied
@@ -145,7 +141,7 @@ def reshard(options: ReshardOptions) -> ReshardResult:
             describe=partial(
                 FolderDescriptions,
                 job.folders,
-                partial(copy_files, home_of(resolved.path), parts, manifests),
+                partial(copy_files, parts, manifests),
                 sha256=options.sha256,
             ),
             needed_bytes=job.plan.written_bytes + chunks * DESCRIPTION_BYTES + copied,

@@ -63,6 +63,7 @@ from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.casts import check_cast
 from shardkit.operations.companions import BesideFile, Survey, check_survey, leave_out, survey
 from shardkit.operations.describe_dcp import DcpOutput
+from shardkit.operations.parts.ingredients import ReadFile
 from shardkit.operations.reshard.left_out import OF_A_RANK, around, unread
 from shardkit.operations.reshard.options import ReshardOptions
 from shardkit.operations.resolve import Taken
@@ -124,7 +125,7 @@ class Parts:
     files: tuple[BesideFile, ...] = ()
     """Files beside the parts, copied as they are."""
     places: Mapping[str, str] = field(default_factory=dict)
-    """Path of each of these that does not lie in the checkpoint under its name."""
+    """Path of each of these."""
     empty: tuple[str, ...] = ()
     """Directories with nothing in them."""
     weights_beside: str | None = None
@@ -222,6 +223,7 @@ def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
         manifests=tuple(checkpoint.parsed.values()),
         parts=parts,
         files=tuple(surveyed.files),
+        places={file.name: os.path.join(path, file.name) for file in surveyed.files},
         empty=tuple(surveyed.empty),
         weights_beside=beside,
         notes=(*surveyed.notes(), *_notes(of_ranks, beside), *dropped),
@@ -506,7 +508,10 @@ class ReshardJob:
     def decided(self) -> dict[str, object]:
         """See `operations.write.Job`."""
         folders = {folder: job.describe() for folder, job in self.folders.items()}
-        return {"folders": folders, "siblings": self.parts.siblings}
+        siblings = [
+            ReadFile(file.name, self.parts.places[file.name], file.stamp) for file in self.parts.files
+        ]
+        return {"folders": folders, "siblings": siblings}
 
     @property
     def beside(self) -> tuple[str, ...]:
