@@ -87,15 +87,12 @@ def test_plain_weights_lose_it(tmp_path: Path, kind: str, quantised: str) -> Non
         beside(run, quantised, in_config=True)
         result = shardkit.consolidate(run, tmp_path / "found")
         assert says(result.output) == (False, False)
-        said = (
-            "" if quantised == "NVFP4" else "quantization_config and "
-        )  # such a base is taken as a plain one
-        assert any(f"{said}hf_quant_config.json of" in note for note in result.notes)
+        assert any(f"{FILE} of" in note for note in result.notes)
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_a_base_of_another_kind_is_refused_as_before(tmp_path: Path) -> None:
-    base = exported(tmp_path / "base", "FP8", in_config=True)
+    beside(base := exported(tmp_path / "base", "FP8"), "W4A16_AWQ", in_config=True)
     with pytest.raises(
         LayoutError, match=r"is quantised \(modelopt\), the weights of the checkpoint are not"
     ):

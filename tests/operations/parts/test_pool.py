@@ -142,7 +142,7 @@ def test_what_is_refused(options: dict[str, Any], said: str, model: Path, tmp_pa
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (["--executor", "ray"], 5, "error: --executor ray needs Ray\nhint: pip install ray"),
+        (["--executor", "ray"], 5, "error: --executor ray needs Ray\nhint: `pip install ray`"),
         (["--executor", "ray", "--dry-run"], 5, "error: --executor ray needs Ray"),
         (["--executor", "ray", "--part", "1/2"], 2, "error: --part and --executor exclude each other"),
         (["--num-parts", "2"], 2, "error: --num-parts goes with --executor"),
