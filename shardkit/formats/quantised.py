@@ -33,7 +33,7 @@ _ADDED_ELSEWHERE = (*ADDED, "_scales", "_scale_2", "_weight_scale")
 _LAST_ELSEWHERE = ("scale", "scales", "weight_scale", "weight_scales", "_scale", "_weight_scale")
 _OF_NUMBERS = ("weight", "codes", "_data", "qdata", "W_q")
 # At the attention (compressed-tensors, AutoFP8) or at k_proj and v_proj (ModelOpt), whose weights may be plain.
-_OF_CACHE = ("q_scale", "k_scale", "v_scale", "kv_scale")
+_OF_CACHE = ("q_scale", "k_scale", "v_scale", "kv_scale", "output_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

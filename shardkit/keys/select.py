@@ -348,7 +348,7 @@ def _without_modules(located: Located, base: Collection[str] | None) -> int:
 
     It is a wrapper if the base has the name without it, or if every entry of a numbered list holds a `module`
     and nothing else: the list was wrapped layer by layer. A list of which some entries do so shows that it is the
-    model's own word (LeViT), in all lists.
+    model's own word, in its kin too (the lists of LeViT's other stages).
     """
     paths = located.names.values()
     deep = [path for path in paths if MODULE in path[:-1]]
@@ -364,8 +364,10 @@ def _without_modules(located: Located, base: Collection[str] | None) -> int:
     wrapped = {parent for parent, below in children.items() if below == {MODULE}}
     lists = {parent[:-1] for parent in wrapped if parent and is_number(parent[-1])}
     numbered = {path[: len(stem) + 1] for path in paths for stem in lists if path[: len(stem)] == stem}
-    broken = {item[:-1] for item in numbered if item not in wrapped}
-    layers = {parent for parent in wrapped if parent and is_number(parent[-1]) and not broken}
+    broken = {_kind_of(item) for item in numbered if item not in wrapped}
+    layers = {
+        parent for parent in wrapped if parent and is_number(parent[-1]) and _kind_of(parent) not in broken
+    }
     num_names = 0
     for stored, path in located.names.items():
         without = tuple(
@@ -378,6 +380,11 @@ def _without_modules(located: Located, base: Collection[str] | None) -> int:
             located.names[stored] = without
             num_names += 1
     return num_names
+
+
+def _kind_of(path: Segments) -> Segments:
+    """Return a path that is the same for all entries of a list, and of its kin in other entries of a list around it."""
+    return tuple("*" if is_number(segment) else segment for segment in path)
 
 
 def _refuse_bad_names(names: Mapping[str, str], located: Located, naming: Naming) -> None:

@@ -22,6 +22,7 @@ import shardkit
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import stores
 from shardkit.files.remote import contract, kinds, ranges
+from shardkit.files.remote.cloud import answer_of
 from tests.contents import contents
 from tests.files.conftest import S3, Model, client, make
 from tests.operations.reshard.test_left_out import save_pair, veomni
@@ -387,3 +388,14 @@ def test_a_fork_is_refused_instead_of_waiting_for_ever(served: servers.Served) -
     assert "was forked" in first
     assert "spawn" in first
     assert "another process" in second
+
+
+def test_a_service_that_gives_credentials_is_known_by_its_address() -> None:
+    """Of ECS and EKS; names of buckets and objects say nothing of credentials."""
+    obstore = pytest.importorskip("obstore.exceptions")
+    for url, code in (
+        ("http://169.254.170.23/v1/credentials", contract.NO_CREDENTIALS),
+        ("s3://bucket/credentials", ""),
+    ):
+        error = obstore.GenericError(f"Generic S3 error: error sending request for url ({url})")
+        assert answer_of(error).code == code

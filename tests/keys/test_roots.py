@@ -410,6 +410,9 @@ class TestModule:
         names = [f"stages.{stage}.layers.{n}.module.weight" for stage in range(2) for n in range(2)]
         names.append("stages.0.layers.2.attention.weight")
         assert set(select_model(entries(names)).names.values()) == set(names)
+        wrapped = [f"blocks.{n}.module.weight" for n in range(2)]  # another list has nothing to do with it
+        bare = [name.replace("module.", "") for name in wrapped]
+        assert set(select_model(entries([*names, *wrapped])).names.values()) == {*names, *bare}
 
     def test_where_the_base_says_so(self) -> None:
         stored = [name.replace("mlp.", "mlp.module.") for name in LLAMA]

@@ -34,7 +34,7 @@ from shardkit.files.remote.contract import (
 
 _CODE = re.compile(r"<Code>([\w.]{1,60})</Code>")
 _STATUS = re.compile(r"status (?:code: )?(\d{3})|HTTP status \w+ error \((\d{3})")
-_ADDRESS = re.compile(r"\w+://\S+")
+_ADDRESS = re.compile(r"\w+://(?!169\.254\.)\S+")  # other than those of services that give credentials
 _MAX_DELETED = 1000  # objects in a request. Source: Amazon S3 API, DeleteObjects
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _CREDENTIALS_LIVE = timedelta(minutes=5)  # then boto3 is asked again, which renews those that expire

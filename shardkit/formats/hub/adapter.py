@@ -15,6 +15,7 @@ from shardkit.files import storage
 from shardkit.files.links import locate
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.formats.contract import settings_in
+from shardkit.formats.hub.assets import is_weights
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = "PEFT adapter"
@@ -37,9 +38,12 @@ def is_adapter_file(path: str) -> bool:
 def is_adapter(names: Collection[str]) -> bool:
     """True for the names in a directory that holds an adapter, and no model beside it.
 
-    `consolidate` writes one without its settings where they are not known.
+    `consolidate` writes one without its settings where they are not known, and no other weights.
     """
-    return ADAPTER_WEIGHTS in names and not any(name.startswith("model") for name in names)
+    if ADAPTER_WEIGHTS not in names or any(name.startswith("model") for name in names):
+        return False
+    others = (name for name in names if name != ADAPTER_WEIGHTS)
+    return ADAPTER_CONFIG in names or not any(name == ".metadata" or is_weights(name) for name in others)
 
 
 def adapted_model(directory: str) -> str | None:

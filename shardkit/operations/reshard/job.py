@@ -35,13 +35,14 @@ from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.files.manifest import Unit
+from shardkit.files.remote.contract import OtherVersion
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint, DcpFolder, EntryLocation, listing
 from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.images import DcpImages, JoinedImages
 from shardkit.formats.dequantize import take_plain
-from shardkit.formats.hub.assets import list_assets
+from shardkit.formats.hub.assets import list_assets, refuse_pointers
 from shardkit.formats.hub.base import (
     RecordedNames,
     find_config,
@@ -373,6 +374,8 @@ def _record(catalog: Catalog, placed: Sequence[tuple[str, int, EntryLocation]]) 
             try:
                 reader = ZipReader(pread_of(fd), place.start, place.nbytes, escape(source.name))
                 entries = read_directory(reader, max_entries=_MAX_ENTRIES)
+            except OtherVersion:
+                raise
             except SourceError as error:
                 damaged.append(f"{escape(name)}: {error.message}")
                 rows.append((place.start, place.nbytes, None))
@@ -476,6 +479,7 @@ def _assets(checkpoint: Checkpoint) -> tuple[Mapping[str, str], tuple[str, ...]]
     if directory is None:
         return {}, ()
     places, refused = list_assets(directory)
+    refuse_pointers(places)
     notes = (f"links out of the checkpoint's directory, or to nothing, are not copied: {listed(refused)}",)
     return places, notes if refused else ()
 

@@ -451,9 +451,10 @@ def _without_quantisation(config: Any, directory: str, *, dequantize: bool) -> N
 def _parts(config: Any) -> Iterator[Any]:
     """Yield a config of transformers and those of its parts, at any depth."""
     yield config
-    for name in getattr(config, "sub_configs", ()):
+    # A model with its own code need not list its parts.
+    for name in {*getattr(config, "sub_configs", ()), "text_config"}:
         part = getattr(config, name, None)
-        if part is not None:
+        if part is not None and part is not config:
             yield from _parts(part)
 
 

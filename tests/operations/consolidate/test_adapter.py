@@ -71,6 +71,8 @@ def test_the_newest_adapter_of_a_run_is_taken(tmp_path: Path, state: dict[str, t
     result = shardkit.consolidate(tmp_path / "run")
     assert (Path(result.output).name, result.warnings) == ("checkpoint-20-hf", ())
     assert_bit_equal(load(result.output), {name: value * 20 for name, value in adapter(state).items()})
+    resharded = shardkit.reshard(tmp_path / "run", world_size=2, dry_run=True)
+    assert Path(resharded.output).name == "checkpoint-20-dp_shard2"
     shardkit.consolidate(checkpoint, tmp_path / "run" / "checkpoint-20-hf")
     assert shardkit.resolve_checkpoint(tmp_path / "run").warnings == (), "the output is no newer checkpoint"
 
@@ -83,6 +85,16 @@ def test_an_adapter_without_settings_is_whole(tmp_path: Path, state: dict[str, t
     weights_file = tmp_path / "out" / "adapter_model.safetensors"
     weights_file.write_bytes(weights_file.read_bytes()[:-1] + b"\x55")
     assert shardkit.verify(result.output, full=True).problems
+
+
+def test_an_adapter_without_settings_beside_a_model_is_left_out(
+    tmp_path: Path, state: dict[str, torch.Tensor]
+) -> None:
+    model = hub(tmp_path / "model", None, CONFIG)
+    torch.save(weights(), model / "pytorch_model.bin")
+    save_file(adapter(state), model / "adapter_model.safetensors")
+    result = shardkit.consolidate(model, tmp_path / "out")
+    assert load(result.output).keys() == weights().keys()
 
 
 @pytest.fixture

@@ -706,6 +706,7 @@ class TestBase:
                 lambda n: shardkit.consolidate(trained, tmp_path / "out", base=str(base), dry_run=n),
                 lambda n: shardkit.consolidate(trained, tmp_path / "out", tokenizer=base, dry_run=n),
                 lambda n: shardkit.preshard(base, tmp_path / "out", world_size=2, wrap="none", dry_run=n),
+                lambda n: shardkit.reshard(base, tmp_path / "out", world_size=2, dry_run=n),
             ):
                 with pytest.raises(SourceError, match="pointers of Git LFS") as caught:
                     write(dry_run)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 
 from shardkit._torch import non_persistent_buffers
-from shardkit.errors import LayoutError, UsageError
+from shardkit.errors import LayoutError, SourceError, UsageError
 from shardkit.training.finalize import load_into
 from shardkit.training.model import build
 from shardkit.training.model.buffers import class_buffers, unlike_computed
@@ -443,3 +444,15 @@ def test_configs_that_make_no_model_are_refused(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(LayoutError, match="quantised"):
         build_model(str(tmp_path))
+
+
+def test_a_models_own_config_need_not_list_the_part_that_says_quantised() -> None:
+    class Config(transformers.PretrainedConfig):  # type: ignore[misc]
+        model_type = "of_its_own_code"
+
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = Config(text_config=transformers.LlamaConfig(quantization_config=said))
+    with pytest.raises(SourceError, match="fp8"):
+        build._without_quantisation(config, "it", dequantize=False)
+    build._without_quantisation(config, "it", dequantize=True)
+    assert not hasattr(config.text_config, "quantization_config")

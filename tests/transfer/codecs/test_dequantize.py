@@ -288,7 +288,7 @@ def test_packed_values_are_known_by_their_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", ["a__weight", "b__weight"])
 def test_scales_of_activations_and_of_the_cache_go_with_those_of_weights(first: str) -> None:
     """Whether the weight beside them is quantised or plain; a parameter of that name is none."""
-    beside = {f"a__{last}": ("float32", 0) for last in ("k_scale", "kv_scale", "input_scale")}
+    beside = {f"a__{last}": ("float32", 0) for last in ("k_scale", "kv_scale", "output_scale", "input_scale")}
     heads = SimpleNamespace(dtype=BY_NAME["bfloat16"], shape=(8, 1, 1))
     own = held(
         **{first: ("float8_e4m3fn", 2), f"{first}_scale": ("float32", 0), "c__k_scale": ("float32", 1)}
