@@ -458,7 +458,7 @@ def sidecar_of(path: str) -> str:
 
 def may_lie_beside(path: str) -> bool:
     """True if a manifest can be written beside a checkpoint: not in a store, nor in the Hub's cache."""
-    return "://" not in path and not is_snapshot(path)
+    return not stores.is_remote(path) and not is_snapshot(path)
 
 
 def all_files(manifest: Manifest) -> tuple[SavedFile, ...]:

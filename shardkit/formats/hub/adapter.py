@@ -12,6 +12,7 @@ from typing import Any
 
 from shardkit.core.text import in_shell
 from shardkit.files import storage
+from shardkit.files.home import METADATA
 from shardkit.files.links import locate
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.formats.contract import settings_in
@@ -43,7 +44,7 @@ def is_adapter(names: Collection[str]) -> bool:
     if ADAPTER_WEIGHTS not in names or any(name.startswith("model") for name in names):
         return False
     others = (name for name in names if name != ADAPTER_WEIGHTS)
-    return ADAPTER_CONFIG in names or not any(name == ".metadata" or is_weights(name) for name in others)
+    return ADAPTER_CONFIG in names or not any(name == METADATA or is_weights(name) for name in others)
 
 
 def adapted_model(directory: str) -> str | None:

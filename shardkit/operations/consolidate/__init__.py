@@ -19,7 +19,6 @@ from shardkit.files.links import may_follow_links
 from shardkit.files.location import location_of
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import plain_base, take_plain
-from shardkit.formats.hub.adapter import is_adapter_file
 from shardkit.formats.hub.assets import is_weights
 from shardkit.formats.hub.base import Base, find_base, open_base
 from shardkit.formats.hub.directory import model_class_of
@@ -40,7 +39,7 @@ from shardkit.operations.destination import (
 )
 from shardkit.operations.parts.pool import in_pool
 from shardkit.operations.parts.results import WriteResult
-from shardkit.operations.resolve import ResolvedCheckpoint, Taken, take
+from shardkit.operations.resolve import ResolvedCheckpoint, Taken, named_after, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
 from shardkit.operations.write import Writer, Writing
 from shardkit.osft.fold import folded_base, take_folded
@@ -128,8 +127,7 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
     taken = take(checkpoint, strict=options.strict)
     resolved = taken.resolved
     writer.warn(resolved.warnings)
-    is_adapters = is_adapter_file(resolved.path) and storage.isdir(checkpoint)
-    named, output = os.path.dirname(resolved.path) if is_adapters else resolved.path, options.output
+    named, output = named_after(resolved, checkpoint), options.output
     chosen = default_output(named) if output is None else output
     path = writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
     sidecar = _find_sidecar(options, writer, resolved.path)

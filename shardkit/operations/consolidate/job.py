@@ -116,7 +116,10 @@ class ConsolidateJob:
     assets: tuple[Asset, ...]
     """What lies beside the weights."""
     contents: tuple[tuple[str, int], ...]
-    """Name and CRC-32 of each of them: with another config or tokenizer it is another output."""
+    """Name and CRC-32 of each of them: with another config or tokenizer it is another output.
+
+    Not their stamps: each machine of a job may have the base in a place of its own.
+    """
     modules: tuple[TrainedModule, ...]
     """Weights of modules that lie beside the model's, and are the checkpoint's."""
     notes: tuple[str, ...]

@@ -14,7 +14,6 @@ from shardkit.core.keywords import keywords_of
 from shardkit.files import manifest, storage, stores
 from shardkit.files.links import may_follow_links
 from shardkit.files.location import location_of
-from shardkit.formats.hub.adapter import is_adapter_file
 from shardkit.formats.recorded import SourceManifests
 from shardkit.operations.describe import OutputFiles
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
@@ -23,7 +22,7 @@ from shardkit.operations.parts.pool import in_pool
 from shardkit.operations.parts.results import WriteResult
 from shardkit.operations.reshard.job import Parts, ReshardJob, build_job, take_apart
 from shardkit.operations.reshard.options import ReshardOptions
-from shardkit.operations.resolve import ResolvedCheckpoint, take
+from shardkit.operations.resolve import ResolvedCheckpoint, named_after, take
 from shardkit.operations.uploading.place import check_one_folder
 from shardkit.operations.write import Writer, Writing
 
@@ -122,8 +121,7 @@ def reshard(options: ReshardOptions) -> ReshardResult:
     taken = take(source, strict=options.strict, whole_steps=True)
     resolved = taken.resolved
     writer.warn(resolved.warnings)
-    is_adapters = is_adapter_file(resolved.path) and storage.isdir(source)
-    named, output = os.path.dirname(resolved.path) if is_adapters else resolved.path, options.output
+    named, output = named_after(resolved, source), options.output
     chosen = default_output(label_of(named), named, options.ranks) if output is None else output
     writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
     parts = take_apart(taken, options)
