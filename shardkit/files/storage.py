@@ -65,6 +65,7 @@ RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100  # fcntl.h
 _FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range)
 _NO_SUCH_CALL = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+_NO_LINKS = (*_NO_SUCH_CALL, errno.EPERM, errno.EXDEV, errno.EMLINK)
 _BUFFER_BYTES = _ASKED_BYTES = 1 << 20
 _CONFIGS, _MAX_CONFIG = (".json", ".py"), 16 << 20
 _copies: dict[tuple[str, frozenset[tuple[str, int]]], str] = {}
@@ -364,17 +365,24 @@ def writing(path: str, *, is_synced: bool = True) -> Iterator[tuple[int, BinaryI
 
 
 def link(source: str, target: str) -> None:
-    """Give a file a second name; where the file system has no such thing, a symbolic link.
+    """Give a file a second name; where the file system has no such thing, a symbolic link, or else a copy.
+
+    exFAT and the mounts of some stores have neither kind of link.
 
     Raises:
-        OSError: the system refuses both.
+        OSError: the system refuses.
     """
     try:
         hard_link(source, target)
     except OSError as error:
-        if error.errno not in (*_NO_SUCH_CALL, errno.EPERM, errno.EXDEV, errno.EMLINK):
+        if error.errno not in _NO_LINKS:
             raise
-        symbolic_link(source, target)
+        try:
+            symbolic_link(source, target)
+        except OSError as unlinked:
+            if unlinked.errno not in _NO_LINKS:
+                raise
+            shutil.copyfile(source, target)
 
 
 def write_file(path: str, data: bytes, *, is_synced: bool = True) -> None:

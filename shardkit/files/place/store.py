@@ -385,7 +385,7 @@ class PartsInStore(StorePlace):
         return UsageError(
             f"{escape(self._output.path)} has lost some of its files: parts do not replace the others, whose factors may "
             "have other bits",
-            hint="write all of them into another folder: --overwrite, without --part",
+            hint="write all of them again in one process: --overwrite, without --part",
         )
 
     @contextlib.contextmanager

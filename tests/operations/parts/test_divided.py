@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -384,16 +385,24 @@ def test_what_appears_there_and_was_not_looked_through_stays(
     assert len(list(kept.parent.iterdir())) == 1, "the old output itself is gone"
 
 
-def test_without_hard_links(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("absent", "code"),
+    [(["hard_link"], errno.ENOTSUP), (["hard_link", "symbolic_link"], errno.EPERM)],  # the second is exFAT
+)
+def test_without_links(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: list[str], code: int
+) -> None:
     preshard(model, tmp_path / "whole")
 
     def none(*_: object) -> None:
-        raise OSError(95, os.strerror(95))
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(storage, "hard_link", none)
+    for call in absent:
+        monkeypatch.setattr(storage, call, none)
     preshard(model, tmp_path / "out", "1/1")
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    assert preshard(model, tmp_path / "out").was_there
 
 
 def test_what_a_part_cannot_do(model: Path, tmp_path: Path) -> None:
