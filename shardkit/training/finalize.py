@@ -28,7 +28,13 @@ from shardkit.training.fill.reading import Filled, Supply, Weights, say_checked
 from shardkit.training.fill.source import Source, find_weights, has_factors, open_source, remember
 from shardkit.training.fill.strategy import ReadOptions, SourceRank, Strategy, fill_compared
 from shardkit.training.kept import remember_files
-from shardkit.training.model.between import check_hidden, compare_parameters, release, say_put_back
+from shardkit.training.model.between import (
+    check_hidden,
+    compare_parameters,
+    refuse_other_context,
+    release,
+    say_put_back,
+)
 from shardkit.training.model.buffers import (
     class_buffers,
     compute_buffers,
@@ -99,8 +105,9 @@ def finalize(
         The model: every parameter filled once, nothing on meta, ties one object, buffers equal on all ranks.
 
     Raises:
-        UsageError: an unknown strategy, or a model that is wrapped by FSDP1. Or an optimizer that has one
-            parameter several times, or another model's, and no names that would tell which ones are meant.
+        UsageError: an unknown strategy, or a model that is wrapped by FSDP1, or that another context prepared. Or an
+            optimizer that has one parameter several times, or another model's, and no names that would tell which ones
+            are meant.
         LayoutError, IntegrityError: the wrapped model is not what was prepared, the source does not fit it,
             or its bytes are not what its checksums say.
         SourceError, ResourceError: the source cannot be read. All are raised on all ranks and name
@@ -108,6 +115,7 @@ def finalize(
     """
     with agreed("looking at the wrapped model"):
         refuse_fsdp1(model)
+        refuse_other_context(model, ctx)
         options = ReadOptions(strategy=strategy, source_rank=source_rank, check_source=check_source)
         reshard(model)
         place = _device(model, device)

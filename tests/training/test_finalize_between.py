@@ -245,6 +245,19 @@ def test_two_prepared_models_in_one_process(out: Path) -> None:
     assert torch.equal(value(shardkit.finalize(shard(teacher.model), teacher).b.weight), WEIGHT)
 
 
+@two.test_each((shard, wrap))
+def test_the_model_of_another_context_is_refused(wrapped: Any, out: Path) -> None:
+    """Both have the same names and shapes: each would get the values of the other."""
+    policy, reference = (shardkit.prepare(Net, out / f"{name}.safetensors") for name in ("two", "same"))
+    models = wrapped(policy.model), wrapped(reference.model)
+    error = same_error(lambda: shardkit.finalize(models[1], policy))
+    assert error["error"] == "UsageError"
+    assert "this model was prepared with another context than <prepared " in error["message"]
+    assert "two.safetensors: " in error["message"]
+    for model, ctx, b in zip(models, (policy, reference), (WEIGHT + 1, WEIGHT), strict=True):
+        assert torch.equal(value(shardkit.finalize(model, ctx).b.weight), b)
+
+
 @two.test
 def test_originals_that_others_keep_are_no_part_of_the_model(out: Path) -> None:
     def keep(net: Any) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit.core.text import count, escape, listed
-from shardkit.errors import LayoutError
+from shardkit.errors import LayoutError, UsageError
 from shardkit.training.model.buffers import same_bits
 from shardkit.training.model.fit import ModelInitializationContext, diverged_ties
 from shardkit.training.model.hidden import Hidden, find_hidden, let_go, refuse_hidden
@@ -79,6 +79,23 @@ def release(model: nn.Module) -> None:
     """Let a model's tensors get memory, in whatever other prepared model it may be hidden."""
     for hidden in _PREPARED.values():  # type: ignore[no-untyped-call]
         let_go(hidden, model)
+
+
+def refuse_other_context(model: nn.Module, ctx: ModelInitializationContext) -> None:
+    """Refuse the model of another context: tensors of the same names and shapes would get the values of this one.
+
+    A copy of the context's model is in no context, and is taken.
+
+    Raises:
+        UsageError: it has modules of another prepared model, and none of this one.
+    """
+    modules = {id(module) for module in model.modules()}
+    shares = [not modules.isdisjoint(map(id, other.model.modules())) for other in (ctx, *_PREPARED)]
+    if not shares[0] and any(shares):
+        raise UsageError(
+            f"this model was prepared with another context than {ctx!r}",
+            hint="give finalize the context whose `model` was wrapped",
+        )
 
 
 def check_hidden(model: nn.Module, ctx: ModelInitializationContext) -> None:
