@@ -396,19 +396,27 @@ def checkpoint_state(
         if optimizers:
             state[OPTIMIZER] = get_optimizer_state_dict(model, list(optimizers))
         if new:
-            _take_back_step(model, state[OPTIMIZER]["state"], None if new == list(optimizers) else new)
+            _take_back_step(model, state[OPTIMIZER], None if new == list(optimizers) else new)
         yield state
 
 
-def _take_back_step(model: nn.Module, states: State, new: list[torch.optim.Optimizer] | None) -> None:
-    """Reset the step that `_complete` counted, in the state of some optimizers' parameters; None for all."""
+def _take_back_step(model: nn.Module, saved: State, new: list[torch.optim.Optimizer] | None) -> None:
+    """Reset what the step of `_complete` counted, in the state of some optimizers' parameters; None for all.
+
+    That step has a learning rate of 0, which ASGD and Rprop would keep as their first step's own.
+    """
+    states = saved["state"]
+    rates = {name: float(group.get("lr") or 0) for group in saved["param_groups"] for name in group["params"]}
     names = list(states)
     if new is not None:
         stepped = {id(p) for optimizer in new for p in stepped_by(optimizer)}
         names = [name for name, tensor in _state_names(model) if id(tensor) in stepped]
     for name in names:
-        if "step" in (own := states.get(name, {})):
-            own["step"] = own["step"] * 0
+        own, rate = states.get(name, {}), rates.get(name, 0.0)
+        # mu_product is NAdam's, eta ASGD's, step_size Rprop's.
+        for key, first in (("step", 0), ("mu_product", 1), ("eta", rate), ("step_size", rate)):
+            if key in own:
+                own[key] = own[key] * 0 + first
 
 
 @contextlib.contextmanager
