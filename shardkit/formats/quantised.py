@@ -7,7 +7,7 @@ narrow integers (or fp4) with scales beside them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,8 +218,9 @@ def _kind(names: list[str], tensors: Mapping[str, Held]) -> str:
     return f" ({', '.join(kinds)})" if all(kinds) else ""
 
 
-def _packed(names: Iterable[str]) -> list[str]:
-    return [name for name in names if name.endswith(_PACKED)]
+def _packed(names: Collection[str]) -> list[str]:
+    tables = {name.removesuffix("centroids.weight") + "indices" for name in names}  # VPTQ
+    return [name for name in names if name.endswith(_PACKED) or name in tables]
 
 
 def refuse_quantised(why: str, where: str, *, has_option: bool = True, is_tried: bool = False) -> LayoutError:

@@ -41,7 +41,7 @@ _NUMBERS = frozenset("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz"
 _SCALE_DTYPES = frozenset("float32 bfloat16 float16 float8_e8m0fnu uint8".split())
 ADDED = ("_scale_inv", "_scale")
 """What is added to a weight's name for its scales."""
-_LAST = ("scale", "qscale_weight")  # or stands for the last part of its name
+_LAST = ("scale", "qscale_weight")  # or stands for `weight`
 _DEFAULT_BLOCK = (128, 128)  # FineGrainedFP8Config of transformers: a config need not say it
 INCOMPLETE = ("pre_quant_scale", "svdquant_lora_a", "weight_zero_point", "weight_g_idx")
 """Beside numbers and scales, these are a part of the weight too (AWQ, SVDQuant, zero points, columns in another order)."""
@@ -246,8 +246,9 @@ def _beside(plain: str) -> tuple[str, ...]:
 def _claim_fp8(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
     if tensors[name].dtype.name not in _NUMBERS:
         return None
-    stem = name.rpartition(".")[0]
-    wanted = (*(name + end for end in ADDED), *(f"{stem}.{last}" for last in _LAST))
+    stem, _, last = name.rpartition(".")
+    replaced = _LAST if last == "weight" else ()  # a norm may have a `scale` of its own, in fp8 too
+    wanted = (*(name + end for end in ADDED), *(f"{stem}.{end}" for end in replaced))
     scales = next((scales for scales in wanted if scales in tensors), "")
     return ScaledNames(name, name, scales, beside=_beside(name))
 

@@ -335,6 +335,23 @@ def test_narrow_numbers_are_known_by_the_scales_beside_them(tensors: dict[str, A
     assert str(why_narrow(tensors, EXPORTED)).startswith("hf_quant_config.json says NVFP4, and ")
 
 
+def test_a_scale_of_a_norm_is_its_own() -> None:
+    """Flux in fp8: all tensors are, scales of norms too."""
+    norm = held(norm__scale=("float8_e4m3fn", 1), norm__bias=("float8_e4m3fn", 1))
+    assert why_quantised(norm) is None
+    assert why_quantised(held(a__bias=("float8_e4m3fn", 1), a__scale=("float32", 1))) is None
+    assert why_quantised(held(a__weight=("float8_e4m3fn", 2), a__scale=("float32", 2))) is not None
+
+
+def test_indices_of_a_table_are_packed_values() -> None:
+    """VPTQ's; Gemma 4's masked embedding has centroids alone."""
+    centroids = held(a__centroids__weight=("float16", 2))
+    assert why_quantised(centroids) is None
+    assert why_quantised({**centroids, **held(b__indices=("int32", 3))}) is None
+    why = why_quantised({**centroids, **held(a__indices=("int32", 3))})
+    assert why == "1 tensor of scales or packed values: a.indices"
+
+
 @pytest.mark.parametrize(
     "tensors",
     [
