@@ -3,18 +3,21 @@
     fp8      X.weight in fp8, and X.weight_scale_inv (or X.weight_scale) with one scale for each block, or one in all:
              value = number * scale. The last blocks of a dim may be shorter.
     MXFP4    X_blocks, two 4-bit numbers in each byte, and X_scales, an exponent for each 32 numbers: gpt_oss. The model
-             has the last two dims in the other order.
+             has the last two dims in the other order. Others write the same as X.weight or X.weight_packed and
+             X.weight_scale or X.scale, with the dims of the weight.
 
 The product is taken in float32 and rounded once, as transformers does. Each box is read together with the scales that
 it needs, so no scale is ever parted from what it scales.
 
 A way to quantise is a codec and its row, a `Method`; `formats/quantised` has the table.
 
-Source: transformers 5.23, integrations/finegrained_fp8.py (Fp8Dequantize) and integrations/mxfp4.py.
+Source: transformers 5.23, integrations/finegrained_fp8.py (Fp8Dequantize) and integrations/mxfp4.py; compressed-tensors
+0.20.0, compressors/mxfp4 and mxfp8; nvidia-modelopt 0.47.0, torch/export/quant_utils.py (to_quantized_weight).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +40,8 @@ PAIR = 2
 """Numbers of 4 bits in a byte."""
 _BLOCK_NBYTES = 16
 _NUM_DIMS = 3
+_NUMBERS_OF_4_BITS = ("uint8", "int8", "float4_e2m1fn_x2")
+_EXPONENTS = ("uint8", "float8_e8m0fnu")
 _NUMBERS = frozenset("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split())
 _SCALE_DTYPES = frozenset("float32 bfloat16 float16 float8_e8m0fnu uint8".split())
 ADDED = ("_scale_inv", "_scale")
@@ -48,9 +53,10 @@ INCOMPLETE = ("pre_quant_scale", "svdquant_lora_a", "weight_zero_point", "weight
 _WRITERS = {
     "fp8": "",
     "fbgemm_fp8": "",
-    "compressed-tensors": "'float-quantized'",
-    "modelopt": "'quant_algo': 'fp8",
+    "compressed-tensors": "'(float|mxfp8)-quantized'",
+    "modelopt": "'quant_algo': '(mx)?fp8",
 }
+_WRITERS_OF_ROWS = {"compressed-tensors": "'mxfp4-pack-quantized'", "modelopt": "mxfp4"}
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "qscale_act")
 
 
@@ -91,7 +97,7 @@ class Blocks(NamedTuple):
     shape: Shape
     """Of the numbers, unpacked."""
     sizes: Shape
-    """Numbers that share a scale, along each dim."""
+    """Numbers that share a scale, along each dim that scales have; along others all share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,23 +183,47 @@ class Product:
         import torch
 
         name, (shape, block) = self.scaled.names.scales, self.scaled.blocks
-        if all(n >= size for n, size in zip(block, shape, strict=True)):
+        if all(n >= size for n, size in zip(block, shape, strict=False)):
             return self._as_scales(parts.whole(name)).reshape(())
-        first = [offset // n for offset, n in zip(region.offsets, block, strict=True)]
-        last = [(stop - 1) // n for stop, n in zip(region.stops, block, strict=True)]
+        first = [offset // n for offset, n in zip(region.offsets, block, strict=False)]
+        last = [(stop - 1) // n for stop, n in zip(region.stops, block, strict=False)]
         part = Region(tuple(first), tuple(b - a + 1 for a, b in zip(first, last, strict=True)))
         scales = self._as_scales(parts.values(name, part))
         for dim, size in enumerate(part.sizes):
             if size > 1:
                 index = torch.arange(region.offsets[dim], region.stops[dim]) // block[dim] - first[dim]
                 scales = scales.index_select(dim, index)
-        return scales
+        return scales.reshape(*scales.shape, *(1 for _ in shape[len(block) :]))
 
     def _as_scales(self, stored: torch.Tensor) -> torch.Tensor:
         """Return stored scales in float32."""
         import torch
 
         return stored.float() if stored.dtype is not torch.uint8 else torch.pow(2.0, stored.int() - _BIAS)
+
+
+class Pairs(Product):
+    """The values of numbers of 4 bits, of which a byte has two neighbours of one dim, and their scales; a `Codec`."""
+
+    __slots__ = ()
+
+    @property
+    def _table(self) -> tuple[float, ...]:
+        """The number that each 4 bits stand for."""
+        return E2M1
+
+    def _numbers(self, parts: StoredParts, region: Region) -> torch.Tensor:
+        """Return a box of the numbers in float32."""
+        import torch
+
+        dim = next(dim for dim, size in enumerate(self.scaled.blocks.sizes) if size > 1)
+        first, stop = region.offsets[dim] // PAIR, -(-region.stops[dim] // PAIR)
+        offsets, sizes = list(region.offsets), list(region.sizes)
+        offsets[dim], sizes[dim] = first, stop - first
+        stored = parts.values(self.scaled.names.numbers, Region(tuple(offsets), tuple(sizes)))
+        pairs, table = stored.view(torch.uint8).int(), torch.tensor(self._table, dtype=torch.float32)
+        unpacked = torch.stack((table[pairs & 0xF], table[pairs >> 4]), dim + 1).flatten(dim, dim + 1)
+        return unpacked.narrow(dim, region.offsets[dim] % PAIR, region.sizes[dim])
 
 
 class Exponents(Product):
@@ -236,7 +266,8 @@ def is_said(writers: Mapping[str, str], method: str, described: Any) -> bool:
     With compressed-tensors' transforms, weights are those of a model that transforms what goes into them too.
     """
     mark = writers.get(method)
-    return mark is not None and not described.get("transform_config") and mark in repr(described).lower()
+    is_plain = mark is not None and not described.get("transform_config")
+    return is_plain and re.search(str(mark), repr(described).lower()) is not None
 
 
 def _beside(plain: str) -> tuple[str, ...]:
@@ -277,6 +308,8 @@ def _block(shape: Shape, grid: Shape, block: tuple[int, int] | None, scales: str
     """Return how many numbers share a scale along each dim."""
     if all(size == 1 for size in grid):
         return tuple(max(size, 1) for size in shape)
+    if len(shape) == len(grid) + 1 == 2 and grid == shape[:1]:  # ModelOpt's scale of each row
+        return (1,)
     if len(grid) == len(shape) >= 2 and 0 not in grid:
         whole = (*(1 for _ in shape[2:]), *(block or _DEFAULT_BLOCK))
         if grid == tuple(-(-size // n) for size, n in zip(shape, whole, strict=True)):
@@ -303,5 +336,26 @@ def _fit_mxfp4(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[st
     return Blocks((*grid[:-1], grid[-1] * size), (1, 1, size))
 
 
+def _claim_pairs(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
+    plain = name.removesuffix("_packed")
+    layer, _, last = plain.rpartition(".")
+    if last != "weight" or tensors[name].dtype.name not in _NUMBERS_OF_4_BITS:
+        return None
+    wanted = (*(plain + end for end in ADDED), f"{layer}.scale")
+    scales = next((at for at in wanted if at in tensors and tensors[at].dtype.name in _EXPONENTS), None)
+    if scales is None or any(f"{layer}.{end}" in tensors for end in INCOMPLETE):
+        return None
+    return ScaledNames(plain, name, scales, beside=_beside(plain))
+
+
+def _fit_pairs(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str, Any]) -> Blocks:
+    stored, grid = tensors[claim.numbers].shape, tensors[claim.scales].shape
+    if not grid or stored != (*grid[:-1], grid[-1] * _BLOCK_NBYTES):
+        raise ValueError(f"it is {list(stored)}, and its scales {escape(claim.scales)} are {list(grid)}")
+    size = _BLOCK_NBYTES * PAIR
+    return Blocks((*grid[:-1], grid[-1] * size), (*(1 for _ in grid[:-1]), size))
+
+
 FP8 = Method("fp8", Product, _claim_fp8, _fit_fp8, partial(is_said, _WRITERS))
 MXFP4 = Method("mxfp4", Exponents, _claim_mxfp4, _fit_mxfp4, lambda method, _: method == "mxfp4")
+MXFP4_ROWS = Method("mxfp4", Pairs, _claim_pairs, _fit_pairs, partial(is_said, _WRITERS_OF_ROWS), shows=False)

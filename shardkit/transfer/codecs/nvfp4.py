@@ -29,7 +29,7 @@ from shardkit.transfer.codecs.dequantize import (
     Blocks,
     Held,
     Method,
-    Product,
+    Pairs,
     ScaledNames,
     is_said,
 )
@@ -48,7 +48,7 @@ _DTYPES = ("float8_e4m3fn", "float32")  # scales, and the scale of all of them
 _BESIDE = ("input_scale", "input_global_scale")  # of what goes into a layer
 
 
-class TwoScales(Product):
+class TwoScales(Pairs):
     """The values of an NVFP4 weight; a `Codec`."""
 
     __slots__ = ()
@@ -57,18 +57,9 @@ class TwoScales(Product):
     def _divides(self) -> bool:
         return self.scaled.names.second.endswith(_DIVISOR)
 
-    def _numbers(self, parts: StoredParts, region: Region) -> torch.Tensor:
-        """Return a box of the numbers in float32."""
-        import torch
-
-        dim = next(dim for dim, size in enumerate(self.scaled.blocks.sizes) if size > 1)
-        first, stop = region.offsets[dim] // PAIR, -(-region.stops[dim] // PAIR)
-        offsets, sizes = list(region.offsets), list(region.sizes)
-        offsets[dim], sizes[dim] = first, stop - first
-        pairs = parts.values(self.scaled.names.numbers, Region(tuple(offsets), tuple(sizes))).int()
-        table = torch.tensor(E2M1 if self._divides else _WITHOUT_SIGN_OF_ZERO, dtype=torch.float32)
-        unpacked = torch.stack((table[pairs & 0xF], table[pairs >> 4]), dim + 1).flatten(dim, dim + 1)
-        return unpacked.narrow(dim, region.offsets[dim] % PAIR, region.sizes[dim])
+    @property
+    def _table(self) -> tuple[float, ...]:
+        return E2M1 if self._divides else _WITHOUT_SIGN_OF_ZERO
 
     def _scales(self, parts: StoredParts, region: Region) -> torch.Tensor:
         """Return the scale of each number of a box in float32. A dim that shares one scale has size 1."""

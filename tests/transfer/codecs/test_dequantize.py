@@ -223,16 +223,90 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", ELSEWHERE)
-@pytest.mark.parametrize("grid", [(1,), (100, 1), (100, 7), (1, 1)])
+@pytest.mark.parametrize("grid", [(1,), (100,), (100, 1), (100, 7), (1, 1)])
 def test_fp8_of_other_writers_has_a_scale_for_each_row_group_or_weight(
     grid: tuple[int, ...], method: str, tmp_path: Path
 ) -> None:
     weight, scales = fp8(100, 70), (torch.rand(grid) * 1e-2).bfloat16()
     config = {"quantization_config": {"quant_method": method, **ELSEWHERE[method]}}
     catalog = plain(tmp_path, {"a.weight": weight, "a.weight_scale": scales}, config)
-    columns = 70 // grid[1] if len(grid) == 2 else 70
-    expected = (weight.bfloat16() * scales.repeat_interleave(columns, -1)).bfloat16()
+    each = scales.reshape(grid if len(grid) == 2 else (-1, 1))
+    expected = (weight.bfloat16() * each.repeat_interleave(70 // each.shape[1], -1)).bfloat16()
     assert torch.equal(bits(read(catalog, "a.weight")), bits(expected))
+
+
+EXPONENTS = torch.arange(1, 252, dtype=torch.uint8).repeat(2)[:320].reshape(64, 5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        {"quant_method": "fp8"},
+        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+        {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"},
+    ],
+)
+def test_fp8_with_a_power_of_two_for_each_32_numbers(config: dict[str, Any] | None, tmp_path: Path) -> None:
+    """The writers' own code was compared by hand, bit for bit."""
+    weight, said = fp8(64, 160), config and {"quantization_config": config}
+    catalog = plain(tmp_path, {"a.weight": weight, "a.weight_scale": EXPONENTS}, said)
+    assert torch.equal(
+        bits(read(catalog, "a.weight")), bits(by_transformers(weight, EXPONENTS, torch.bfloat16))
+    )
+
+
+@pytest.mark.parametrize("shape", [(64, 160), (4, 16, 160)], ids=str)
+@pytest.mark.parametrize(
+    ("numbers", "scales", "is_signed", "config"),
+    [
+        ("a.weight", "a.weight_scale", False, None),
+        ("a.weight", "a.weight_scale", False, {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}),
+        (
+            "a.weight_packed",
+            "a.weight_scale",
+            False,
+            {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+        ),
+        (
+            "a.weight",
+            "a.scale",
+            True,
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        ),  # DeepSeek-V4
+        ("a.weight", "a.weight_scale_inv", True, {"quant_method": "fp8"}),
+    ],
+)
+def test_numbers_of_4_bits_with_a_power_of_two_for_each_32(
+    numbers: str,
+    scales: str,
+    is_signed: bool,
+    config: dict[str, Any] | None,
+    shape: tuple[int, ...],
+    tmp_path: Path,
+) -> None:
+    """The writers' own code was compared by hand, bit for bit."""
+    torch.manual_seed(0)
+    packed = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
+    exponents = EXPONENTS.reshape(*shape[:-1], 5)
+    stored = {numbers: packed.view(torch.int8) if is_signed else packed}
+    stored[scales] = exponents.view(torch.float8_e8m0fnu) if is_signed else exponents
+    catalog = plain(tmp_path, stored, config and {"quantization_config": config})
+    expected = by_transformers(packed.view(torch.int8), exponents, torch.bfloat16)
+    assert torch.equal(bits(read(catalog, "a.weight")), bits(expected))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "fits"), [((4, 32), True), ((4, 48), False), ((3, 32), False), ((), False)]
+)
+def test_numbers_of_4_bits_have_a_scale_for_each_32(numbers: tuple[int, ...], fits: bool) -> None:
+    tensors = held(a__weight=("int8", 2), a__weight_scale=("uint8", 2))
+    tensors["a.weight"].shape, tensors["a.weight_scale"].shape = numbers, (4, 2)[: len(numbers)]
+    if fits:
+        assert find_scaled(tensors, FP8, "it").scaled["a.weight"].blocks.shape == (4, 64)
+        return
+    with pytest.raises(LayoutError, match="it is not known what the values of 1 tensor are"):
+        find_scaled(tensors, FP8, "it")
 
 
 @pytest.mark.parametrize("last", ["weight_zero_point", "pre_quant_scale", "weight_g_idx"])
@@ -331,6 +405,8 @@ def held(**tensors: tuple[str, int]) -> dict[str, Any]:
 def test_narrow_numbers_are_known_by_the_scales_beside_them(tensors: dict[str, Any]) -> None:
     name, first = next(iter(tensors.items()))
     kind = " (nvfp4)" if "a.weight_scale_2" in tensors else ""
+    if first.dtype.name == "float4_e2m1fn_x2":
+        kind = " (mxfp4)"
     assert why_narrow(tensors) == f"1 tensor of {first.dtype.name} with scales beside them{kind}: {name}"
     assert str(why_narrow(tensors, EXPORTED)).startswith("hf_quant_config.json says NVFP4, and ")
 
