@@ -56,6 +56,11 @@ def in_shell(word: str) -> str:
     return f"$'{''.join(plain)}'"
 
 
+def in_directory(directory: str, command: str) -> str:
+    """Return a command that carries out another one in a directory, for whoever stands elsewhere."""
+    return f"cd {in_shell(directory)} && {command}"
+
+
 _FORMAT_NAMES = {
     "dcp": "DCP checkpoint",
     "torch.distributed.checkpoint": "DCP checkpoint",

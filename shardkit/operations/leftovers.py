@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardkit.core.text import count, escape, format_size, in_shell, listed
+from shardkit.core.text import count, escape, format_size, in_directory, in_shell, listed
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, runs_of, staging_at
@@ -133,6 +133,7 @@ def warn_before(
     *,
     also_unknown: bool,
     shared: Collection[str] = (),
+    staying: Collection[SharedStaging] = (),
 ) -> tuple[str, ...]:
     """Say what has to be said before runs are removed: who is at work, whose nobody can tell, what stays.
 
@@ -141,9 +142,15 @@ def warn_before(
         on_warning: told each warning.
         also_unknown: runs are removed too of which nobody can tell whether they are over.
         shared: directories that parts share, and that are removed too.
+        staying: directories that parts share, and that are not.
     """
     of_parts = (stays(path, foreign) for path in shared if (foreign := foreign_in(path)))
-    warnings = (*_before_removal(runs, also_unknown), *of_parts)
+    undecided = (
+        f"{escape(parts.path)} stays: parts share it; `shardkit status {in_shell(parts.destination)}` says how far they are, "
+        "and removes it with `--abort`"
+        for parts in staying
+    )
+    warnings = (*_before_removal(runs, also_unknown), *of_parts, *undecided)
     if on_warning is not None:
         for warning in warnings:
             on_warning(warning)
@@ -240,17 +247,15 @@ def finished_in(path: str) -> dict[str, int]:
 
 def _command(typed: str, cwd: str) -> str:
     """Return the command that resumes a run: the one that was typed, in the directory where it was typed."""
-    if not typed:
-        return ""
-    before = f"cd {in_shell(cwd)} && " if cwd and cwd != _cwd() else ""
-    return f"{before}{typed}"
+    return from_here(in_directory(cwd, typed)) if typed and cwd else typed
 
 
-def _cwd() -> str:
+def from_here(command: str) -> str:
+    """Return a command without the `cd` that it begins with, where that leads to the current directory."""
     try:
-        return os.getcwd()
-    except OSError:
-        return ""
+        return command.removeprefix(in_directory(os.getcwd(), ""))
+    except OSError:  # there is none
+        return command
 
 
 def _status(path: str) -> tuple[int, float]:

@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -252,6 +253,33 @@ def test_what_to_type_next(run, all_kinds, subtests):
                 assert again.exit_code == 0, (command, again.output)
             named = set(OPTION.findall(re.sub("`[^`]*`", "", result.stderr)))
             assert not named - options_of(typed.split()[0]) - set(typed.split())
+
+
+def test_what_parts_have_begun_is_found_from_anywhere(run, tiny, monkeypatch):
+    """Relative paths in their command are those of where it was typed, and all that reads names the command that helps."""
+    monkeypatch.setattr(sys, "argv", ["shardkit"])
+    typed = "shardkit reshard tiny 'an out' --world-size 2 --part 2/2"
+    assert run(*shlex.split(typed.replace("2/2", "1/2"))[1:]).exit_code == 0
+    assert typed in run("status", "an out").stdout
+    assert f"cd {tiny.parent}" not in run("status", "an out").stdout
+    monkeypatch.chdir(tiny)
+    elsewhere, status = f"cd {tiny.parent} && {typed}", f"`shardkit status '{tiny.parent}/an out'`"
+    assert elsewhere in run("status", "../an out").stdout
+    incomplete = run("commit", "../an out")
+    assert incomplete.exit_code == 4
+    assert elsewhere in incomplete.stderr
+    for verb in ("inspect", "verify", "diff .", "consolidate", "manifest", "reshard --world-size 3"):
+        absent = run(*verb.split(), "../an out")
+        assert absent.exit_code == 3
+        assert f"hint: it is not committed: {status} says how far it is" in absent.stderr
+    monkeypatch.chdir(tiny.parent)
+    (parts,) = tiny.parent.glob(".an out.*")
+    for place in ("an out", parts.name):
+        left = run("gc", place)
+        assert left.exit_code == 0, left.output
+        assert f"{parts} stays: parts share it; {status} says" in left.stderr
+    assert run(*shlex.split(typed)[1:]).exit_code == 0
+    assert "stays" not in run("gc", "an out").output
 
 
 def test_weights_alone_have_no_trainer_that_resumes(run, tiny):

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.factored import Target
-from shardkit.core.text import escape, nearest
+from shardkit.core.text import escape, in_shell, nearest
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.home import names_in
 from shardkit.files.links import read_inside
 from shardkit.files.manifest import Manifest
 from shardkit.files.remote.hub import SCHEME, address_of, names_repo
+from shardkit.files.shared import runs_of, shared_of
+from shardkit.files.staging import nothing
 from shardkit.files.stores import READ_FROM, is_other_address
 from shardkit.files.strict_json import parse_object
 
@@ -235,7 +237,7 @@ class DamagedFiles(SourceError):
 
 
 def absent(path: str, *, hint: str | None = None) -> SourceError:
-    """Return the error for a path at which there is nothing, with the nearest name beside it.
+    """Return the error for a path at which there is nothing, with the nearest name beside it; or what writes there.
 
     Args:
         hint: None for whoever reads `hf://`: it says how a repo of the Hub is written, if the path may name one.
@@ -251,7 +253,9 @@ def absent(path: str, *, hint: str | None = None) -> SourceError:
         hint = "check the path"
         if names_repo(path) and not storage.isdir(os.path.dirname(path)):  # else something in there is meant
             hint += f"; a model on the Hub is read as {SCHEME}{escape(path)}"
-    closest = _closest(path)
+    closest, where = _closest(path), storage.absolute(path)
+    if shared_of(where, nothing) or runs_of(where, nothing):
+        closest, hint = None, f"it is not committed: `shardkit status {in_shell(where)}` says how far it is"
     near = f"  (closest name: {closest})" if closest else ""
     return SourceError(f"{escape(path) or 'an empty path'}: no such file or directory{near}", hint=hint)
 

@@ -24,13 +24,15 @@ from shardkit.files.location import location_of
 from shardkit.files.place.store_notes import is_shared_folder
 from shardkit.files.remote.contract import Underway
 from shardkit.files.remote.writers import writer_of
+from shardkit.files.shared import shared_of, staging_at
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import parse_metadata
 from shardkit.formats.hub.directory import read_index
 from shardkit.formats.owned import HUB_INDEX, MARKED_WEIGHTS
 from shardkit.operations.destination import absolute
-from shardkit.operations.leftovers import Leftover, leftovers, output_of, remove, warn_before
+from shardkit.operations.leftovers import Leftover, leftovers, remove, warn_before
+from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.uploading.status import upload_name
 
 _AGE = re.compile(r"(\d{1,9})\s*([smhd])?", re.ASCII)
@@ -110,9 +112,13 @@ def gc(
     destination = ""
     if location_of(given).renames:
         destination = absolute(given)
-        destination = output_of(destination) or destination  # a run's own directory stands for the output
+        own = staging_at(destination, foreign_in)
+        destination = (
+            destination if own is None else own.destination
+        )  # what a run works in stands for the output
     runs = leftovers(destination) if destination else ()
-    names = _list(given) if not (uploads or runs) or storage.isdir(given) else []
+    shared = shared_of(destination, foreign_in) if destination else []
+    names = _list(given) if not (uploads or runs or shared) or storage.isdir(given) else []
     marker, kept = _named(given, names)
     data = [
         name
@@ -127,7 +133,7 @@ def gc(
             problems=sorted({*map(escape, data), *map(escape, uploads)}),
             hint="a run that is started again may go on with it; --uncommitted removes it",
         )
-    warnings = warn_before(runs, on_warning, also_unknown=False)
+    warnings = warn_before(runs, on_warning, also_unknown=False, staying=shared)
     unused = [name for name in data if name not in kept and not storage.islink(os.path.join(given, name))]
     entries = [entry for name in unused if (entry := _look(given, name)) is not None]
     old = [entry for entry in entries if entry.age_s >= age]
