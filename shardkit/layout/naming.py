@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ def match_names(
     *,
     computed: Iterable[str] = (),
     model: nn.Module | None = None,
+    as_loaded: bool = False,
 ) -> ClassNames:
     """Find the stored tensor for each tensor of a model.
 
@@ -39,6 +40,7 @@ def match_names(
         wanted: names of all parameters and buffers in the model's state dict, with every name of a tie.
         computed: names of buffers that are in no state dict.
         model: its class may know renamings and names to leave out. Not needed for plain modules.
+        as_loaded: guess no prefix that `from_pretrained` would not add or remove.
 
     Returns:
         The match with the most stored tensors: by names as they are, or by names as
@@ -51,7 +53,7 @@ def match_names(
     cleaned = {name: join(clean(name)) for name in shapes}
     cleaned = {name: cleaned[name] for name in sorted(cleaned, key=lambda name: natural(cleaned[name]))}
     root = transformers_root(model)
-    prefixes = _prefixes(cleaned.values(), targets, root)
+    prefixes = _prefixes(cleaned.values(), targets, root, as_loaded=as_loaded)
     matched = _match(shapes, cleaned, targets, prefixes, lambda name: (name, None))
     conversions = Conversions.of(root[1]) if root is not None else None
     if root is not None and conversions is not None and (matched.unused or conversions.keep_names):
@@ -110,7 +112,7 @@ def transformers_root(model: nn.Module | None) -> tuple[str, nn.Module] | None:
 
 
 def _prefixes(
-    stored: Iterable[str], targets: _Targets, root: tuple[str, nn.Module] | None
+    stored: Iterable[str], targets: _Targets, root: tuple[str, nn.Module] | None, *, as_loaded: bool
 ) -> list[tuple[str, str]]:
     """Return (prefix of stored names, its replacement). Those that transformers knows come first."""
     known = []
@@ -122,6 +124,8 @@ def _prefixes(
             known.append(("", before))
         if isinstance(inner, str) and inner:
             known += [(f"{inner}.", before), ("", f"{before}{inner}.")]
+    if as_loaded:
+        return list(dict.fromkeys(known))
     names, bases = dict.fromkeys(stored), targets.by_base.keys()
     extra = match_prefix([split(name) for name in names], bases)
     if extra:
@@ -211,12 +215,13 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def ask_model(model: nn.Module, shapes: Mapping[str, Shape]) -> ClassNames:
+def ask_model(model: nn.Module, shapes: Mapping[str, Shape], *, as_loaded: bool = True) -> ClassNames:
     """Return what a model says of the names in files, and which of its weights `from_pretrained` would not find.
 
     Args:
         model: built from its config, tied, on the meta device, and not wrapped.
         shapes: by name in the files. What a compiled model saved has no place in this one.
+        as_loaded: as for `match_names`.
 
     Raises:
         SourceError: several of the tensors would be one of the model's.
@@ -224,7 +229,7 @@ def ask_model(model: nn.Module, shapes: Mapping[str, Shape]) -> ClassNames:
     state = tensors_of(model)
     computed = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in state]
     plain = {name: tuple(shape) for name, shape in shapes.items() if clean_name(name) == name}
-    match = match_names(plain, state, computed=computed, model=model)
+    match = match_names(plain, state, computed=computed, model=model, as_loaded=as_loaded)
     have: dict[str, Shape | str] = {fqn: plain[name] for fqn, name in match.names.items()}
     have |= {fqn: made.shape for fqn, made in match.converted.items()} | dict(match.failed)
     held = {id(state[name]) for name in have if name in state}  # one name of a tie is enough
@@ -267,7 +272,7 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
 
     Args:
         directory: holds config.json. Code in it does not run.
-        shapes: by name in the model, as far as they are the model's.
+        shapes: by name in the model, as far as they are the model's. All may lack what their names begin with.
 
     Returns:
         made: name on the Hub -> what it is made of; without what the model computes itself. It is None where these are not the model's own names, or where
@@ -281,7 +286,9 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
     """
     model = build_model(directory, trust_remote_code=False)
     state = {name: tuple(x.shape) for name, x in model.state_dict().items() if isinstance(x, torch.Tensor)}
-    own = {name: tuple(shape) for name, shape in shapes.items() if state.get(name) == tuple(shape)}
+    before = _lacked_prefix(state, shapes)
+    given = {before + name: Stored(name, tuple(shape)) for name, shape in shapes.items()}
+    own = {name: stored.shape for name, stored in given.items() if state.get(name) == stored.shape}
     unsaved = [name for name in collect(model, "_keys_to_ignore_on_save") if name in own]
     further = getattr(model, "all_tied_weights_keys", {})  # of transformers: left out -> kept
     answer: dict[str, Any] = {
@@ -290,7 +297,10 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
         "why": "",
         "is_lost": False,
         "match": ClassNames().to_json(),
-        "ties": [sorted(group, key=further.__contains__) for group in tied(tensors_of(model))],
+        "ties": [
+            [name.removeprefix(before) for name in sorted(group, key=further.__contains__)]
+            for group in tied(tensors_of(model))
+        ],
     }
     if 2 * len(own) < len(shapes):
         return answer | {"why": "these are not its names in memory"}
@@ -305,7 +315,7 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
         return answer | {"why": f"{escape(name)} {why}", "is_lost": True}
     made = {
         **reverted.made,
-        **{name: Stored(name, tuple(shapes[name])) for name in shapes if name not in own},
+        **{name: Stored(name, stored.shape) for name, stored in given.items() if name not in own},
     }
     result = {name: expression.shape for name, expression in made.items()}
     wrong = _not_again(model, own, made)
@@ -314,14 +324,21 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
             "why": f"from_pretrained would make something else of it: {listed(wrong)}",
             "is_lost": True,
         }
-    plain = {name: to_json(e) for name, e in made.items()}
+    plain = {name: to_json(substitute(e, given)) for name, e in made.items()}
     return answer | {"made": plain, "match": ask_model(model, result).to_json()}
+
+
+def _lacked_prefix(names: Collection[str], stored: Mapping[str, Shape]) -> str:
+    """Return what all stored names lack of a model's, at their beginning, with its dot; empty if that is nothing."""
+    prefix = match_prefix([split(name) for name in names], stored)
+    before = f"{join(prefix)}." if prefix else ""
+    return before if all(before + name in names for name in stored) else ""
 
 
 def _not_again(model: nn.Module, own: Mapping[str, Shape], made: Mapping[str, Expression]) -> list[str]:
     """Return the names in the model of which loading would make something else than was there before."""
     shapes = {name: expression.shape for name, expression in made.items()}
-    matched = match_names(shapes, own, model=model)
+    matched = match_names(shapes, own, model=model, as_loaded=True)
     again = {fqn: made[stored] for fqn, stored in matched.names.items()}
     again |= {fqn: substitute(expression, made) for fqn, expression in matched.converted.items()}
     return [fqn for fqn, expression in again.items() if expression != Stored(fqn, tuple(own[fqn]))]

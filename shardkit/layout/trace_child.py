@@ -141,7 +141,9 @@ def _trace(request: dict[str, Any], divide: Divide | None) -> dict[str, Any]:
     wide = built_dtypes(model, built) if built.itemsize == 2 else class_dtypes(model, torch.bfloat16)
     keep_fp32 = [] if wide.wanted is not wanted else _in_fp32(model, wide)
     before = tensors_of(model)
-    matched = None if request["names"] is None else ask_model(model, request["names"]).to_json()
+    matched = (
+        None if request["names"] is None else ask_model(model, request["names"], as_loaded=False).to_json()
+    )
     divided = DividedModel() if divide is None or "plan" not in request else divide(model, request["plan"])
     classes = {id(module): type(module).__name__ for module in model.modules()}
     num_stages, stages = request.get("pp", 1), dict[str, list[int]]()

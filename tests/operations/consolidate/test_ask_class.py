@@ -173,6 +173,62 @@ def test_names_that_the_class_finds_are_no_warning(tmp_path: Path, fast_trace: N
     assert files[0] == files[1]
 
 
+VIT = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "image_size": 28,
+}
+
+
+def tower_below_one_name() -> Any:
+    """Return a model with all weights below a name that is not its `base_model_prefix`."""
+    return transformers.SamVisionModel(
+        transformers.SamVisionConfig(
+            hidden_size=16,
+            num_attention_heads=2,
+            num_hidden_layers=2,
+            image_size=16,
+            patch_size=4,
+            output_channels=8,
+            mlp_dim=24,
+        )
+    )
+
+
+def model_in_a_model() -> Any:
+    text = {**SMALL, "model_type": "gemma3_text"}
+    vision = {**VIT, "model_type": "siglip_vision_model", "patch_size": 14, "vision_use_head": False}
+    config = transformers.ShieldGemma2Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return transformers.ShieldGemma2ForImageClassification(config)
+
+
+@pytest.mark.parametrize("make", [tower_below_one_name, model_in_a_model])
+def test_the_one_name_above_a_model_is_its_own_where_the_class_says_so(
+    make: Callable[[], Any], tmp_path: Path, fast_trace: None
+) -> None:
+    """Without it `from_pretrained` would find nothing."""
+    model = make()
+    model.save_pretrained(tmp_path / "hub")
+    run = save(model.state_dict(), tmp_path / "run")
+    shutil.copy(tmp_path / "hub/config.json", run)
+    result = consolidate(run, tmp_path / "out")
+    assert (result.held_against, result.unloadable) == ("class", ())
+    files = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("hub", "out")]
+    assert files[0] == files[1]
+
+
+def test_weights_below_another_prefix_than_from_pretrained_adds_are_missing(tmp_path: Path) -> None:
+    model = tower_below_one_name()
+    model.save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub/model.safetensors"
+    stored = {name.removeprefix("vision_encoder."): value for name, value in load_file(file).items()}
+    save_file(stored, file, metadata={"format": "pt"})
+    assert loaded(tmp_path / "hub")[0] == model.state_dict().keys()
+    assert not verify(tmp_path / "hub", ask_class=True).ok
+
+
 def test_what_preshard_left_out_is_named_again(tmp_path: Path, fast_trace: None) -> None:
     """And the names below `model.language_model.` are the Hub's: the manifest has them."""
     base = tmp_path / "base"
