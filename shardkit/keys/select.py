@@ -260,7 +260,8 @@ def _name(
     """Name the tensors that were located, or more than those.
 
     If the base's names differ from the model's in memory, a part of the model may match them best. Then the
-    whole model is taken, if it can be named like the base, or if the part would lack what the base has a name for.
+    whole model is taken, if it can be named like the base, if the part would lack what the base has a name for, or if it
+    is less than half of both: then names in memory are those of the base by chance.
 
     Args:
         source: the checkpoint.
@@ -284,8 +285,10 @@ def _name(
     modules_of_whole = _without_modules(whole, base)
     left = {stored: path for stored, path in whole.names.items() if stored not in located.names}
     if left and whole.names.keys() > located.names.keys():
-        better = name(whole)
-        if better.is_whole or (not named.is_whole and _have_place(source, left, shapes or {}, named)):
+        better, by_shapes = name(whole), shapes or {}
+        is_by_chance = 2 * len(located.names) < min(len(whole.names), len(by_shapes))
+        is_lacking = not named.is_whole and (is_by_chance or _have_place(source, left, by_shapes, named))
+        if better.is_whole or is_lacking:
             return whole, modules_of_whole, better
     return located, modules, named
 
@@ -294,13 +297,16 @@ def _have_place(
     source: SortedNames, left: Mapping[str, Segments], base: Mapping[str, Shape], named: HubNames
 ) -> bool:
     """True if the base has a name for a tensor that would be left out: the same, below another prefix."""
-    taken, wanted = set(named.names.values()), {path: stored for stored, path in left.items()}
-    for name in base.keys() - taken:
-        path = split(name)
-        ends = (wanted.get(path[start:]) for start in range(len(path)))
-        if any(end is not None and tuple(source.tensors[end].shape) == tuple(base[name]) for end in ends):
-            return True
-    return False
+    lacking = {split(name): tuple(base[name]) for name in base.keys() - set(named.names.values())}
+    shapes = {path: tuple(source.tensors[stored].shape) for stored, path in left.items()}
+    return _is_below_prefix(lacking, shapes) or _is_below_prefix(shapes, lacking)
+
+
+def _is_below_prefix(shapes: Mapping[Segments, Shape], plain: Mapping[Segments, Shape]) -> bool:
+    """True if one of the tensors, without some first segments of its name, is a plain one."""
+    return any(
+        plain.get(path[start:]) == shape for path, shape in shapes.items() for start in range(len(path))
+    )
 
 
 def _locate(source: SortedNames, naming: Naming, rules: Rules, base: Collection[str] | None) -> Located:

@@ -229,6 +229,33 @@ def test_weights_below_another_prefix_than_from_pretrained_adds_are_missing(tmp_
     assert not verify(tmp_path / "hub", ask_class=True).ok
 
 
+def test_a_part_that_alone_has_the_names_of_the_base_is_not_the_model(
+    tmp_path: Path, fast_trace: None
+) -> None:
+    """On the Hub, Cosmos 3's tower and language model stand side by side, without the names above them."""
+    text = {**SMALL, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0]}}
+    vision = {"hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "depth": 4}
+    config = transformers.Cosmos3OmniConfig(
+        text_config=text, vision_config={**vision, "deepstack_visual_indexes": []}, tie_word_embeddings=True
+    )
+    model = transformers.Cosmos3OmniForConditionalGeneration(config)
+    model.save_pretrained(tmp_path / "base")
+    run = save(model.state_dict(), tmp_path / "run")
+    shardkit.consolidate(run, tmp_path / "out", base=tmp_path / "base")
+    files = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("base", "out")]
+    assert files[0] == files[1]
+
+
+def test_a_few_names_that_the_base_has_too_are_not_the_model(tmp_path: Path, fast_trace: None) -> None:
+    """TIPSv2 has its tokens below `embeddings` in memory, and beside the blocks in its files."""
+    model = transformers.Tipsv2VisionModel(transformers.Tipsv2VisionConfig(**VIT, patch_size=14))
+    model.save_pretrained(tmp_path / "base")
+    run = save(model.state_dict(), tmp_path / "run")
+    shardkit.consolidate(run, tmp_path / "out", base=tmp_path / "base")
+    files = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("base", "out")]
+    assert files[0] == files[1]
+
+
 def test_what_preshard_left_out_is_named_again(tmp_path: Path, fast_trace: None) -> None:
     """And the names below `model.language_model.` are the Hub's: the manifest has them."""
     base = tmp_path / "base"
