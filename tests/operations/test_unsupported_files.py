@@ -190,8 +190,8 @@ def test_a_pickle_of_an_old_protocol_is_not_damaged(tmp_path: Path, name: str, p
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "step.pt"])
-@pytest.mark.parametrize("protocol", [4, 5])
-def test_the_format_before_the_zip_with_a_newer_protocol_is_not_damaged(
+@pytest.mark.parametrize("protocol", [0, 1, 4, 5])
+def test_the_format_before_the_zip_with_another_protocol_is_not_damaged(
     tmp_path: Path, name: str, protocol: int
 ) -> None:
     options = {"pickle_protocol": protocol, "_use_new_zipfile_serialization": False}

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardkit.core.catalog import Checksums, Decoded, FileStamp, OnRead
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Shape, full_region
-from shardkit.core.text import count, escape
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError, check_torch
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import (
@@ -303,9 +303,10 @@ def _refusal(error: Exception, path: str, name: str) -> SourceError:
         )
     with open_regular(path, name) as (fd, size):
         head = read_exactly(fd, 0, min(size, HEAD_NBYTES), name)
-    if head[1:2] in (b"\4", b"\5") and is_before_zip(head):
+    if head[1:2] not in (b"\2", b"\3") and is_before_zip(head):
+        protocol = head[1] if head[1] < 6 else "0 or 1"
         return Unsupported(
-            f"{escape(name)}: the format from before torch 1.6, pickled with protocol {head[1]}",
+            f"{escape(name)}: the format from before torch 1.6, pickled with protocol {protocol}",
             hint=SAVE_AGAIN,
         )
     lines = str(error).splitlines() or [type(error).__name__]
@@ -340,12 +341,14 @@ def _check_content(
         f"{escape(name)}: {len(problems)} of {number} entries are tensors without plain bytes",
         hint="save the model with dense tensors of torch's ordinary dtypes",
     )
+    if has_tensors or not objects:
+        return
     wrapper = next((key for key in objects if key in _WRAPPERS), None)
-    if wrapper and not has_tensors:
-        raise Unsupported(
-            f"{escape(name)}: a training checkpoint, its weights lie below {wrapper!r}",
-            hint="save that state dict by itself, best as safetensors",
-        )
+    below = f"a training checkpoint, its weights lie below {wrapper!r}"
+    raise Unsupported(
+        f"{escape(name)}: {below if wrapper else f'no name in it is that of a tensor: {listed(objects)}'}",
+        hint="save that state dict by itself, best as safetensors",
+    )
 
 
 def _describe(fqn: str, tensor: torch.Tensor) -> BinTensor:

@@ -52,6 +52,7 @@ from shardkit.pickles.policies import Fields, Inert, Maker, UnmadeObject
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _MAGIC_BEFORE_ZIP = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
 """The number with which files from before torch 1.6 begin, behind the protocol: torch/serialization.py, MAGIC_NUMBER."""
+_MAGIC_AS_TEXT = b"L119547037146038801333356L\n."  # of protocols 0 and 1
 HEAD_NBYTES = 32
 """Enough for `is_before_zip`."""
 _MAX_ENTRIES = 1 << 18
@@ -201,7 +202,8 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
 
 def is_before_zip(head: bytes) -> bool:
     """True for the first bytes of a file in the format from before torch 1.6; protocols 4 and 5 put a frame before its number."""
-    return head[2:].startswith(_MAGIC_BEFORE_ZIP) or head[11:].startswith(_MAGIC_BEFORE_ZIP)
+    is_number = head[2:].startswith(_MAGIC_BEFORE_ZIP) or head[11:].startswith(_MAGIC_BEFORE_ZIP)
+    return is_number or head.startswith(_MAGIC_AS_TEXT)
 
 
 def _check_magic(magic: bytes, size: int, where: str) -> None:

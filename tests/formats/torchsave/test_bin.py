@@ -142,6 +142,14 @@ def test_not_a_plain_state_dict(tmp_path):
     torch.save({"state_dict": {"a": torch.ones(1)}, "epoch": 1}, path)
     with pytest.raises(SourceError, match="below 'state_dict'"):
         read_bin(path, "x.bin")
+    for entries, names in (
+        ({"net": {"a": torch.ones(1)}, "epoch": 1}, "net, epoch"),
+        ({0: torch.ones(1)}, "0"),
+    ):
+        for is_zip in (True, False):
+            torch.save(entries, path, _use_new_zipfile_serialization=is_zip)
+            with pytest.raises(SourceError, match=f"no name in it is that of a tensor: {names}\n"):
+                read_bin(path, "x.bin")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.save({"s": torch.ones(2, 2).to_sparse(), "m": torch.ones(2, device="meta")}, path)
