@@ -129,6 +129,17 @@ def test_every_chunk_has_its_bytes(tensors: Tensors, num_shards: int, pad: int, 
             assert files[image.name].crc32 == (crc32(content) if digests else None)
 
 
+def test_a_task_leaves_what_lies_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second task may begin within the zeros that a stream writes in place of a short gap."""
+    monkeypatch.setattr("shardkit.transfer.plan._TASK_NBYTES", 1)
+    tensors: Tensors = {f"t{number}": (BY_NAME["int32"], (3,), 0) for number in range(3)}
+    catalog, data = source(tmp_path, tensors, 0)
+    images, plan = planned(catalog, tensors, 1)
+    assert [0 < task.begin < 4096 for task in plan.tasks[:2]] == [False, True]
+    run(plan, tmp_path, jobs=1)
+    assert {fqn: stored(images, tmp_path, fqn)[0][1] for fqn in tensors} == data
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_tensors_larger_than_every_buffer(dim: int, tmp_path: Path) -> None:
     shape = (130, 67, 41)
