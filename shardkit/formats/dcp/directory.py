@@ -393,7 +393,7 @@ def _named(names: Sequence[str]) -> str:
 def _notes(directory: str, metadata: DcpMetadata) -> Iterator[str]:
     if metadata.orphans:
         yield (
-            f"{metadata.where} places bytes of {len(metadata.orphans)} names that it does not describe: "
+            f"{metadata.where} places bytes of {count(len(metadata.orphans), 'name')} that it does not describe: "
             + listed(metadata.orphans)
         )
     ranks = rank_files(_listing(directory))
