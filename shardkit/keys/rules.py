@@ -300,11 +300,23 @@ def _steps(value: Any, problems: list[str]) -> tuple[Step, ...]:
         if kinds[0] in ("unflatten", "flatten") and not isinstance(options.get("sizes"), list):
             problems.append(f"steps: {kinds[0]} needs sizes = [...]")
             continue
+        if not _is_step_value(kinds[0], table[kinds[0]]) or type(options.get("dim", 0)) is not int:
+            takes = "stack takes a variable and a dim, concat a dim, permute a list with each dim once"
+            problems.append(f"steps: {escape(str(table))}: {takes}")
+            continue
         if kinds[0] == "pad" and "of" not in options:
             problems.append("steps: pad needs of = ROWS ON THE HUB")
             continue
         steps.append(Step(kind=kinds[0], value=table[kinds[0]], options=options))
     return tuple(steps)
+
+
+def _is_step_value(kind: str, value: Any) -> bool:
+    """True if a value may be that of a step of a kind, whatever the shapes and the config."""
+    if kind == "permute":
+        are_dims = isinstance(value, list) and all(type(dim) is int for dim in value)
+        return are_dims and sorted(dim + len(value) * (dim < 0) for dim in value) == [*range(len(value))]
+    return type(value) is {"stack": str, "concat": int}.get(kind, type(value))
 
 
 def _are_places(value: Any, length: int) -> bool:
@@ -549,7 +561,7 @@ def _one_back(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
     """Undo a step on one tensor."""
     match step.kind:
         case "permute":
-            dims = [dim % len(of.shape) for dim in step.value]
+            dims = [dim % len(step.value) for dim in step.value]
             return permute(of, [dims.index(dim) for dim in range(len(dims))])
         case "unflatten":
             return _one(Step(kind="flatten", value=step.value, options=step.options), of, env)

@@ -265,6 +265,19 @@ def test_numbers_come_from_the_config_or_the_file() -> None:
             "format = 1\n[[rule]]\nhub='a'\nmodel='b'\nsteps=[{ permute = [1, 0], only = 0 }]",
             "only = 0: expected",
         ),
+        *(
+            (
+                f"format = 1\n[[rule]]\nhub='a'\nmodel='b'\nsteps=[{{ permute = {value} }}]",
+                "with each dim once",
+            )
+            for value in ("[0, 0]", "[0, 2]", "[1]", "[[0]]", "1", "'x'")
+        ),
+        ("format = 1\n[[rule]]\nhub='a'\nmodel='b'\nsteps=[{ concat = 'x' }]", "concat a dim"),
+        ("format = 1\n[[rule]]\nhub='a.{e}'\nmodel='b'\nsteps=[{ stack = ['e'] }]", "stack takes a variable"),
+        (
+            "format = 1\n[[rule]]\nhub='a.{e}'\nmodel='b'\nsteps=[{ stack = 'e', dim = 'x' }]",
+            "a variable and a dim",
+        ),
         ("format = 1\nothers = 'drop'\n[[rule]]\nhub='a'\nmodel='b'", "others:"),
         ("format = 1\nnumbers = { a = true }\n[[rule]]\nhub='a'\nmodel='b'", "numbers.a"),
     ],
