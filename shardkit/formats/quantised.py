@@ -13,19 +13,10 @@ from typing import Any
 
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError
-from shardkit.transfer.codecs.dequantize import (
-    ADDED,
-    FP8,
-    MXFP4,
-    MXFP4_ROWS,
-    Held,
-    Method,
-    Scaled,
-    ScaledNames,
-)
+from shardkit.transfer.codecs.dequantize import ADDED, FP8, MXFP4, PAIRS, Held, Method, Scaled, ScaledNames
 from shardkit.transfer.codecs.nvfp4 import EXPORT_CONFIG, NVFP4
 
-METHODS = (NVFP4, MXFP4, MXFP4_ROWS, FP8)
+METHODS = (NVFP4, MXFP4, PAIRS, FP8)
 """In the order in which they claim tensors: scales of NVFP4 are fp8 numbers themselves."""
 FILES = frozenset(name for method in METHODS for name in method.files)
 """Files of a model that are about its quantisation, and go with it."""

@@ -39,7 +39,7 @@ _BIAS = 127
 PAIR = 2
 """Numbers of 4 bits in a byte."""
 _BLOCK_NBYTES = 16
-_NUM_DIMS = 3
+_GROUPED, _NUM_DIMS = "_blocks", 3  # of gpt_oss
 _NUMBERS_OF_4_BITS = ("uint8", "int8", "float4_e2m1fn_x2")
 _EXPONENTS = ("uint8", "float8_e8m0fnu")
 _NUMBERS = frozenset("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split())
@@ -56,7 +56,7 @@ _WRITERS = {
     "compressed-tensors": "'(float|mxfp8)-quantized'",
     "modelopt": "'quant_algo': '(mx)?fp8",
 }
-_WRITERS_OF_ROWS = {"compressed-tensors": "'mxfp4-pack-quantized'", "modelopt": "mxfp4"}
+_WRITERS_OF_PAIRS = {"compressed-tensors": "'mxfp4-pack-quantized'", "modelopt": "mxfp4"}
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "qscale_act")
 
 
@@ -207,11 +207,6 @@ class Pairs(Product):
 
     __slots__ = ()
 
-    @property
-    def _table(self) -> tuple[float, ...]:
-        """The number that each 4 bits stand for."""
-        return E2M1
-
     def _numbers(self, parts: StoredParts, region: Region) -> torch.Tensor:
         """Return a box of the numbers in float32."""
         import torch
@@ -221,7 +216,7 @@ class Pairs(Product):
         offsets, sizes = list(region.offsets), list(region.sizes)
         offsets[dim], sizes[dim] = first, stop - first
         stored = parts.values(self.scaled.names.numbers, Region(tuple(offsets), tuple(sizes)))
-        pairs, table = stored.view(torch.uint8).int(), torch.tensor(self._table, dtype=torch.float32)
+        pairs, table = stored.view(torch.uint8).int(), torch.tensor(E2M1, dtype=torch.float32)
         unpacked = torch.stack((table[pairs & 0xF], table[pairs >> 4]), dim + 1).flatten(dim, dim + 1)
         return unpacked.narrow(dim, region.offsets[dim] % PAIR, region.sizes[dim])
 
@@ -321,7 +316,7 @@ def _block(shape: Shape, grid: Shape, block: tuple[int, int] | None, scales: str
 
 
 def _claim_mxfp4(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
-    plain = name.removesuffix("_blocks")
+    plain = name.removesuffix(_GROUPED)
     scales = tensors.get(f"{plain}_scales")
     if plain == name or scales is None or {tensors[name].dtype.name, scales.dtype.name} != {"uint8"}:
         return None
@@ -330,10 +325,14 @@ def _claim_mxfp4(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
 
 def _fit_mxfp4(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str, Any]) -> Blocks:
     stored, grid = tensors[claim.numbers].shape, tensors[claim.scales].shape
-    if stored[:-1] != grid or stored[-1] != _BLOCK_NBYTES or len(grid) != _NUM_DIMS:
+    if claim.numbers.endswith(_GROUPED):
+        fits = len(grid) == _NUM_DIMS and stored == (*grid, _BLOCK_NBYTES)
+    else:
+        fits = len(grid) > 0 and stored == (*grid[:-1], grid[-1] * _BLOCK_NBYTES)
+    if not fits:
         raise ValueError(f"it is {list(stored)}, and its scales {escape(claim.scales)} are {list(grid)}")
     size = _BLOCK_NBYTES * PAIR
-    return Blocks((*grid[:-1], grid[-1] * size), (1, 1, size))
+    return Blocks((*grid[:-1], grid[-1] * size), (*(1 for _ in grid[:-1]), size))
 
 
 def _claim_pairs(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
@@ -348,14 +347,6 @@ def _claim_pairs(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
     return ScaledNames(plain, name, scales, beside=_beside(plain))
 
 
-def _fit_pairs(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str, Any]) -> Blocks:
-    stored, grid = tensors[claim.numbers].shape, tensors[claim.scales].shape
-    if not grid or stored != (*grid[:-1], grid[-1] * _BLOCK_NBYTES):
-        raise ValueError(f"it is {list(stored)}, and its scales {escape(claim.scales)} are {list(grid)}")
-    size = _BLOCK_NBYTES * PAIR
-    return Blocks((*grid[:-1], grid[-1] * size), (*(1 for _ in grid[:-1]), size))
-
-
 FP8 = Method("fp8", Product, _claim_fp8, _fit_fp8, partial(is_said, _WRITERS))
 MXFP4 = Method("mxfp4", Exponents, _claim_mxfp4, _fit_mxfp4, lambda method, _: method == "mxfp4")
-MXFP4_ROWS = Method("mxfp4", Pairs, _claim_pairs, _fit_pairs, partial(is_said, _WRITERS_OF_ROWS), shows=False)
+PAIRS = Method("mxfp4", Pairs, _claim_pairs, _fit_mxfp4, partial(is_said, _WRITERS_OF_PAIRS), shows=False)

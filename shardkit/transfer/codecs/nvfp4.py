@@ -23,7 +23,6 @@ from shardkit.core.catalog import StoredParts
 from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.transfer.codecs.dequantize import (
-    E2M1,
     INCOMPLETE,
     PAIR,
     Blocks,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 EXPORT_CONFIG = "hf_quant_config.json"
 """What ModelOpt writes beside a config.json that may say nothing."""
 _WRITERS = {"modelopt": "nvfp4", "compressed-tensors": "nvfp4"}  # both write much else too
-_WITHOUT_SIGN_OF_ZERO = tuple(number or 0.0 for number in E2M1)
 _PACKED = ".weight_packed"
 _GROUP = 16  # numbers that share a scale
 _SECOND, _DIVISOR = "_scale_2", "_global_scale"
@@ -57,9 +55,9 @@ class TwoScales(Pairs):
     def _divides(self) -> bool:
         return self.scaled.names.second.endswith(_DIVISOR)
 
-    @property
-    def _table(self) -> tuple[float, ...]:
-        return E2M1 if self._divides else _WITHOUT_SIGN_OF_ZERO
+    def _numbers(self, parts: StoredParts, region: Region) -> torch.Tensor:
+        numbers = super()._numbers(parts, region)
+        return numbers if self._divides else numbers + 0.0  # which takes the sign of a zero
 
     def _scales(self, parts: StoredParts, region: Region) -> torch.Tensor:
         """Return the scale of each number of a box in float32. A dim that shares one scale has size 1."""
