@@ -202,8 +202,7 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
 
 def is_before_zip(head: bytes) -> bool:
     """True for the first bytes of a file in the format from before torch 1.6; protocols 4 and 5 put a frame before its number."""
-    is_number = head[2:].startswith(_MAGIC_BEFORE_ZIP) or head[11:].startswith(_MAGIC_BEFORE_ZIP)
-    return is_number or head.startswith(_MAGIC_AS_TEXT)
+    return any(head[at:].startswith(_MAGIC_BEFORE_ZIP) for at in (2, 11)) or head.startswith(_MAGIC_AS_TEXT)
 
 
 def _check_magic(magic: bytes, size: int, where: str) -> None:
