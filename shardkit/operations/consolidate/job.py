@@ -32,6 +32,7 @@ from shardkit.formats.hub.base import (
     holds_hub_names,
     recorded_names,
     recorded_rules,
+    recorded_shards,
     saved_derived,
 )
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImage, SafetensorsImages
@@ -930,7 +931,10 @@ def _select(
         return Selection(names={}, root="", stripped=(), skipped=(), candidates=())
     recorded = recorded_rules(checkpoint) if naming.weights == "model" else None
     if recorded is not None and naming.root is None and not naming.strip_prefix:
-        naming = replace(naming, root=recorded.root)
+        root, shards = recorded.root, recorded_shards(checkpoint)
+        if root is None and shards is not None and base_shapes(base) is None:
+            root = (shards.root or "").rstrip(".")  # names are the Hub's, whatever all of them begin with
+        naming = replace(naming, root=root)
     return select_model(
         catalog.tensors,
         catalog.objects,

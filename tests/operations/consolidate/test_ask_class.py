@@ -213,10 +213,12 @@ def test_the_one_name_above_a_model_is_its_own_where_the_class_says_so(
     model.save_pretrained(tmp_path / "hub")
     run = save(model.state_dict(), tmp_path / "run")
     shutil.copy(tmp_path / "hub/config.json", run)
-    result = consolidate(run, tmp_path / "out")
-    assert (result.held_against, result.unloadable) == ("class", ())
-    files = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("hub", "out")]
-    assert files[0] == files[1]
+    shardkit.preshard(tmp_path / "hub", tmp_path / "pre", world_size=2)
+    for source in (run, tmp_path / "pre"):
+        result = consolidate(source, tmp_path / f"{source.name}-out")
+        assert (result.held_against, result.unloadable) == ("class", ())
+        files = [tmp_path / each / "model.safetensors" for each in ("hub", f"{source.name}-out")]
+        assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_weights_below_another_prefix_than_from_pretrained_adds_are_missing(tmp_path: Path) -> None:
