@@ -44,6 +44,11 @@ _MAX_BYTES = 256 << 20
 _DTYPE, _OLD_DTYPE = "dtype", "torch_dtype"
 _NEW_DTYPE_SINCE = (4, 56)  # transformers, PretrainedConfig.to_dict
 _TIE = "tie_word_embeddings"
+_WITHOUT_CACHE = frozenset(
+    "EvollaModel evolla mimi mimi_decoder mimi_encoder mpt pix2struct_text_model pocket_tts_audio_tokenizer"
+    " pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder ultrabert".split()
+)
+"""Types of models whose config says `use_cache: false` by itself, in transformers 5.23."""
 _ENDING = ".safetensors"
 
 
@@ -165,7 +170,10 @@ def _model_config(base: Base, dtype: DType | None, *, untie: bool) -> tuple[byte
     if untie:
         _untie(config)
     if base.is_trainers:
-        if config.get("use_cache") is False:  # as trainers set it for gradient checkpointing
+        is_theirs = config.get("model_type") in _WITHOUT_CACHE
+        if (
+            config.get("use_cache") is False and not is_theirs
+        ):  # as trainers set it for gradient checkpointing
             config["use_cache"] = True
             notes.append(f"use_cache is on again; training had switched it off in {escape(base.label)}")
         if os.path.isabs(str(config.get("_name_or_path", ""))):

@@ -24,7 +24,7 @@ from shardkit.errors import IntegrityError, Interrupted, LayoutError, ResourceEr
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
 from shardkit.operations.consolidate import default_output
-from shardkit.operations.consolidate.assets import set_dtype
+from shardkit.operations.consolidate.assets import _WITHOUT_CACHE, set_dtype
 from tests.bits import raw
 from tests.operations.consolidate.checkpoints import (
     CONFIG,
@@ -625,6 +625,17 @@ class TestBase:
         (source / "trainer_state.json").write_text("{}")
         again = shardkit.consolidate(source, str(tmp_path / "again"), single_file=True)
         assert config_of(again.output) == CONFIG
+
+    def test_a_type_without_a_cache_stays_one(self, trained: Path, tmp_path: Path) -> None:
+        """Their configs say so by themselves; training had nothing to switch off."""
+        transformers = pytest.importorskip("transformers")
+        classes = {name: transformers.CONFIG_MAPPING[name] for name in transformers.CONFIG_MAPPING.keys()}
+        without = {name for name, kind in classes.items() if getattr(kind, "use_cache", None) is False}
+        assert without == _WITHOUT_CACHE & classes.keys()
+        config = transformers.MptConfig(d_model=16, n_heads=2, n_layers=2, architectures=["MptForCausalLM"])
+        config.save_pretrained(trained)
+        made = shardkit.consolidate(trained, tmp_path / "out", ask_class=False)
+        assert config_of(made.output)["use_cache"] is False
 
     def test_weights_that_lie_with_what_was_found_bind_nobody(
         self, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
