@@ -19,7 +19,7 @@ _SHARED, _EMBEDDING, _HEAD = range(3)
 _SHARED_MODULES = frozenset({"shared"})
 _EMBEDDING_MODULES = frozenset(
     "embed_tokens wte word_embeddings word_embedding embed_in embeddings tok_embeddings tokens_embed embed"
-    " embedding".split()
+    " embedding token_embedding".split()
 )
 _EMBEDDING_PATHS = frozenset({"transformer.w"})  # ctrl
 
@@ -54,7 +54,8 @@ _DEFAULT_HEAD = "lm_head"
 _HEAD_MODULES = frozenset(
     {_DEFAULT_HEAD, "output_layer", *(path for path in _HEADS if "." not in path)} - {"decoder", "head"}
 )
-_HEAD_PATHS = tuple(f".{path}" for path in (*_HEADS, "lm_head.lm_head") if "." in path)
+# What files of Cohere's ASR call the output.
+_HEAD_PATHS = tuple(f".{path}" for path in (*_HEADS, "lm_head.lm_head", "log_softmax.mlp.layer0") if "." in path)
 _TOP_HEADS = frozenset({"decoder", "head"})  # a common name for modules; at the top it is the output layer
 # BERT and RoBERTa keep the bias of the head outside its decoder.
 _BIASES = (("predictions.bias", "predictions.decoder.bias"), ("lm_head.bias", "lm_head.decoder.bias"))

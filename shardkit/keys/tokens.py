@@ -76,7 +76,8 @@ def find_token_rows(
     counts = dict(_counts(config, ()))
     ends: dict[Segments, list[str]] = {}
     for name in ours:
-        ends.setdefault(_end(name), []).append(name)
+        for end in (_end(name), _role(name)):
+            ends.setdefault(end, []).append(name)
     counted = list[_Counted]()
     for name, shape in base.items():
         dim = _token_dim(name, shape)
@@ -159,11 +160,17 @@ def _end(name: str) -> Segments:
     return split(name)[-2:]
 
 
+def _role(name: str) -> Segments:
+    """Return what a tensor is, whatever a class calls it: input, output, or the output's bias."""
+    roles = {"input": is_embedding, "output": is_output, "bias": is_output_bias}
+    return tuple(role for role, has_role in roles.items() if has_role(name))
+
+
 def _rows(
     name: str, shape: Shape, dim: int, ours: Mapping[str, Shape], ends: Mapping[Segments, Sequence[str]]
 ) -> int | None:
-    """Return the rows of the model's tensor that ends as a base's does, and has its other dims."""
-    names = [name] if name in ours else ends.get(_end(name), ())
+    """Return the rows of the model's tensor that ends as a base's does, or is the same, and has its other dims."""
+    names = [name] if name in ours else ends.get(_end(name)) or ends.get(_role(name), ())
     alike = [candidate for candidate in names if _without(ours[candidate], dim) == _without(shape, dim)]
     longest = max((_common(name, candidate) for candidate in alike), default=0)
     rows = {ours[candidate][dim] for candidate in alike if _common(name, candidate) == longest}

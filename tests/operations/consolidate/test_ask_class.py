@@ -258,6 +258,41 @@ def test_a_few_names_that_the_base_has_too_are_not_the_model(tmp_path: Path, fas
     assert files[0] == files[1]
 
 
+def of_cohere_asr() -> Any:
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    encoder = {**sizes, "model_type": "parakeet_encoder", "conv_kernel_size": 3, "num_mel_bins": 16}
+    config = transformers.CohereAsrConfig(
+        **sizes, vocab_size=97, max_position_embeddings=32, head_dim=4, encoder_config=encoder, pad_token_id=0
+    )
+    return transformers.CohereAsrForConditionalGeneration(config)
+
+
+def of_siglip() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+    return transformers.SiglipTextModel(transformers.SiglipTextConfig(**sizes, vocab_size=97))
+
+
+@pytest.mark.parametrize("make", [of_cohere_asr, of_siglip])
+def test_a_vocabulary_grows_whatever_the_files_call_it(
+    make: Callable[[], Any], tmp_path: Path, fast_trace: None
+) -> None:
+    """Cohere's ASR has other names in memory, SigLIP a `token_embedding`."""
+    model = make()
+    model.save_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(101, mean_resizing=False)
+    model.save_pretrained(tmp_path / "truth")
+    run = save(model.state_dict(), tmp_path / "run")
+    consolidate(run, tmp_path / "out", base=tmp_path / "base")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "truth" / name).read_bytes()
+
+
 def test_what_preshard_left_out_is_named_again(tmp_path: Path, fast_trace: None) -> None:
     """And the names below `model.language_model.` are the Hub's: the manifest has them."""
     base = tmp_path / "base"
