@@ -55,7 +55,9 @@ _HEAD_MODULES = frozenset(
     {_DEFAULT_HEAD, "output_layer", *(path for path in _HEADS if "." not in path)} - {"decoder", "head"}
 )
 # What files of Cohere's ASR call the output.
-_HEAD_PATHS = tuple(f".{path}" for path in (*_HEADS, "lm_head.lm_head", "log_softmax.mlp.layer0") if "." in path)
+_HEAD_PATHS = tuple(
+    f".{path}" for path in (*_HEADS, "lm_head.lm_head", "log_softmax.mlp.layer0") if "." in path
+)
 _TOP_HEADS = frozenset({"decoder", "head"})  # a common name for modules; at the top it is the output layer
 # BERT and RoBERTa keep the bias of the head outside its decoder.
 _BIASES = (("predictions.bias", "predictions.decoder.bias"), ("lm_head.bias", "lm_head.decoder.bias"))
@@ -92,6 +94,8 @@ _NEVER_TIED = frozenset(
     " inkling_text kimi_linear mllama mllama_text_model molmo2 moshi muse_spark musicflamingo nemotron3_5_transcribe"
     " nemotron_h pp_formulanet qwen2_audio rembert vibevoice_asr voxtral xlstm".split()
 )
+# Classes that tie no output, beside others of their type that do.
+_NEVER_TIED_CLASSES = frozenset({"BigBirdPegasusForCausalLM", "CpmAntForCausalLM"})
 # Types that tie where their own config or that of their text part says so.
 _TEXT_MAY_TIE = frozenset(
     "blip fast_vlm glm4v glm4v_moe glm_ocr hunyuan_vl kosmos_2 llava llava_next_video llava_onevision minimax_m3_vl"
@@ -128,7 +132,7 @@ def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
         return True
     if model_type in _TIE_OTHER_NAMES:
         return None
-    if model_type in _NEVER_TIED:
+    if model_type in _NEVER_TIED or not _NEVER_TIED_CLASSES.isdisjoint(_classes(config)):
         return False
     if model_type in _PART_TIES and part is not None:
         return ties_embeddings(part)
@@ -145,6 +149,11 @@ def text_part(config: Mapping[str, object] | None) -> Mapping[str, object] | Non
 def may_be_untied(config: Mapping[str, object] | None) -> bool:
     """True if a config can say that embeddings are not tied, and means nothing else by that setting."""
     return model_type_of(config) not in _ALWAYS_TIED | _TIE_OTHER_NAMES
+
+
+def _classes(config: Mapping[str, object] | None) -> tuple[str, ...]:
+    names = config.get("architectures") if config else None
+    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
 def _said(config: Mapping[str, object] | None) -> bool | None:
@@ -209,10 +218,8 @@ def stored_ties(
         shapes: by name in the files.
         config: config.json; None tells of no tie.
     """
-    names = config.get("architectures") if config else None
-    first = names[0] if isinstance(names, list) and names else ""
-    kept = _kept_embedding(shapes)
-    if not isinstance(first, str) or kept is None:
+    first, kept = next(iter(_classes(config)), ""), _kept_embedding(shapes)
+    if kept is None:
         return ()
     group, biases = [kept, *_tower_embeddings(kept, shapes)], list[tuple[str, ...]]()
     has_output, tied = first.endswith(_LANGUAGE_MODELS), ties_embeddings(config)
