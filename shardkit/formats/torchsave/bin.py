@@ -304,9 +304,8 @@ def _refusal(error: Exception, path: str, name: str) -> SourceError:
     with open_regular(path, name) as (fd, size):
         head = read_exactly(fd, 0, min(size, HEAD_NBYTES), name)
     if head[1:2] not in (b"\2", b"\3") and is_before_zip(head):
-        protocol = head[1] if head[1] < 6 else "0 or 1"
         return Unsupported(
-            f"{escape(name)}: the format from before torch 1.6, pickled with protocol {protocol}",
+            f"{escape(name)}: the format from before torch 1.6, pickled with protocol {head[1] if head[1] < 6 else '0 or 1'}",
             hint=SAVE_AGAIN,
         )
     lines = str(error).splitlines() or [type(error).__name__]

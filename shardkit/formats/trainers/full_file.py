@@ -108,7 +108,7 @@ def _roots(tree: dict[str | int, object], *, is_lightning: bool) -> Roots:
     if is_lightning and "state_dict" in tree:
         roots["model"] = ("state_dict",)
         if AVERAGING in tree and CURRENT in tree:
-            roots["current"] = (CURRENT,)
+            roots |= {"current": (CURRENT,), "ema": ("state_dict",)}
         if "optimizer_states" in tree:
             roots["optimizer"] = ("optimizer_states",)
     return roots

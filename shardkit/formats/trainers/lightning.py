@@ -29,7 +29,7 @@ VERSION = "pytorch-lightning_version"
 """A key at the top of every checkpoint of a Trainer."""
 AVERAGING, CURRENT = "averaging_state", "current_model_state"
 """Keys that a WeightAveraging callback adds: its own state, and the weights that the average replaces."""
-AVERAGED = "the weights are the running average that a WeightAveraging callback keeps, not the current ones"
+AVERAGED = "the model is the running average that a WeightAveraging callback keeps, not the current weights"
 
 _META = "meta.pt"
 _STRATEGIES = {"model": "Lightning FSDPStrategy", "state_dict": "Lightning ModelParallelStrategy"}

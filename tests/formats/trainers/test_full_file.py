@@ -9,11 +9,13 @@ import zipfile
 import pytest
 import torch
 
+import shardkit
 from shardkit import formats
 from shardkit.errors import SourceError
 from shardkit.formats.registry import format_of
 from shardkit.formats.trainers.full_file import is_full_file, open_full_file
 from tests.formats.reading import contents, expected
+from tests.operations.consolidate.checkpoints import assert_bit_equal, load
 
 
 def test_a_flat_state_dict(tmp_path, weights):
@@ -67,13 +69,20 @@ def test_averaged_weights(tmp_path, weights):
         {
             "pytorch-lightning_version": "2.6.6",
             "state_dict": weights,
-            "current_model_state": weights,
+            "current_model_state": {name: tensor + 1 for name, tensor in weights.items()},
             "averaging_state": {"n_averaged": torch.tensor(3)},
         },
         path,
     )
     checkpoint = open_full_file(path)
-    assert checkpoint.roots == {"model": ("state_dict",), "current": ("current_model_state",)}
+    assert checkpoint.roots == {
+        "model": ("state_dict",),
+        "current": ("current_model_state",),
+        "ema": ("state_dict",),
+    }
+    for kind in ("model", "ema"):
+        shardkit.consolidate(path, tmp_path / kind, weights=kind)
+    assert_bit_equal(load(tmp_path / "ema"), load(tmp_path / "model"))
     assert any("running average" in note for note in checkpoint.notes)
     content = torch.load(path, weights_only=True)
     del content["current_model_state"]
