@@ -76,7 +76,7 @@ def find_token_rows(
     counts = dict(_counts(config, ()))
     ends: dict[Segments, list[str]] = {}
     for name in ours:
-        for end in (_end(name), _role(name)):
+        for end in filter(None, (_end(name), _role(name))):
             ends.setdefault(end, []).append(name)
     counted = list[_Counted]()
     for name, shape in base.items():

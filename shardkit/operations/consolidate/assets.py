@@ -170,10 +170,8 @@ def _model_config(base: Base, dtype: DType | None, *, untie: bool) -> tuple[byte
     if untie:
         _untie(config)
     if base.is_trainers:
-        is_theirs = config.get("model_type") in _WITHOUT_CACHE
-        if (
-            config.get("use_cache") is False and not is_theirs
-        ):  # as trainers set it for gradient checkpointing
+        # Trainers set it for gradient checkpointing.
+        if config.get("use_cache") is False and config.get("model_type") not in _WITHOUT_CACHE:
             config["use_cache"] = True
             notes.append(f"use_cache is on again; training had switched it off in {escape(base.label)}")
         if os.path.isabs(str(config.get("_name_or_path", ""))):

@@ -113,9 +113,8 @@ def gc(
     if location_of(given).renames:
         destination = absolute(given)
         own = staging_at(destination, foreign_in)
-        destination = (
-            destination if own is None else own.destination
-        )  # what a run works in stands for the output
+        if own is not None:  # what a run works in stands for the output
+            destination = own.destination
     runs = leftovers(destination) if destination else ()
     shared = shared_of(destination, foreign_in) if destination else []
     names = _list(given) if not (uploads or runs or shared) or storage.isdir(given) else []
