@@ -145,9 +145,12 @@ _MOST_OF_A_SEQUENTIAL = 2  # weight and bias; between them are activations, whic
 _WITHOUT_TOKENS = (
     *("ForImageClassification", "ForImageTextRetrieval", "ForAudioClassification"),
     *("Blip2QFormerModel", "Blip2TextModelWithProjection", "Blip2VisionModelWithProjection"),
-    "TranscribeWordTimestampModel",
+    *("TranscribeWordTimestampModel", "Molmo2Model", "Molmo2TextModel"),
 )
-"""Ends of classes of CLIP, BLIP-2, Whisper and Nemotron without an embedding of the tokens that their config counts."""
+"""Ends of classes of CLIP, BLIP-2, Whisper and Nemotron without an embedding of the tokens that their config counts.
+
+Of Molmo 2, `save_pretrained` writes it as two halves.
+"""
 _MIN_BLOCKS = 4  # fewer blocks have no two inner ones to compare
 _OF_SCALES = re.compile(r"scales?(?:_inv|_2)?$|zeros?$|zero_point$|(?:absmax|quant_map|g_idx|SCB)$")
 _TOKENS = ("model.embed_tokens.weight", "lm_head.weight")

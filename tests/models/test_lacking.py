@@ -48,7 +48,7 @@ def test_a_class_lacks_nothing_of_what_it_saves(name: str) -> None:
     [
         *("CLIPForImageClassification", "WhisperForAudioClassification", "Blip2QFormerModel"),
         *("Blip2TextModelWithProjection", "Blip2VisionModelWithProjection", "Blip2ForImageTextRetrieval"),
-        "Nemotron3_5TranscribeWordTimestampModel",
+        *("Nemotron3_5TranscribeWordTimestampModel", "Molmo2Model", "Molmo2TextModel"),
     ],
 )
 def test_a_class_without_an_embedding_of_the_configs_tokens_has_no_gap(name: str) -> None:
