@@ -330,9 +330,10 @@ class _NamedTensors:
             yield from _base_warnings(base, self.chosen.kind)
         yield from self.fit.warnings
         yield from self.vocabulary.warnings
-        yield from selection.warnings
         if not {*self.names.values()} <= (base_shapes(base) or {}).keys():  # else the class has found them
             yield from selection.renaming
+            if self.answer is None or self.answer.missing:  # else it is no wrapper's, beside a model
+                yield from selection.warnings
         if self.answer is None:  # else the class that the config names has these names in its files
             yield from selection.in_memory(list(self.names.values()), base_shapes(base))
         yield from self.chosen.warnings
