@@ -65,6 +65,7 @@ from shardkit.training.ranks.local import (
     local_shards,
     materialise,
     refuse_fsdp1,
+    refuse_lazy,
     reshard,
 )
 from shardkit.training.ranks.stages import on_other_ranks, unused_here_alone, with_ties
@@ -182,6 +183,7 @@ def load_into(
     """
     with agreed("looking at the model"):
         refuse_fsdp1(model)
+        refuse_lazy(model)
         options = ReadOptions(strategy=strategy, source_rank=source_rank, check_source=check_source)
         reshard(model)
         place = _device(model, device)

@@ -61,6 +61,7 @@ from shardkit.training.ranks.local import (
     memory_of,
     places_of,
     refuse_copies,
+    refuse_lazy,
     reshard,
     stepped_by,
     with_root,
@@ -172,6 +173,7 @@ def _reason(error: OSError) -> str:
 
 
 def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    refuse_lazy(model)
     empty = [escape(clean_name(name)) for name, parameter in model.named_parameters() if parameter.is_meta]
     LayoutError.raise_for(
         empty,

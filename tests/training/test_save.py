@@ -293,6 +293,18 @@ def test_state_that_is_a_ranks_own_is_named(out: Path) -> None:
     ] * (dist.get_rank() == 0)
 
 
+@two.test
+def test_lazy_modules_are_refused_by_name(out: Path) -> None:
+    lazy = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    for run in (
+        lambda: shardkit.save(lazy, out / "lazy"),
+        lambda: shardkit.load_into(lazy, out / "whole" / "trained"),
+    ):
+        error = same_error(run)
+        assert error["message"] == "6 tensors of the model without a shape before the first forward"
+        assert error["problems"][0] == "ranks 0-1: 0.weight"
+
+
 def test_an_optimizer_is_resharded_with_its_model(out: Path) -> None:
     done = shardkit.reshard(out / "whole" / "trained", str(out / "three"), world_size=3)
     assert done.num_optimizer_tensors == 3 * 9

@@ -43,7 +43,7 @@ from shardkit.layout.layout import CannotBuildError
 from shardkit.operations.resolve import adapter_file, stands_for
 from shardkit.training.model.buffers import InitBuffers, compute_buffers
 from shardkit.training.model.hidden import has_hidden
-from shardkit.training.ranks.local import buffer_places, places
+from shardkit.training.ranks.local import buffer_places, places, refuse_lazy
 
 MULTIPLE = 8  # rows of embeddings; tensor cores want it, and ranks up to 8 get shards of one size
 
@@ -485,16 +485,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 def _check_parameters(model: nn.Module, *, given: bool) -> None:
     """Refuse parameters that cannot be sharded or already have memory; move overlooked ones to meta."""
-    lazy = [
-        escape(name)
-        for name, param in model.named_parameters()
-        if isinstance(param, nn.parameter.UninitializedParameter)
-    ]
-    LayoutError.raise_for(
-        lazy,
-        f"{len(lazy)} parameters have no shape before the first forward",
-        hint="build the model with modules that are not lazy",
-    )
+    refuse_lazy(model)
     real = {name: param for name, param in model.named_parameters() if not param.is_meta}
     if given and real:
         raise UsageError(

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from shardkit._torch import (
     Fsdp1Unit,
@@ -341,6 +342,21 @@ def refuse_fsdp1(model: nn.Module) -> None:
             hint="give FSDP1 param_init_fn=shardkit.param_init_fn(ctx) when it wraps the model, or call load_into "
             "before; or wrap with shardkit.wrap or fully_shard (FSDP2)",
         )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise for modules that make their tensors in the first forward.
+
+    Raises:
+        LayoutError: names all such tensors.
+    """
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    lazy = [escape(clean_name(name)) for name, tensor in tensors if is_lazy(tensor)]
+    LayoutError.raise_for(
+        lazy,
+        f"{count(len(lazy), 'tensor')} of the model without a shape before the first forward",
+        hint="build the model with modules that are not lazy, or run it once before it is wrapped",
+    )
 
 
 def parts_of(whole: torch.Tensor) -> tuple[list[HeldRegion], Replicas]:

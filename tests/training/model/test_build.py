@@ -424,7 +424,7 @@ def test_what_is_no_plain_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="memory for 2 parameters") as caught:
         build_model(nn.Linear(2, 3))
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["weight", "bias"]
-    with pytest.raises(LayoutError, match="no shape before the first forward"):
+    with pytest.raises(LayoutError, match="2 tensors of the model without a shape before the first forward"):
         build_model(lambda: nn.LazyLinear(3))
     with pytest.raises(UsageError, match=r"not a torch\.nn\.Module"):
         build_model(lambda: 5)  # type: ignore[arg-type,return-value]
