@@ -140,15 +140,16 @@ def save(
                 state = stack.enter_context(checkpoint_state(model, optimizers, extra, aliases))
                 kept = Kept(model, _state_paths(model), state[MODEL]) if leads else None
                 exchanged.mine = _digests(state)
-            if leads:
-                _warn_of_classes(state)
-                _warn_of_ranks(exchanged.of_all)
+                if leads:
+                    _warn_of_classes(state)
+            digests = exchanged.of_all
             writer = SaveWriter(place, aliases, files)
             _write(checkpointable(state), writer, group)
             namings = gather_json(recall(model, (*state[MODEL], *aliases)), group, phase=_PHASE)
             form = next((HubNaming(*naming) for naming in namings if naming is not None), HubNaming(None, {}))
             with agreed(_PHASE, group):
                 if kept is not None:
+                    _warn_of_ranks(digests)
                     _describe(model, writer, aliases, form, group, kept.write(place))
         with agreed(_PHASE, group) as exchanged:
             if lead is not None:

@@ -293,6 +293,22 @@ def test_state_that_is_a_ranks_own_is_named(out: Path) -> None:
     ] * (dist.get_rank() == 0)
 
 
+class _OwnTensor(torch.Tensor):
+    """Of a class whose objects nobody else makes."""
+
+
+@two.test
+def test_a_warning_that_is_an_error_is_one_on_all_ranks(out: Path) -> None:
+    """Only the first rank warns: the others would wait for it until the group's timeout."""
+    odd = torch.ones(2).as_subclass(_OwnTensor)
+    for extra in ({"rank": dist.get_rank()}, {"odd": odd}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            error = same_error(lambda: shardkit.save(nn.LayerNorm(2), out / "warned", extra=extra))  # noqa: B023
+        assert error["message"].startswith("UserWarning: 1 "), error
+        assert not (out / "warned").exists()
+
+
 @two.test
 def test_lazy_modules_are_refused_by_name(out: Path) -> None:
     lazy = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
