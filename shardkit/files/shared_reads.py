@@ -15,7 +15,7 @@ from shardkit.core.text import MIB, escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.stores import is_remote
-from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
+from shardkit.files.strict_json import open_regular, read_exactly, refuse_pointer, stamp_of
 
 _State = tuple[str | int, ...]
 """What it is, then path, size, time and inode of a file: the same on all nodes that share a file system."""
@@ -78,6 +78,7 @@ def read(path: str, name: str, limit: int) -> bytes:
             if size > limit:
                 raise SourceError(f"{escape(name)}: expected at most {limit} bytes, found {size}")
             known = read_exactly(fd, 0, size, name), stamp_of(fd)
+            refuse_pointer(known[0], name)
     note(CONTENT, path, *known)
     return known[0]
 

@@ -8,7 +8,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
@@ -20,10 +20,11 @@ from shardkit.files import storage
 FOLLOW = "pass --follow-links if you trust whoever made the links"
 FOLLOW_OR_COPY = f"{FOLLOW}, or copy the directory with its links resolved (cp -rL)"
 DOWNLOAD_AGAIN = "the file is damaged or incomplete: download it again"
-LFS_PULL = "run `git lfs pull` in the clone, or download the file"
+_LFS_PULL = "run `git lfs pull` in the clone, or download the file"
 POINTER_BYTES = 8
 """Bytes of a file's start that show whether it is a pointer of Git LFS."""
 _LFS_POINTER = b"version https://git-lfs"
+_MAX_POINTER_BYTES = 1024  # git-lfs, docs/spec.md: a pointer has less
 _MOST_KEPT = 64  # descriptors
 # Errors of opening a file that are about the machine or the moment, not about the file.
 _OF_THE_MACHINE = (
@@ -196,20 +197,41 @@ def refuse_pointer(start: bytes, name: str) -> None:
         SourceError: it is one.
     """
     if is_pointer(start):
-        raise SourceError(f"{escape(name)}: a pointer of Git LFS, not the file itself", hint=LFS_PULL)
+        raise SourceError(f"{escape(name)}: a pointer of Git LFS, not the file itself", hint=_LFS_PULL)
+
+
+def refuse_pointers(files: Mapping[str, str]) -> None:
+    """Refuse files that are pointers of Git LFS; a path without a file is left out.
+
+    Args:
+        files: name -> path.
+
+    Raises:
+        SourceError: naming all of them.
+        ResourceError: a file may not be read.
+    """
+    pointers = []
+    for name, path in files.items():
+        if storage.isfile(path) and storage.getsize(path) < _MAX_POINTER_BYTES:
+            with open_regular(path, name) as (fd, size):
+                if is_pointer(read_exactly(fd, 0, size, name)):
+                    pointers.append(escape(name))
+    SourceError.raise_for(pointers, "files are pointers of Git LFS, not the files themselves", hint=_LFS_PULL)
 
 
 def read_small(path: str, name: str, limit: int, *, follow: bool = True) -> bytes:
     """Return the content of a file of at most `limit` bytes; `follow` as for `open_regular`.
 
     Raises:
-        SourceError: missing, not a regular file, or larger than `limit`.
+        SourceError: missing, not a regular file, larger than `limit`, or a pointer of Git LFS.
         ResourceError: it may not be opened, or the device fails.
     """
     with open_regular(path, name, follow=follow) as (fd, size):
         if size > limit:
             raise SourceError(f"{escape(name)}: expected at most {limit} bytes, found {size}")
-        return read_exactly(fd, 0, size, name)
+        data = read_exactly(fd, 0, size, name)
+    refuse_pointer(data, name)
+    return data
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import folders_above, home_of
+from shardkit.files.strict_json import refuse_pointers
 from shardkit.formats.contract import (
     NAME_A_REPO,
     Checkpoint,
@@ -352,6 +353,7 @@ def _open(row: Format, path: str) -> Checkpoint:
 def _nothing(path: str) -> SourceError:
     """Return an error that says what was looked for, what is there, and what it may be."""
     if not storage.isdir(path):
+        refuse_pointers({path: path})
         return other_form(path) or SourceError(f"{escape(path)}: {_NO_CHECKPOINT}", hint=_GIVE)
     names = listing(path)
     if not names:

@@ -132,7 +132,10 @@ class Kept:
         for name, asset in sorted(files.items()) if CONFIG in files else ():
             try:
                 data = self._config(asset, given) if name == CONFIG else asset.read()
-            except (ShardkitError, OSError) as error:
+            except ShardkitError as error:
+                problems.append(error.message)
+                continue
+            except OSError as error:
                 problems.append(f"{escape(name)}: {error}")
                 continue
             path = os.path.join(place, SAVED_ASSETS, name)

@@ -204,3 +204,29 @@ def test_a_hub_model_is_opened_without_the_other_formats(tmp_path):
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "hub/config.json",
+            "hub/model.safetensors",
+            "hub/model.safetensors.index.json",
+            "hub/pytorch_model.bin",
+        ),
+        *("dcp/.metadata", "dcp/__0_0.distcp", "verl/model_world_size_1_rank_0.pt", "model.pt", "last.ckpt"),
+    ],
+)
+def test_a_pointer_of_git_lfs_is_called_one(save_dcp, weights, tmp_path, name):
+    """What `git clone` without git-lfs brings is neither damaged nor of another format."""
+    save_dcp(weights, tmp_path / "dcp")
+    (tmp_path / "hub").mkdir()
+    if name == "hub/config.json":
+        save_file(weights, tmp_path / "hub/model.safetensors")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(SourceError, match="of Git LFS, not the file") as caught:
+        formats.open(str(tmp_path / name) if "/" not in name else str((tmp_path / name).parent))
+    assert os.path.basename(name) in str(caught.value)
+    assert "`git lfs pull`" in str(caught.value.hint)

@@ -271,6 +271,18 @@ def test_a_quantised_config_does_not_keep_training_from_going_on(tmp_path: Path)
     shardkit.load_into(model, tmp_path / "saved")
 
 
+def test_pointers_of_git_lfs_are_not_kept(tmp_path: Path) -> None:
+    """In the place of the file nobody could read one, and consolidate would refuse it."""
+    hub(tmp_path / "hub")
+    (tmp_path / "hub/tokenizer.json").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    )
+    said = "not kept beside the checkpoint: tokenizer.json: a pointer of Git LFS, not the file itself; consolidate"
+    with pytest.warns(UserWarning, match=said):
+        shardkit.save(loaded_plain(tmp_path), tmp_path / "saved")
+    assert files(tmp_path / "saved/huggingface").keys() == KEPT - {"tokenizer.json"}
+
+
 def test_modules_with_weights_are_left_to_the_base(tmp_path: Path) -> None:
     source = hub(tmp_path / "hub")
     (source / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Dense", "name": "1"}]))

@@ -40,7 +40,7 @@ from shardkit.files.digest import crc32
 from shardkit.files.home import MAX_METADATA, home_of, path_in
 from shardkit.files.links import is_below, locate
 from shardkit.files.shared_reads import SIZES
-from shardkit.files.strict_json import FOLLOW, FOLLOW_OR_COPY, stamp_at, status_of
+from shardkit.files.strict_json import FOLLOW, FOLLOW_OR_COPY, refuse_pointers, stamp_at, status_of
 from shardkit.formats.contract import Checkpoint, DamagedFiles, EntryLocation, asset_directories, listing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import DcpMetadata, parse_metadata, rank_files, read_rank_metadata
@@ -468,6 +468,7 @@ def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
             )
         if file != previous[0] or stop > previous[2]:
             previous = extent
+    refuse_pointers({files[file].name: files[file].path for file in lost})
     message = (
         f"{metadata.where} places {count(len(problems), 'entry', 'entries')} where their bytes cannot be"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from fnmatch import fnmatchcase, translate
 from functools import cache
 from typing import Any
@@ -18,7 +18,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import locate, read_inside
-from shardkit.files.strict_json import LFS_PULL, is_pointer, is_unicode, parse_integer, read_small
+from shardkit.files.strict_json import is_unicode, parse_integer
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 CARD = "README.md"
@@ -61,7 +61,6 @@ _ROUTER = "router_config.json"
 _MAX_MODULES_BYTES = 1 << 20
 _MAX_DEPTH = 4
 _MAX_FILES = 20_000
-_MAX_POINTER_BYTES = 1024  # git-lfs, docs/spec.md: a pointer has less
 
 _WEIGHTS = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data"),
@@ -314,24 +313,3 @@ def list_assets(directory: str) -> tuple[dict[str, str], tuple[str, ...]]:
         elif storage.islink(path):
             refused.append(name)
     return assets, tuple(refused)
-
-
-def refuse_pointers(assets: Mapping[str, str]) -> None:
-    """Refuse files that are to be copied and are pointers of Git LFS.
-
-    Args:
-        assets: name -> path.
-
-    Raises:
-        SourceError: naming all of them.
-        ResourceError: a file may not be read.
-    """
-    small = {name: path for name, path in assets.items() if storage.getsize(path) < _MAX_POINTER_BYTES}
-    pointers = [
-        name for name, path in small.items() if is_pointer(read_small(path, name, _MAX_POINTER_BYTES))
-    ]
-    SourceError.raise_for(
-        list(map(escape, pointers)),
-        "files to be copied are pointers of Git LFS, not the files themselves",
-        hint=LFS_PULL,
-    )

@@ -17,7 +17,13 @@ from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.links import is_below, link_notes, locate, locate_weights, read_inside
 from shardkit.files.location import location_of
-from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
+from shardkit.files.strict_json import (
+    DOWNLOAD_AGAIN,
+    parse_integer,
+    parse_object,
+    read_small,
+    refuse_pointers,
+)
 from shardkit.formats.contract import (
     Checkpoint,
     DamagedFiles,
@@ -76,6 +82,7 @@ def open_model(directory: str, *, variant: str | None = None) -> OpenedHubModel:
     """
     if storage.lexists(directory) and not storage.isdir(directory):
         folder, name = os.path.split(directory)
+        refuse_pointers({name: directory})
         return open_weights(folder or os.curdir, select_file(name), chosen_by_hand=True)
     try:
         names = storage.listdir(directory)

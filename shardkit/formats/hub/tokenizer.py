@@ -14,8 +14,8 @@ from typing import Any
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
-from shardkit.files.strict_json import parse_integer, read_small
-from shardkit.formats.hub.assets import is_tokenizer_file, list_assets, refuse_pointers
+from shardkit.files.strict_json import parse_integer, read_small, refuse_pointers
+from shardkit.formats.hub.assets import is_tokenizer_file, list_assets
 
 _MAX_BYTES = 256 << 20
 _MAX_TOKENS = 1 << 31

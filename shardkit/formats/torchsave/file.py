@@ -29,7 +29,7 @@ from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Region, Shape, split_dim
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
+from shardkit.files.strict_json import open_regular, read_exactly, refuse_pointer, stamp_of
 from shardkit.formats.torchsave.archive import (
     SAVE_AGAIN,
     Unsupported,
@@ -160,7 +160,9 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
     with open_regular(path, name) as (fd, size):
         stamp = stamp_of(fd)
         begin, length = extent or (0, size)
-        _check_magic(read_exactly(fd, begin, min(length, HEAD_NBYTES), name), length, where)
+        head = read_exactly(fd, begin, min(length, HEAD_NBYTES), name)
+        refuse_pointer(head, name)
+        _check_magic(head, length, where)
         try:
             reader = ZipReader(pread_of(fd), begin, length, where)
             entries = read_directory(reader, max_entries=_MAX_ENTRIES)

@@ -22,8 +22,9 @@ from shardkit.core.threads import OnStep
 from shardkit.errors import LayoutError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
+from shardkit.files.strict_json import refuse_pointers
 from shardkit.formats.contract import Checkpoint
-from shardkit.formats.hub.assets import CONFIG, refuse_pointers
+from shardkit.formats.hub.assets import CONFIG
 from shardkit.formats.hub.base import (
     Base,
     RecordedNames,

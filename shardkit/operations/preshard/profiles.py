@@ -23,8 +23,9 @@ from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.stores import repo_of
+from shardkit.files.strict_json import refuse_pointers
 from shardkit.formats.contract import OpenedHubModel
-from shardkit.formats.hub.assets import asset_patterns, list_assets, refuse_pointers
+from shardkit.formats.hub.assets import asset_patterns, list_assets
 from shardkit.formats.hub.repo import fetch_files
 from shardkit.formats.quantised import FILES
 from shardkit.formats.torchsave.writer import Plain, plain_record

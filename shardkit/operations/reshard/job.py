@@ -36,13 +36,13 @@ from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.files.manifest import Unit
 from shardkit.files.remote.contract import OtherVersion
-from shardkit.files.strict_json import open_regular
+from shardkit.files.strict_json import open_regular, refuse_pointers
 from shardkit.formats.contract import Checkpoint, DcpFolder, EntryLocation, listing
 from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.images import DcpImages, JoinedImages
 from shardkit.formats.dequantize import take_plain
-from shardkit.formats.hub.assets import list_assets, refuse_pointers
+from shardkit.formats.hub.assets import list_assets
 from shardkit.formats.hub.base import (
     RecordedNames,
     find_config,
