@@ -207,8 +207,17 @@ def test_an_object_that_changes_is_refused(served: servers.Served) -> None:
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path, out: shardkit.consolidate(path, out),
+        lambda path, _: shardkit.verify(path),
+        lambda path, _: shardkit.verify(path, full=True),
+    ],
+    ids=["consolidate", "verify", "full"],
+)
 def test_a_checkpoint_that_changes_is_not_called_damaged(
-    served: servers.Served, tmp_path: Path, is_removed: bool
+    served: servers.Served, tmp_path: Path, read: Callable[[str, Path], object], is_removed: bool
 ) -> None:
     """Records are opened before anything is moved: one that was fine when the directory was listed may change."""
     servers.upload(served.home / "dcp", "s3://bucket/moving")
@@ -227,7 +236,7 @@ def test_a_checkpoint_that_changes_is_not_called_damaged(
 
     served.proxy.spoils = change
     with pytest.raises(IntegrityError, match=r"object (changed|was removed) while it was read") as refused:
-        shardkit.consolidate("s3://bucket/moving", tmp_path / "out")
+        read("s3://bucket/moving", tmp_path / "out")
     assert "at rest" in (refused.value.hint or "")
 
 

@@ -12,6 +12,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files import storage
 from shardkit.files.digest import Archive, ByteReader, FileBytes, Scan, Stretch, crc32_combine
+from shardkit.files.remote.contract import OtherVersion
 from shardkit.files.strict_json import named_failures, open_regular, stamp_of
 from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, pread_of, read_directory
 from shardkit.formats.torchsave.record import TensorRecord
@@ -209,7 +210,7 @@ def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -
                 reader.check_crc(name, entry)
                 report.read(entry.nbytes)
         return object_spelling(fd, archive.start, archive.nbytes, entries)
-    except ResourceError:
+    except (ResourceError, OtherVersion):
         raise
     except SourceError as error:
         report.error(error, file=file.name, tensor=archive.name)
@@ -227,7 +228,7 @@ def _is_zip(fd: int, archive: Archive) -> bool:
 def _decode(file: FileBytes, stretch: Stretch, packed: SourceFile, report: Report) -> None:
     try:
         packed.decoded()
-    except ResourceError:
+    except (ResourceError, OtherVersion):
         raise
     except SourceError as error:
         report.problem(error.message, file=file.name, stretch=stretch)

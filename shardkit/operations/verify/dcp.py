@@ -15,6 +15,7 @@ from shardkit.errors import ResourceError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import Archive, FileBytes, Stretch
 from shardkit.files.home import path_in
+from shardkit.files.remote.contract import OtherVersion
 from shardkit.files.strict_json import named_failures, open_regular
 from shardkit.formats.contract import DamagedFiles, DcpFolder
 from shardkit.formats.dcp import METADATA
@@ -59,6 +60,8 @@ def verify_dcp(
     except ResourceError as error:
         report.unreadable(error, file=os.path.join(folder, METADATA))
         return _files_by_lists(folder, described, report)
+    except OtherVersion:
+        raise
     except DamagedFiles as error:
         known = (lambda _: False) if described is None else described.says_of
         report_damaged(error, directory, report, folder=folder, is_known=known)
@@ -233,7 +236,7 @@ class _Folder:
         kind = (place.entry.dtype, place.region.sizes)
         try:
             record = self._scanner.read(kind, place.start, place.nbytes, where=escape(source.name))
-        except ResourceError:
+        except (ResourceError, OtherVersion):
             raise
         except UnreadableClass as error:
             self._of_classes.setdefault(error.why, []).append(place.entry.fqn)

@@ -18,6 +18,7 @@ from shardkit.errors import ResourceError, ShardkitError
 from shardkit.files import storage
 from shardkit.files.digest import Stretch
 from shardkit.files.home import path_in
+from shardkit.files.remote.contract import OtherVersion
 from shardkit.formats.contract import DamagedFiles
 from shardkit.operations.holdings import Holdings
 
@@ -260,6 +261,8 @@ class Report:
         """Add what keeps a file from being read or understood, instead of raising it."""
         try:
             yield
+        except OtherVersion:  # what was read of it is no state of it
+            raise
         except ResourceError as error:
             self.unreadable(error, file=file)
         except ShardkitError as error:

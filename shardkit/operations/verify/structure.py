@@ -19,6 +19,7 @@ from shardkit.files import manifest, storage
 from shardkit.files.digest import Archive, FileBytes, Stretch, place_of
 from shardkit.files.home import path_in
 from shardkit.files.listing import walk
+from shardkit.files.remote.contract import OtherVersion
 from shardkit.files.strict_json import is_about_links, open_regular
 from shardkit.formats.contract import Checkpoint, DamagedFiles, absent
 from shardkit.formats.dcp import METADATA
@@ -145,7 +146,11 @@ def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitErro
             raise
         return None, error
     except SourceError as error:
-        if isinstance(error, Unsupported) or is_about_links(error) or not (is_known or was_checkpoint(path)):
+        if (
+            isinstance(error, (Unsupported, OtherVersion))
+            or is_about_links(error)
+            or not (is_known or was_checkpoint(path))
+        ):
             raise
         return None, error
 
@@ -239,6 +244,8 @@ def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report:
         return _hub_files(checkpoint, directory, report)
     try:
         catalog = checkpoint.select(tuple(catalog.tensors))
+    except OtherVersion:
+        raise
     except (ResourceError, SourceError) as error:
         report_failure(error, directory, report)
         return []
