@@ -26,6 +26,8 @@ from shardkit.errors import Interrupted, ResourceError, ShardkitError, UsageErro
 _ENVIRONMENT, _BUG, _BROKEN_PIPE = 5, 70, 141
 _UNKNOWN, _NO_CHOICE = re.compile(r"No such command '(.*)'"), re.compile(r"'(.*)' is not one of ")
 """What click says in any version."""
+_NO_THREAD = "can't start new thread"
+"""What Python says, in a RuntimeError."""
 
 
 def report(error: BaseException, args: Sequence[str]) -> int:
@@ -130,6 +132,11 @@ def describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, MemoryError):
         hint = "lower --max-memory or --jobs, or use a machine with more memory"
         return _plain("ResourceError", "out of memory", hint, _ENVIRONMENT)
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        hint = "`ulimit -v` limits memory, `ulimit -u` processes: raise what is reached, or lower --jobs"
+        return _plain(
+            "ResourceError", "a limit of the system keeps threads from being started", hint, _ENVIRONMENT
+        )
     if isinstance(error, ImportError) and (lacking := without_torch(error)):
         return lacking.to_json()
     if isinstance(error, FileNotFoundError) and error.filename is None and _has_no_cwd():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
 
 import pytest
 import torch
@@ -72,6 +73,20 @@ def test_for_people(fail, case):
     error, code, lines = CASES[case]
     result = fail(error)
     assert (result.exit_code, result.stdout, result.stderr.splitlines()) == (code, "", lines)
+
+
+def test_threads_that_may_not_be_started(fail):
+    """As under `ulimit -v 200000`: here the stack of one is larger than what any machine can map."""
+    before = threading.stack_size(1 << 50)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            threading.Thread(target=int).start()
+    finally:
+        threading.stack_size(before)
+    result = fail(caught.value)
+    assert result.exit_code == 5
+    assert "limit of the system" in result.stderr
+    assert "`ulimit -v`" in result.stderr
 
 
 def test_a_traceback_folds_as_the_command_line_does(fail):
