@@ -188,6 +188,12 @@ CASES = {
         "give --variant 'bf16' or 'fp16'",
     ),
     "no ranks": ("preshard tiny x --world-size 0", "must be at least 1", "such as --world-size 8"),
+    "a glob in quotes": ("inspect 'tin*'", "no such file or directory\n", "no shell has expanded it"),
+    "a home in quotes": (
+        "consolidate dcp x --base=~/tiny",
+        "no such file or directory\n",
+        "no shell has expanded it",
+    ),
     "no threads": ("preshard tiny x --world-size 4 --jobs 0", "must be at least 1", "leave --jobs out"),
     "nothing in it": ("inspect other", "is not a checkpoint", "give the directory"),
 }

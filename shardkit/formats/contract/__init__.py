@@ -256,6 +256,8 @@ def absent(path: str, *, hint: str | None = None) -> SourceError:
     closest, where = _closest(path), storage.absolute(path)
     if shared_of(where, nothing) or runs_of(where, nothing):
         closest, hint = None, f"it is not committed: `shardkit status {in_shell(where)}` says how far it is"
+    elif path.startswith("~") or set("*?") & set(path):
+        closest, hint = None, "no shell has expanded it: give the whole path, or leave quotes out"
     near = f"  (closest name: {closest})" if closest else ""
     return SourceError(f"{escape(path) or 'an empty path'}: no such file or directory{near}", hint=hint)
 
