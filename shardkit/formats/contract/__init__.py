@@ -22,6 +22,7 @@ from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.home import names_in
 from shardkit.files.links import read_inside
+from shardkit.files.location import location_of
 from shardkit.files.manifest import Manifest
 from shardkit.files.remote.hub import SCHEME, address_of, names_repo
 from shardkit.files.shared import runs_of, shared_of
@@ -254,12 +255,22 @@ def absent(path: str, *, hint: str | None = None) -> SourceError:
         if names_repo(path) and not storage.isdir(os.path.dirname(path)):  # else something in there is meant
             hint += f"; a model on the Hub is read as {SCHEME}{escape(path)}"
     closest, where = _closest(path), storage.absolute(path)
-    if shared_of(where, nothing) or runs_of(where, nothing):
+    if _is_under_way(where):
         closest, hint = None, f"it is not committed: `shardkit status {in_shell(where)}` says how far it is"
     elif path.startswith("~") or set("*?") & set(path):
         closest, hint = None, "no shell has expanded it: give the whole path, or leave quotes out"
     near = f"  (closest name: {closest})" if closest else ""
     return SourceError(f"{escape(path) or 'an empty path'}: no such file or directory{near}", hint=hint)
+
+
+def _is_under_way(destination: str) -> bool:
+    """True if runs or parts that write there on a disk have not ended, or have left what they wrote."""
+    if not location_of(destination).renames:
+        return False
+    try:
+        return bool(shared_of(destination, nothing) or runs_of(destination, nothing))
+    except ValueError:  # a NUL or a lone surrogate: no path of a file
+        return False
 
 
 def meant_path(path: str, error: ShardkitError) -> ShardkitError:

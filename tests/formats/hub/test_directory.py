@@ -390,7 +390,7 @@ def test_names_are_escaped(tmp_path):
 
 
 def test_every_error_is_ours(tmp_path):
-    for source in ("", "a\0b", "\ud800", "x" * 5000):
+    for source in ("", "a\0b", "a\0b/c", "\ud800", "x" * 5000):
         with pytest.raises(ShardkitError):
             open_model(source)
 
