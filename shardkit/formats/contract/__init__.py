@@ -290,13 +290,6 @@ def meant_path(path: str, error: ShardkitError) -> ShardkitError:
     )
 
 
-def _is_under_way(path: str) -> bool:
-    try:
-        return bool(shared_of(path, nothing) or runs_of(path, nothing))
-    except ValueError:  # no file can have such a name
-        return False
-
-
 def _closest(path: str) -> str | None:
     """Return the path whose name is nearest to that of a path, escaped; None if no name there is like it."""
     around, name = os.path.split(path.rstrip("/"))
