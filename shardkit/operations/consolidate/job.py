@@ -934,7 +934,9 @@ def _select(
     recorded = recorded_rules(checkpoint) if naming.weights == "model" else None
     if recorded is not None and naming.root is None and not naming.strip_prefix:
         root, shards = recorded.root, recorded_shards(checkpoint)
-        if root is None and shards is not None and base_shapes(base) is None:
+        files = shards.source.files if shards is not None else ()
+        is_resharded = any(file.name.endswith(".distcp") for file in files)  # maybe of what `save` wrote
+        if root is None and shards is not None and not is_resharded and base_shapes(base) is None:
             root = (shards.root or "").rstrip(".")  # names are the Hub's, whatever all of them begin with
         naming = replace(naming, root=root)
     return select_model(
