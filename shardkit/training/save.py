@@ -70,7 +70,7 @@ from shardkit.training.save_target import Lead, begin, expect, read_metadata, wr
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
 _PHASE = "saving"
-_COMPARED_NBYTES = 1 << 20  # states of random numbers and of data loaders have a few KB
+_COMPARED_NBYTES = 1 << 20  # of each value; states of random numbers and of data loaders have a few KB
 
 State = dict[str, Any]
 
@@ -139,7 +139,7 @@ def save(
                 files = stack.enter_context(writing_to(place))
                 state = stack.enter_context(checkpoint_state(model, optimizers, extra, aliases))
                 kept = Kept(model, _state_paths(model), state[MODEL]) if leads else None
-                exchanged.mine = _digests(state)
+                exchanged.mine = _digests(model, state)
                 if leads:
                     _warn_of_classes(state)
             digests = exchanged.of_all
@@ -232,18 +232,29 @@ def _warn_of_classes(state: State) -> None:
         )
 
 
-def _digests(state: State) -> dict[str, int]:
-    """Return digests of small plain values of `extra`, and of an optimizer's state but for steps, by their stored names."""
+def _digests(model: nn.Module, state: State) -> dict[str, int]:
+    """Return digests of what torch saves of one rank, by stored names: plain parameters, states but for steps, `extra`.
+
+    Buffers are left out: statistics of batches are each rank's own.
+    """
     digests = dict[str, int]()
+    trained = {name for name, tensor in _state_names(model) if isinstance(tensor, nn.Parameter)}
+    weights = [(f"{MODEL}.{name}", value) for name, value in state[MODEL].items() if name in trained]
     states = _leaves(state.get(OPTIMIZER, {}).get("state"), f"{OPTIMIZER}.state")
     of_optimizer = [(name, value) for name, value in states if getattr(value, "ndim", 0)]
-    for name, value in (*of_optimizer, *_leaves(state.get(EXTRA), EXTRA)):
+    for name, value in (*weights, *of_optimizer, *_leaves(state.get(EXTRA), EXTRA)):
         if isinstance(value, (int, float, str, bytes)):
             digests[name] = crc32(repr(value).encode())
-        elif type(value) is torch.Tensor and not value.is_meta and value.nbytes <= _COMPARED_NBYTES:
+        elif type(value) is torch.Tensor and not value.is_meta and _is_cheap(value):
             with contextlib.suppress(RuntimeError):  # sparse and quantised ones have no such bytes
-                digests[name] = crc32(memory_of(value.detach().cpu().contiguous()))
+                first = value.detach().flatten()[: _COMPARED_NBYTES // value.itemsize].cpu()
+                digests[name] = crc32(memory_of(first), crc32(repr(value.shape).encode()))
     return digests
+
+
+def _is_cheap(value: torch.Tensor) -> bool:
+    """True if the first bytes of a tensor are had without a copy of all of it."""
+    return value.nbytes <= _COMPARED_NBYTES or (value.layout is torch.strided and value.is_contiguous())
 
 
 def _warn_of_ranks(digests: Iterable[Mapping[str, int]]) -> None:

@@ -293,6 +293,22 @@ def test_state_that_is_a_ranks_own_is_named(out: Path) -> None:
     ] * (dist.get_rank() == 0)
 
 
+@two.test_each({"values": 4, "shape": 5})
+def test_parameters_that_each_rank_has_for_itself_are_named(rows: int, out: Path) -> None:
+    """As parts of a matrix that ranks divide by hand; torch saves one rank's, under the name of all."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model: Any = nn.Sequential(nn.Linear(2, rows if rank else 4, bias=False), nn.BatchNorm1d(2))
+    model[1].running_mean.fill_(rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shardkit.save(model, out / f"apart-{rows}")
+    texts = [str(warning.message).partition(";")[0] for warning in caught if "differ" in str(warning.message)]
+    assert texts == ["1 value differs between ranks, and only one rank's is saved: model.0.weight"] * (
+        rank == 0
+    )
+
+
 class _OwnTensor(torch.Tensor):
     """Of a class whose objects nobody else makes."""
 
