@@ -14,7 +14,6 @@ import click
 
 from shardkit.cli.output import Output, show_details, show_whole_lists
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import in_directory
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -413,8 +412,7 @@ def _take_part(out: Output, text: str | None) -> Part | None:
     if part.found:
         out.say("part", f"{part}, from {part.found}")
     typed = typed_command(click.get_current_context().find_root().obj, {"--part"}, {"--dry-run", "-n"})
-    # Whoever reads it may stand elsewhere, and paths in it are relative.
-    return replace(part, typed=in_directory(os.getcwd(), typed))
+    return replace(part, typed=typed)
 
 
 def carry_out(out: Output, verb: Callable[..., _R], *arguments: str | None, **options: Any) -> _R:

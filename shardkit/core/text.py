@@ -56,9 +56,14 @@ def in_shell(word: str) -> str:
     return f"$'{''.join(plain)}'"
 
 
-def in_directory(directory: str, command: str) -> str:
-    """Return a command that carries out another one in a directory, for whoever stands elsewhere."""
-    return f"cd {in_shell(directory)} && {command}"
+def in_directory(directory: str, command: str, *, here: str) -> str:
+    """Return a command that carries out another one in a directory.
+
+    Args:
+        directory: empty if it is not known; then the command itself is returned.
+        here: where the reader stands; there the command needs no `cd`.
+    """
+    return command if directory in ("", here) else f"cd {in_shell(directory)} && {command}"
 
 
 _FORMAT_NAMES = {

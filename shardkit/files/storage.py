@@ -293,6 +293,14 @@ def realpath(path: str) -> str:
     return stores.plain(path) if is_remote(path) else os.path.realpath(path)
 
 
+def current_directory() -> str:
+    """Return it; empty if it is gone."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
 def absolute(path: str) -> str:
     """As `os.path.abspath`."""
     return stores.plain(path) if is_remote(path) else os.path.abspath(path)

@@ -222,7 +222,9 @@ def _look(run: SharedStaging) -> Leftover:
         num_weights=weights,
         finished_weights=weights - len(run.factors.missing(weights)) if weights else 0,
         disk_bytes=disk_bytes,
-        command="" if state == "alive" or agreement is None else _command(agreement.typed, agreement.cwd),
+        command=""
+        if state == "alive" or agreement is None
+        else in_directory(agreement.cwd, agreement.typed, here=storage.current_directory()),
         foreign=tuple(foreign_in(run.path)),
     )
 
@@ -243,19 +245,6 @@ def finished_in(path: str) -> dict[str, int]:
     files = [file for _, agreement in read_all([run]) for file in agreement.files]
     missing = {*run.done.missing(len(files))}
     return {name: size for number, (name, size) in enumerate(files) if number not in missing}
-
-
-def _command(typed: str, cwd: str) -> str:
-    """Return the command that resumes a run: the one that was typed, in the directory where it was typed."""
-    return from_here(in_directory(cwd, typed)) if typed and cwd else typed
-
-
-def from_here(command: str) -> str:
-    """Return a command without the `cd` that it begins with, where that leads to the current directory."""
-    try:
-        return command.removeprefix(in_directory(os.getcwd(), ""))
-    except OSError:  # there is none
-        return command
 
 
 def _status(path: str) -> tuple[int, float]:

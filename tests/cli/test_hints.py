@@ -288,6 +288,21 @@ def test_what_parts_have_begun_is_found_from_anywhere(run, tiny, monkeypatch):
     assert "stays" not in run("gc", "an out").output
 
 
+def test_a_part_needs_no_current_directory(run, tiny, tmp_path, monkeypatch):
+    """What it was typed in may be gone, as on a job that has been cleaned up: its paths are whole."""
+    monkeypatch.setattr(sys, "argv", ["shardkit"])
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    typed = f"shardkit reshard {tiny} {tmp_path}/out --world-size 2 --part 1/2"
+    begun = run(*shlex.split(typed)[1:])
+    assert begun.exit_code == 0, begun.output
+    monkeypatch.chdir(tmp_path)
+    status = run("status", "out").stdout
+    assert typed.replace("1/2", "2/2") in status
+    assert "cd " not in status
+
+
 def test_weights_alone_have_no_trainer_that_resumes(run, tiny):
     result = run("reshard", "tiny", "x", "--world-size", "2")
     first, second, third = result.stdout.splitlines()[-3:]

@@ -19,7 +19,7 @@ from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files.location import location_of
 from shardkit.files.place.contract import Notebook
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
-from shardkit.operations.leftovers import Leftover, from_here, remove, warn_before
+from shardkit.operations.leftovers import Leftover, remove, warn_before
 from shardkit.operations.options import OnWarning
 from shardkit.operations.parts.agreement import (
     Agreement,
@@ -302,8 +302,7 @@ def _wait_for_all(staging: Notebook, agreement: Agreement, until: float) -> None
         if time.monotonic() >= until or not staging.is_open:
             if agreement.weights and not weights:  # whoever commits can write the files
                 return
-            seen = replace(agreement, typed=from_here(agreement.typed))
-            raise incomplete(staging.destination, seen, missing, weights)
+            raise incomplete(staging.destination, agreement, missing, weights)
         time.sleep(_LOOK_AGAIN_S)
 
 
@@ -411,7 +410,7 @@ def _plan_status(staging: Notebook, agreement: Agreement) -> PlanStatus:
         finished_weights=len(agreement.weights) - len(weights),
         parts=tuple(_parts(staging)),
         missing=tuple(
-            (str(part), number, from_here(agreement.command_of(part, staging.destination)))
+            (str(part), number, agreement.command_of(part, staging.destination))
             for part, number in agreement.missing_parts(missing, weights)
         ),
         is_committed=not staging.is_open,

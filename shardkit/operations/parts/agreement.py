@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from shardkit.core.text import count, escape, in_shell, listed
+from shardkit.core.text import count, escape, in_directory, in_shell, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.place.contract import Notebook
@@ -56,10 +56,10 @@ def typed(command: str) -> Iterator[None]:
         _typed.reset(token)
 
 
-def as_typed() -> tuple[str, str]:
-    """Return the command that was typed, as the shell takes it, and where it was; empty if none was."""
-    command = _typed.get()
-    return command, os.getcwd() if command else ""
+def as_typed(share: Share | None) -> tuple[str, str]:
+    """Return the command that was typed for a share, as the shell takes it, and where; empty if none was, or it is gone."""
+    command = _typed.get() if share is None else share.typed if isinstance(share, Part) else ""
+    return command, storage.current_directory() if command else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class Agreement:
     here: Sequence[str] = ()
     """Of a run of one process: its machine, and a hash of the plan that counts what no other machine sees of the source."""
     cwd: str = ""
-    """Where a run of one process was typed; empty for parts, and where nothing was typed."""
+    """Where it was typed; empty where nothing was typed."""
     beside: Sequence[str] = ()
     """Names of the files that lie beside those with tensors in them, without what describes these."""
     num_parts: int
@@ -243,7 +243,7 @@ class Agreement:
     def command_of(self, part: Part, output: str) -> str:
         """Return the command that carries out a part; in Python with its output."""
         if self.typed:
-            return f"{self.typed} --part {part}"
+            return f"{in_directory(self.cwd, self.typed, here=storage.current_directory())} --part {part}"
         options = {**self.command.options, "output": output, "part": str(part)}
         given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
         return f"shardkit.{self.command.verb}({given})"

@@ -173,7 +173,7 @@ def agreement_of(
         "notes": _NOTES,
     }
     digests = {key: hash_of(value) for key, value in made_of.items()}
-    typed, cwd = as_typed() if share is None else ("", "")
+    typed, cwd = as_typed(share)
     return Agreement(
         plan=hash_of(digests if share is not None else {**digests, "user": os.geteuid()}),
         version=__version__,
@@ -182,7 +182,7 @@ def agreement_of(
             for key, value in made_of.items()
         },
         command=command,
-        typed=share.typed if isinstance(share, Part) else typed,
+        typed=typed,
         here=() if share is not None else (this_host(), hash_plan(job)),
         cwd=cwd,
         beside=sorted(job.beside),
