@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Barrier, Semaphore, Thread
 from typing import Any, NamedTuple
 
 import pytest
@@ -136,6 +136,31 @@ def test_nothing_is_fetched_twice_where_many_places_are_read_in_turn() -> None:
         for place in places:
             place.close()
     assert sum(fetched) <= 1.02 * count * size
+
+
+def test_what_is_fetched_ahead_is_not_dropped_before_it_is_read() -> None:
+    """The thread that reads the second request comes first; what it fetches ahead fills the memory."""
+    fetched, content = Counter[int](), memoryview(bytes(64 * MIB))
+    done, end = Semaphore(0), 1000
+
+    def fetch(start: int, nbytes: int) -> memoryview:
+        fetched[start // (8 * MIB)] += nbytes
+        done.release()
+        return content[start : start + nbytes]
+
+    with ranges.limited(48 * MIB):
+        place = ranges.Ranges(len(content), fetch)
+        place.plan([(0, len(content))])
+        buffer = memoryview(bytearray(8 * MIB))
+        place.read_into([buffer[:-end]], 8 * MIB)  # the rest of it belongs to a third
+        for _ in range(5):
+            assert done.acquire(timeout=60)
+        place.read_into([buffer], 0)
+        place.read_into([buffer[:end]], 16 * MIB - end)
+        for start in range(16 * MIB, 64 * MIB, 8 * MIB):
+            place.read_into([buffer], start)
+        place.close()
+    assert fetched == dict.fromkeys(range(8), 8 * MIB) | {1: 8 * MIB + end}
 
 
 def test_looking_takes_a_handful_of_requests(large: Files) -> None:

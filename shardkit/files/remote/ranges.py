@@ -49,6 +49,7 @@ class _FetchedSpan:
     __slots__ = (
         "data",
         "is_ahead",
+        "is_begun",
         "is_planned",
         "is_read_to_end",
         "is_under_way",
@@ -64,7 +65,7 @@ class _FetchedSpan:
         self.owner, self.start, self.stop, self.left = owner, start, stop, wanted
         self.data: memoryview | None = None
         self.request, self.is_planned = request, request is not None
-        self.is_under_way = self.was_held = self.is_read_to_end = self.is_ahead = False
+        self.is_under_way = self.was_held = self.is_begun = self.is_read_to_end = self.is_ahead = False
 
     def __lt__(self, other: _FetchedSpan) -> bool:
         return self.start < other.start
@@ -94,7 +95,7 @@ class _Memory:
         """The most that there were."""
         self.ahead = 0
         """Bytes of it that were fetched ahead and not used yet."""
-        self.num_under_way = 0
+        self.num_under_way = self.num_waiting = 0
         self.copying = threading.Lock()
         self.pool: ThreadPoolExecutor | None = None
         self.pid = os.getpid()
@@ -103,21 +104,29 @@ class _Memory:
         """Make room for a request; False if there is none, and it is not a must. The lock is held."""
         nbytes += _OVERHEAD_NBYTES
         while self.used + nbytes > self.limit:
-            if not self._drop_one(any_of_them=must):
+            if not self._drop_one(must=must):
                 if not must:
                     return False
                 if not self.num_under_way:  # one request at a time is always allowed
                     break
-                self.changed.wait()
+                self.num_waiting += 1
+                try:
+                    self.changed.wait()
+                finally:
+                    self.num_waiting -= 1
         self.used += nbytes
         self.most = max(self.most, self.used)
         self.num_under_way += 1
         return True
 
-    def _drop_one(self, *, any_of_them: bool) -> bool:
+    def _drop_one(self, *, must: bool) -> bool:
+        """Drop what was used up; of the rest what costs least to fetch again. What nobody has begun goes last."""
         dropped = next((span for span in self.held if span.is_used_up), None)
-        if dropped is None and any_of_them:
-            dropped = next(iter(self.held), None)
+        if dropped is None and must:
+            begun = (span for span in self.held if span.is_begun)
+            dropped = min(begun, key=lambda span: span.left, default=None)
+            if dropped is None and not self.num_under_way:
+                dropped = next(iter(self.held), None)
         if dropped is not None:
             self.drop(dropped)
         return dropped is not None
@@ -320,6 +329,7 @@ class Ranges:
         """Count what was taken of a span; once its end was, the next ones are fetched."""
         with self._memory.changed:
             span.left -= stop - start
+            span.is_begun = True
             span.is_read_to_end |= stop >= span.stop - BLOCK
             if span.data is not None:
                 self._memory.held.move_to_end(span)
@@ -381,10 +391,14 @@ class Ranges:
         """Fetch spans in the background, as far as there is room. The lock is held.
 
         What is fetched ahead leaves room for one request of each place: else it would drive out what is read now.
+        Whoever waits for room comes first.
         """
         memory = self._memory
+        if memory.num_waiting:
+            return
         for span in spans:
-            if span.data is not None or span.is_under_way:
+            # Of what was begun and dropped, only who goes on with it can say what is left.
+            if span.data is not None or span.is_under_way or span.is_begun:
                 continue
             batch = self._batch(span)
             nbytes = _nbytes_of(batch)
