@@ -286,9 +286,8 @@ def _name(
     left = {stored: path for stored, path in whole.names.items() if stored not in located.names}
     if left and whole.names.keys() > located.names.keys():
         better, by_shapes = name(whole), shapes or {}
-        is_by_chance = 2 * len(located.names) < min(len(whole.names), len(by_shapes))
-        is_lacking = not named.is_whole and (is_by_chance or _have_place(source, left, by_shapes, named))
-        if better.is_whole or is_lacking:
+        is_by_chance = not named.is_whole and 2 * len(located.names) < min(len(whole.names), len(by_shapes))
+        if better.is_whole or is_by_chance or _have_place(source, left, by_shapes, named):
             return whole, modules_of_whole, better
     return located, modules, named
 

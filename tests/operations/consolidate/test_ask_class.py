@@ -231,16 +231,33 @@ def test_weights_below_another_prefix_than_from_pretrained_adds_are_missing(tmp_
     assert not verify(tmp_path / "hub", ask_class=True).ok
 
 
-def test_a_part_that_alone_has_the_names_of_the_base_is_not_the_model(
-    tmp_path: Path, fast_trace: None
-) -> None:
-    """On the Hub, Cosmos 3's tower and language model stand side by side, without the names above them."""
+def of_cosmos() -> Any:
+    """On the Hub, its tower and its language model stand side by side, without the names above them."""
     text = {**SMALL, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0]}}
     vision = {"hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "depth": 4}
     config = transformers.Cosmos3OmniConfig(
         text_config=text, vision_config={**vision, "deepstack_visual_indexes": []}, tie_word_embeddings=True
     )
-    model = transformers.Cosmos3OmniForConditionalGeneration(config)
+    return transformers.Cosmos3OmniForConditionalGeneration(config)
+
+
+def of_video_llava() -> Any:
+    """Its head, which looks like a copy of the embedding, is the one tensor outside `model`. Its towers are alike."""
+    tower = {"model_type": "clip_vision_model", **VIT, "patch_size": 14, "projection_dim": 8}
+    config = transformers.VideoLlavaConfig(
+        text_config={"model_type": "llama", **SMALL},
+        vision_config=tower,
+        image_token_index=95,
+        video_token_index=96,
+    )
+    return transformers.VideoLlavaForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("make", [of_cosmos, of_video_llava])
+def test_a_part_that_alone_has_the_names_of_the_base_is_not_the_model(
+    make: Callable[[], Any], tmp_path: Path, fast_trace: None
+) -> None:
+    model = make()
     model.save_pretrained(tmp_path / "base")
     run = save(model.state_dict(), tmp_path / "run")
     shardkit.consolidate(run, tmp_path / "out", base=tmp_path / "base")
