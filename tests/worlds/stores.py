@@ -52,6 +52,8 @@ _SMALL_PARTS = {"S3_UPLOAD_PART_MIN_SIZE": str(_SMALL_NBYTES)}
 """moto takes parts of a MiB: tests need not send 5 MiB for one."""
 _LARGE = 64 << 10
 _NUM_STARTS = 3
+_NUM_TRIES = 6000
+"""Of a tenth of a second at least: only a server that hangs takes so long, however busy the machine is."""
 _SPOILED = b"<?xml version='1.0'?><Error><Code>BadDigest</Code><Message>It is another.</Message></Error>"
 _ANYONE = (
     "AWS4-HMAC-SHA256 Credential=anyone/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
@@ -352,11 +354,11 @@ def free_port() -> int:
 
 
 def command(kind: str, port: int, home: Path) -> list[str] | None:
-    """Return how a server is started, None if it is not installed."""
+    """Return how a server is started, None if it is not installed. moto prints its port, and takes none."""
     if kind == "moto":
         is_there = importlib.util.find_spec("moto") and importlib.util.find_spec("flask")
         server = str(Path(__file__).with_name("moto_server.py"))
-        return [sys.executable, server, "-p", str(port)] if is_there else None
+        return [sys.executable, server] if is_there else None
     places = [*sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep), os.path.dirname(sys.executable)]
     inside = (os.path.join(place, folder) for place in places for folder in ("bin", ""))
     weed = shutil.which("weed") or next(
@@ -426,12 +428,14 @@ def _start(kind: str, home: Path) -> tuple[subprocess.Popen[bytes], int]:
             server = subprocess.Popen(
                 started,
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=subprocess.PIPE if kind == "moto" else log,
                 stderr=log,
                 cwd=home,
                 env={**os.environ, **_SMALL_PARTS},
             )
         try:
+            if server.stdout is not None:
+                port = int(server.stdout.readline() or 0)
             if _wait_for(port, server):
                 return server, port
         except BaseException:
@@ -515,10 +519,10 @@ def environment(url: str) -> dict[str, str]:
 def _wait_for(port: int, server: subprocess.Popen[bytes]) -> bool:
     """Make the bucket and an object in it, as soon as the server takes them; False if it ends."""
     pause, todo = threading.Event(), [f"/{BUCKET}", f"/{BUCKET}/ready"]
-    for _ in range(300):
+    for _ in range(_NUM_TRIES):
         if server.poll() is not None:  # somebody else took one of its ports meanwhile
             return False
-        there = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        there = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         with contextlib.suppress(OSError, http.client.HTTPException):
             there.request("PUT", todo[0], b"" if len(todo) > 1 else b"yes")
             if there.getresponse().status == 200:
@@ -548,7 +552,7 @@ def serving_azure(home: Path) -> Iterator[int | None]:
         server = subprocess.Popen([program, *options], stdout=log, stderr=log, cwd=home)
     try:
         pause = threading.Event()
-        for _ in range(300):
+        for _ in range(_NUM_TRIES):
             assert server.poll() is None, (home / "log").read_text()
             with contextlib.suppress(OSError):
                 if _make_container(port) in (201, 409):
