@@ -72,7 +72,9 @@ def verify_dcp(
     report.num_tensors += len(opened.catalog.tensors)
     stored += (NamedShape(e.fqn, e.dtype.name, e.shape) for e in opened.catalog.tensors.values())
     objects += opened.objects
-    report.add_notes(note for note in opened.catalog.notes if "were left alone" not in note)
+    notes = [note for note in opened.catalog.notes if "were left alone" not in note]
+    report.doubt(note for note in notes if "does not describe" in note)
+    report.add_notes(notes)
     report.warnings += _stale(directory, folder, opened)
     if described is not None:
         check_tensors(described, opened.catalog, report)

@@ -28,7 +28,7 @@ from shardkit.operations.verify import verify
 from shardkit.operations.verify.bytes import FirstDifference
 from shardkit.operations.verify.result import VerifyResult
 from shardkit.training.save import save
-from tests.formats.dcp.samples import open_catalog
+from tests.formats.dcp.samples import alter, open_catalog
 from tests.formats.reading import chunk_list_of
 
 # torch's own: a save without a process group.
@@ -420,6 +420,13 @@ def test_swapped_files_of_one_size(tmp_path: Path) -> None:
     problems = verify(tmp_path / "out").problems
     assert [(problem.file, problem.tensor) for problem in problems] == [(SHARD, "w"), ("__1_0.distcp", "w")]
     assert "not the one that was written here" in problems[0].message
+
+
+def test_a_tensor_whose_bytes_alone_metadata_places_is_named(copied: Callable[[str], Path]) -> None:
+    directory = copied("stock")
+    alter(str(directory), lambda metadata: metadata.state_dict_metadata.pop("model.model.steps"))
+    (doubt,) = verify(directory).doubts
+    assert doubt == ".metadata places bytes of 1 name that it does not describe: model.model.steps"
 
 
 def test_stale_files_are_named_and_no_problem(copied: Callable[[str], Path]) -> None:
