@@ -222,9 +222,7 @@ def select_model(
         shapes = {stored: tensors[stored].shape for stored in in_memory}
         return name_as_hub(in_memory, shapes, key_rules, base_shapes or None)
 
-    is_free = naming.weights == "model" and naming.root is None and bool(base_shapes)
-    may_widen = is_free and not naming.changes_names
-    located, modules, hub = _name(source, located, base, base_shapes, name, may_widen=may_widen)
+    located, modules, hub = _name(source, located, base, base_shapes, name, naming)
     _refuse_flat_parameters(located)
     waiting = {stored for stored, path in located.names.items() if join(path) in undecided}
     names, notes = apply_rules(rules, hub.names, waiting)
@@ -254,8 +252,7 @@ def _name(
     base: Collection[str] | None,
     shapes: Mapping[str, Shape] | None,
     name: Callable[[Located], HubNames],
-    *,
-    may_widen: bool,
+    naming: Naming,
 ) -> tuple[Located, int, HubNames]:
     """Name the tensors that were located, or more than those.
 
@@ -269,25 +266,26 @@ def _name(
         base: the base's names.
         shapes: shape by name in the base, where they are known.
         name: names the tensors that were located.
-        may_widen: whether more may be taken, because nobody said where the model begins.
+        naming: what a person asks for. More may be taken if it does not say where the model begins.
 
     Returns:
         (what was taken, number of names that lost a wrapper's `module`, the names).
     """
-    modules = _without_modules(located, base)
+    modules = _without_modules(located, base, may_guess=naming.root is None)
     named = name(located)
-    if not may_widen or (named.is_whole and not named.rules):
+    may_widen = naming.weights == "model" and naming.root is None and not naming.changes_names
+    if not (may_widen and shapes) or (named.is_whole and not named.rules):
         return located, modules, named
     try:
         whole = locate_model(source, None)
     except SourceError:  # there are several models, and the base tells which one
         return located, modules, named
-    modules_of_whole = _without_modules(whole, base)
+    modules_of_whole = _without_modules(whole, base, may_guess=True)
     left = {stored: path for stored, path in whole.names.items() if stored not in located.names}
     if left and whole.names.keys() > located.names.keys():
-        better, by_shapes = name(whole), shapes or {}
-        is_by_chance = not named.is_whole and 2 * len(located.names) < min(len(whole.names), len(by_shapes))
-        if better.is_whole or is_by_chance or _have_place(source, left, by_shapes, named):
+        better = name(whole)
+        is_by_chance = not named.is_whole and 2 * len(located.names) < min(len(whole.names), len(shapes))
+        if better.is_whole or is_by_chance or _have_place(source, left, shapes, named):
             return whole, modules_of_whole, better
     return located, modules, named
 
@@ -348,7 +346,7 @@ def _refuse_flat_parameters(located: Located) -> None:
     )
 
 
-def _without_modules(located: Located, base: Collection[str] | None) -> int:
+def _without_modules(located: Located, base: Collection[str] | None, *, may_guess: bool) -> int:
     """Remove `module` from the middle of names where it is a wrapper; return from how many names.
 
     It is a wrapper if the base has the name without it, or if every entry of a numbered list holds a `module`
@@ -371,7 +369,9 @@ def _without_modules(located: Located, base: Collection[str] | None) -> int:
     numbered = {path[: len(stem) + 1] for path in paths for stem in lists if path[: len(stem)] == stem}
     broken = {_kind_of(item) for item in numbered if item not in wrapped}
     layers = {
-        parent for parent in wrapped if parent and is_number(parent[-1]) and _kind_of(parent) not in broken
+        parent
+        for parent in wrapped
+        if may_guess and parent and is_number(parent[-1]) and _kind_of(parent) not in broken
     }
     num_names = 0
     for stored, path in located.names.items():

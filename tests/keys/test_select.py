@@ -32,6 +32,13 @@ def test_unknown_root(root: str) -> None:
     assert "closest name: app.model" in str(caught.value)
 
 
+def test_nothing_is_guessed_below_a_root() -> None:
+    names = [f"layers.{layer}.module.weight" for layer in range(2)]
+    tensors = entries([f"net.{name}" for name in names])
+    assert set(select_model(tensors).names.values()) == {"net.layers.0.weight", "net.layers.1.weight"}
+    assert set(select_model(tensors, naming=Naming(root="net")).names.values()) == set(names)
+
+
 def test_strip_prefix_replaces_what_would_be_guessed() -> None:
     tensors = {**entries(STORED), **optimizer("optim", LLAMA)}
     selection = select_model(tensors, naming=Naming(strip_prefix=("app",)))

@@ -807,3 +807,13 @@ def test_what_was_removed_during_a_save_is_not_called_saved(tmp_path: Any, monke
 def test_a_save_that_is_killed_at_any_call_costs_nothing(exchange: bool, tmp_path: Path) -> None:
     argument = json.dumps({"home": str(tmp_path), "exchange": exchange})
     run_script("training/save_kills_world.py", argument)
+
+
+def test_a_model_of_somebodys_own_keeps_its_names(tmp_path: Path) -> None:
+    """Its one attribute, and a list of modules called `module`, look like a wrapper's."""
+    layers = nn.ModuleList([nn.ModuleDict({"module": nn.Linear(4, 4)}) for _ in range(2)])
+    net = nn.ModuleDict({"embed": nn.Embedding(8, 4), "layers": layers, "head": nn.Linear(4, 8)})
+    model = nn.ModuleDict({"net": net})
+    shardkit.save(model, tmp_path / "saved")
+    shardkit.consolidate(tmp_path / "saved", tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors").keys() == model.state_dict().keys()

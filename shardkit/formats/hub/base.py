@@ -289,6 +289,15 @@ def holds_hub_names(checkpoint: Checkpoint) -> bool:
     return isinstance(recorded, manifest.SavedState) and recorded.key_rules is not None
 
 
+def holds_saved_state(checkpoint: Checkpoint) -> bool:
+    """True if `shardkit.save` wrote a checkpoint: names are those of the model's class, without wrappers.
+
+    Raises:
+        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+    """
+    return isinstance(_manifest_of(checkpoint), manifest.SavedState)
+
+
 def saved_derived(checkpoint: Checkpoint) -> dict[str, Expression]:
     """Return what the model's tensors were made of when they were read from the Hub's files, by name in memory.
 

@@ -26,11 +26,13 @@ from shardkit.files.strict_json import refuse_pointers
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.assets import CONFIG
 from shardkit.formats.hub.base import (
+    SAVED_ROOT,
     Base,
     RecordedNames,
     files_of,
     holds_equal,
     holds_hub_names,
+    holds_saved_state,
     recorded_names,
     recorded_rules,
     recorded_shards,
@@ -939,16 +941,21 @@ def _select(
         if root is None and shards is not None and not is_resharded and base_shapes(base) is None:
             root = (shards.root or "").rstrip(".")  # names are the Hub's, whatever all of them begin with
         naming = replace(naming, root=root)
-    return select_model(
+    select = partial(
+        select_model,
         catalog.tensors,
         catalog.objects,
         catalog.paths,
         checkpoint.roots,
-        naming=naming,
         base_shapes=base_shapes(base),
         key_rules=None if recorded is None else recorded.rules,
         undecided=undecided,
     )
+    selection = select(naming=naming)
+    is_of_class = base is None and naming.weights == "model" and holds_saved_state(checkpoint)
+    if is_of_class and naming.root is None and not naming.strip_prefix and not selection.candidates:
+        return select(naming=replace(naming, root=SAVED_ROOT))  # all that its class loads, and nothing else
+    return selection
 
 
 def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
