@@ -153,7 +153,7 @@ def test_only_phases_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_at_once_asks_for_several_and_keeps_their_order() -> None:
-    all_ask, allowed = threading.Barrier(4, timeout=60), ContextVar("allowed", default=False)
+    all_ask, allowed = threading.Barrier(4, timeout=600), ContextVar("allowed", default=False)
     allowed.set(True)
 
     def ask(item: int) -> tuple[int, bool]:

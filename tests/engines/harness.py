@@ -20,7 +20,7 @@ import shardkit
 ROOT = Path(__file__).parents[2]
 WORLD_SIZE = 12
 OPTIONS = ["--world-size", str(WORLD_SIZE), "--layout", "declared"]
-_LONGEST_S = 300.0
+_LONGEST_S = 600.0
 
 
 class Job:

@@ -172,7 +172,7 @@ def settle() -> None:
     """Wait until nothing is under way."""
     memory = ranges._memory
     with memory.changed:
-        assert memory.changed.wait_for(lambda: not memory.num_under_way, timeout=60)
+        assert memory.changed.wait_for(lambda: not memory.num_under_way, timeout=600)
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "reset", "short"])
@@ -390,7 +390,7 @@ assert shardkit.inspect(path + "/hub").tensors
 
 def test_a_fork_is_refused_instead_of_waiting_for_ever(served: servers.Served) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FORK, S3], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", FORK, S3], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()

@@ -154,7 +154,7 @@ def test_what_is_fetched_ahead_is_not_dropped_before_it_is_read() -> None:
         buffer = memoryview(bytearray(8 * MIB))
         place.read_into([buffer[:-end]], 8 * MIB)  # the rest of it belongs to a third
         for _ in range(5):
-            assert done.acquire(timeout=60)
+            assert done.acquire(timeout=600)
         place.read_into([buffer], 0)
         place.read_into([buffer[:end]], 16 * MIB - end)
         for start in range(16 * MIB, 64 * MIB, 8 * MIB):

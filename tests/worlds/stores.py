@@ -265,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Length"] = str(len(body))
         if self.server.proxy.speaks_google:
             self._conditions_of_s3(headers)
-        there = http.client.HTTPConnection("127.0.0.1", self.server.proxy.target, timeout=60)
+        there = http.client.HTTPConnection("127.0.0.1", self.server.proxy.target, timeout=600)
         try:
             there.request(self.command, self.path, body or None, headers)
             answer = there.getresponse()
@@ -289,7 +289,7 @@ class _Handler(BaseHTTPRequestHandler):
         """End the upload that a request is about, as somebody else may, or a rule of the bucket."""
         address = urlsplit(self.path)
         upload = dict(parse_qsl(address.query))["uploadId"]
-        there = http.client.HTTPConnection("127.0.0.1", self.server.proxy.target, timeout=60)
+        there = http.client.HTTPConnection("127.0.0.1", self.server.proxy.target, timeout=600)
         with contextlib.closing(there):
             there.request(
                 "DELETE", f"{address.path}?uploadId={quote(upload)}", None, {"Authorization": _ANYONE}
@@ -410,7 +410,7 @@ each imports takes longer than a test."""
 
 def _empty(server: subprocess.Popen[bytes], port: int) -> None:
     """Let moto have nothing but the bucket. Source: moto's documentation of its server mode."""
-    there = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    there = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     with contextlib.closing(there):
         there.request("POST", "/moto-api/reset")
         assert there.getresponse().read() == b'{"status": "ok"}'
@@ -522,7 +522,7 @@ def _wait_for(port: int, server: subprocess.Popen[bytes]) -> bool:
     for _ in range(_NUM_TRIES):
         if server.poll() is not None:  # somebody else took one of its ports meanwhile
             return False
-        there = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        there = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         with contextlib.suppress(OSError, http.client.HTTPException):
             there.request("PUT", todo[0], b"" if len(todo) > 1 else b"yes")
             if there.getresponse().status == 200:

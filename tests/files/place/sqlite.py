@@ -41,7 +41,7 @@ class Database:
     @contextlib.contextmanager
     def __call__(self) -> Iterator[Transaction]:
         self._step()
-        connection = sqlite3.connect(self.path, timeout=60, isolation_level=None)
+        connection = sqlite3.connect(self.path, timeout=600, isolation_level=None)
         with contextlib.closing(connection):  # rolls back what has not ended
             connection.execute(TABLE)
             connection.execute("BEGIN IMMEDIATE")

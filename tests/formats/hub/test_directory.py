@@ -408,7 +408,7 @@ def test_opening_imports_no_torch(sharded):
 
 def test_headers_are_read_together(sharded, monkeypatch):
     """One by one, each is a wait on storage over a network."""
-    both, read = threading.Barrier(2, timeout=60), directory.read_header
+    both, read = threading.Barrier(2, timeout=600), directory.read_header
 
     def wait(*given):
         both.wait()

@@ -174,19 +174,19 @@ def test_a_commit_that_ends_while_another_asks_what_became_of_its_data(
     def link_later(source: str, target: str) -> None:
         if threading.current_thread() is ours and not other.ident:
             other.start()
-            assert has_taken.wait(60)
+            assert has_taken.wait(600)
         link(source, target)
 
     def exchange_later(source: str, target: str, flags: int) -> bool:
         if threading.current_thread() is other and flags == storage.RENAME_EXCHANGE and target == str(out):
             has_taken.set()
-            assert may_end.wait(60)
+            assert may_end.wait(600)
         return renameat2(source, target, flags)
 
     def reopen_later(staging: SharedStaging) -> bool:
         if threading.current_thread() is ours and has_taken.is_set() and not may_end.is_set():
             may_end.set()
-            other.join(60)
+            other.join(600)
         return reopen(staging)
 
     monkeypatch.setattr(storage, "link", link_later)

@@ -174,7 +174,7 @@ def test_of_two_that_commit_one_wins(
 
     def together_with(seen: servers.Seen) -> Any:
         if sends(seen, marker):
-            both.wait(60)
+            both.wait(600)
         return inner(seen)
 
     with monkeypatch.context() as patch:
