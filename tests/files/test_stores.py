@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -306,16 +307,18 @@ def test_settings_that_lead_to_no_store_are_said(
 
 def test_an_endpoint_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shardkit[stores]'")
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{servers.free_port()}",
-        "AWS_ACCESS_KEY_ID": "anyone",
-        "AWS_SECRET_ACCESS_KEY": servers.SECRET,
-    }.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(kinds, "_stores", {})
     monkeypatch.setattr(contract, "FIRST_WAIT_S", 0.0)
-    with pytest.raises(ResourceError, match="cannot be reached") as refused:
-        shardkit.inspect("s3://bucket/x")
+    with socket.socket() as taken:  # nobody can listen there meanwhile
+        taken.bind(("127.0.0.1", 0))
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{taken.getsockname()[1]}",
+            "AWS_ACCESS_KEY_ID": "anyone",
+            "AWS_SECRET_ACCESS_KEY": servers.SECRET,
+        }.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ResourceError, match="cannot be reached") as refused:
+            shardkit.inspect("s3://bucket/x")
     assert "AWS_ENDPOINT_URL" in (refused.value.hint or "")
     assert servers.SECRET not in str(refused.value)
 
