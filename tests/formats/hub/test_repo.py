@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import socket
 import struct
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
@@ -96,14 +97,16 @@ class FakeHub(BaseHTTPRequestHandler):
         self.end_headers()
         if with_body:
             self.server.fetched.append(path)
+            # What the system takes of it before anybody reads counts as sent: of a machine's own choice, it may be all.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 18)
             for start in range(0, len(body), 1 << 16):
+                piece = body[start : start + (1 << 16)]
+                # Once it is sent the client may be done, and the test looks.
+                self.server.weight_bytes += len(piece) * path.endswith(".safetensors")
                 try:
-                    self.wfile.write(body[start : start + (1 << 16)])
+                    self.wfile.write(piece)
                 except OSError:  # the client has had enough
                     break
-                self.server.weight_bytes += len(body[start : start + (1 << 16)]) * path.endswith(
-                    ".safetensors"
-                )
 
     def weights(self, path, headers, body):
         """What becomes of the answer for a weight file."""
