@@ -437,6 +437,8 @@ def _choose(node: Node, parts: list[Node], located: Located, *, is_attribute: bo
     if len(parts) == 1 and modules:
         is_list = parts[0].is_container and not parts[0].is_dict  # a dict may hold an nn.Sequential
         return None if _is_peft(parts[0]) or is_list else parts[0]
+    if node.is_container and modules and all(part.is_dict for part in modules):
+        return _one_of(modules, parts, located)
     is_list = node.is_container and not any(part.is_dict for part in modules)  # of a module, not of models
     if is_list or _is_whole(parts):
         return None

@@ -71,8 +71,9 @@ def build_tree(
         paths: path of each name in the state dict that was saved, where it is known.
     """
     top, dicts = Node(path=()), set[tuple[str | int, ...]]()
+    joined = _joined_lists(paths or {})
     for entry in entries:
-        segments = clean(entry.fqn)
+        segments = clean(joined.get(entry.fqn, entry.fqn))
         node = top
         node.num_tensors, node.num_elements = node.num_tensors + 1, node.num_elements + entry.num_elements
         for depth, segment in enumerate(segments, 1):
@@ -92,6 +93,27 @@ def build_tree(
             if inner is not None:
                 inner.is_dict = True
     return top
+
+
+def _joined_lists(paths: Mapping[str, tuple[str | int, ...]]) -> dict[str, str]:
+    """Return the names of the tensors in lists of state dicts as they are without their dict's place in the list.
+
+    A process with several stages of a pipeline saves them so, as `{"model": [first, second]}`. If two names become one,
+    they are several models, whose names stay.
+    """
+    lists = dict[tuple[str | int, ...], dict[str, tuple[str | int, ...]]]()
+    for fqn, path in paths.items():
+        place = next((place for place, key in enumerate(path) if isinstance(key, int)), 0)
+        if place:
+            lists.setdefault(path[:place], {})[fqn] = path
+    joined = dict[str, str]()
+    for above, members in lists.items():
+        names = {fqn: join(map(str, (*above, *path[len(above) + 1 :]))) for fqn, path in members.items()}
+        places = {path[len(above)] for path in members.values()}
+        is_of_dicts = len(places) > 1 and all(len(path) > len(above) + 1 for path in members.values())
+        if is_of_dicts and above[-1] != "models" and len(set(names.values())) == len(names):
+            joined |= names
+    return joined
 
 
 Kind = Literal["optimizer", "scheduler", "random state", "trainer state", "averaged weights"]

@@ -135,6 +135,26 @@ def test_a_list_of_models_is_several_models(key: str) -> None:
     assert set(second.names.values()) == set(LLAMA)
 
 
+def test_a_list_of_state_dicts_with_equal_names_is_several_models() -> None:
+    """Of models of one layer nothing else shows that they are whole: their names were 0.weight and 1.weight."""
+    paths = {
+        f"model.{place}.{name}": ("model", place, name) for place in range(2) for name in ("weight", "bias")
+    }
+    with pytest.raises(SourceError, match="2 models") as caught:
+        select_model(entries(paths), (), paths)
+    assert caught.value.problems == ("model.0: 2 tensors", "model.1: 2 tensors")
+
+
+@pytest.mark.parametrize("above", [(), ("app",)])
+def test_a_list_of_stages_is_one_model(above: tuple[str, ...]) -> None:
+    """What one process with several stages of a pipeline saves: `[stage.state_dict() for stage in stages]`."""
+    keys = [(*above, "model", int(name != LLAMA[0]), name) for name in LLAMA]
+    paths = {".".join(map(str, path)): path for path in keys}
+    for base in (None, LLAMA):
+        selection = select_model(entries(paths), (), paths, base_names=base)
+        assert set(selection.names.values()) == set(LLAMA)
+
+
 @pytest.mark.parametrize(("taken", "left"), [("policy", "ref"), ("student", "teacher"), ("actor", "critic")])
 def test_of_two_models_the_trained_one_is_known_by_name(taken: str, left: str) -> None:
     selection = select_model(entries([*under(left, LLAMA), *under(taken, LLAMA)]))
