@@ -22,6 +22,7 @@ TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 _STEP = re.compile(r"(?<![a-z])(?:global_?)?(?:steps?|iter(?:ation)?|it)[-_=]?([0-9]{1,15})", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<![a-z])(?:checkpoint|ckpt|ckp|ba|batch|save)[-_=]?([0-9]{1,15})", re.IGNORECASE)
 _EPOCH = re.compile(r"(?<![a-z])(?:epoch|ep)[-_=]?([0-9]{1,15})", re.IGNORECASE)
+_RANK = re.compile(r"(?:(?:rank|(?:pp|tp|ep)(?:[-_](?:rank|stage))?)[-_=]?[0-9]+[-_]?)+", re.IGNORECASE)
 # Lightning adds it if the name is taken.
 _VERSION = re.compile(r"-v([0-9]{1,9})(?:\.ckpt)?$")
 _BARE = re.compile(r"[0-9]{1,15}")
@@ -80,8 +81,11 @@ def has_date(name: str) -> bool:
 
 
 def family_of(name: str) -> str:
-    """Return the text that a name shares with names that differ from it in numbers alone."""
-    return re.sub(r"[0-9]+", "0", name)
+    """Return the text that a name shares with names that differ from it in numbers alone.
+
+    A number of a rank says nothing of the time: each has a part of one model.
+    """
+    return name if _RANK.fullmatch(name) else re.sub(r"[0-9]+", "0", name)
 
 
 def is_left_out(name: str) -> bool:
