@@ -28,6 +28,7 @@ from shardkit.keys.tree import (
 )
 
 Path = tuple[str | int, ...]
+_WEIGHTS = ("model", "ema", "current")  # kinds of the roots that hold a model's weights
 _MAX_DEPTH = 6  # of the roots that are suggested
 _MAX_DOTS = 1000  # every part of a name is a node that knows its path
 _MAX_CHAIN = 64
@@ -114,7 +115,7 @@ def read_source(
         f"{count(len(deep), 'name')} of more than {_MAX_DOTS} dotted parts: no module is nested so deeply",
     )
     optimizer = optimizer_names(tensors.values(), objects)
-    foreign = [clean(join(map(str, path))) for kind, path in roots.items() if kind not in ("model", "ema")]
+    foreign = [clean(join(map(str, path))) for kind, path in roots.items() if kind not in _WEIGHTS]
     for prefix in foreign:
         optimizer.update(name for name in tensors if clean(name)[: len(prefix)] == prefix)
     harness, flattened, is_lightning = set[Segments](), set[Segments](), False
@@ -239,7 +240,9 @@ def locate_other(source: SortedNames, weights: str) -> Located:
         UsageError: nothing has that name.
     """
     if source.roots.get(weights):
-        return locate_root(source, join(map(str, source.roots[weights])))
+        root = join(map(str, source.roots[weights]))
+        start = source.tree.find(clean(root))
+        return _find(source, start) if start is not None else locate_root(source, root)
     parts = _parts(source)
     chosen = parts.get(weights, [])
     if len(chosen) > 1:

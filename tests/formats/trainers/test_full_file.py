@@ -68,8 +68,8 @@ def test_averaged_weights(tmp_path, weights):
     torch.save(
         {
             "pytorch-lightning_version": "2.6.6",
-            "state_dict": weights,
-            "current_model_state": {name: tensor + 1 for name, tensor in weights.items()},
+            "state_dict": {f"net.{name}": tensor for name, tensor in weights.items()},
+            "current_model_state": {f"net.{name}": tensor + 1 for name, tensor in weights.items()},
             "averaging_state": {"n_averaged": torch.tensor(3)},
         },
         path,
@@ -83,6 +83,9 @@ def test_averaged_weights(tmp_path, weights):
     for kind in ("model", "ema"):
         shardkit.consolidate(path, tmp_path / kind, weights=kind)
     assert_bit_equal(load(tmp_path / "ema"), load(tmp_path / "model"))
+    shardkit.consolidate(path, tmp_path / "current", weights="current")
+    current = {name: tensor + 1 for name, tensor in load(tmp_path / "model").items()}
+    assert_bit_equal(load(tmp_path / "current"), current)
     assert any("running average" in note for note in checkpoint.notes)
     content = torch.load(path, weights_only=True)
     del content["current_model_state"]
