@@ -936,10 +936,10 @@ def _select(
     recorded = recorded_rules(checkpoint) if naming.weights == "model" else None
     if recorded is not None and naming.root is None and not naming.strip_prefix:
         root, shards = recorded.root, recorded_shards(checkpoint)
-        files = shards.source.files if shards is not None else ()
-        is_resharded = any(file.name.endswith(".distcp") for file in files)  # maybe of what `save` wrote
-        if root is None and shards is not None and not is_resharded and base_shapes(base) is None:
+        if root is None and shards is not None and base_shapes(base) is None:
             root = (shards.root or "").rstrip(".")  # names are the Hub's, whatever all of them begin with
+            if any(path[:-1] == (SAVED_ROOT,) for path in (catalog.paths or {}).values()):
+                root = SAVED_ROOT  # `reshard` keeps the dict that `save` wrote
         naming = replace(naming, root=root)
     select = partial(
         select_model,

@@ -214,7 +214,11 @@ def test_the_one_name_above_a_model_is_its_own_where_the_class_says_so(
     run = save(model.state_dict(), tmp_path / "run")
     shutil.copy(tmp_path / "hub/config.json", run)
     shardkit.preshard(tmp_path / "hub", tmp_path / "pre", world_size=2)
-    for source in (run, tmp_path / "pre"):
+    context = shardkit.prepare(tmp_path / "hub", tmp_path / "hub")
+    shardkit.save(shardkit.finalize(context.model, context), tmp_path / "saved")
+    for name in ("pre", "saved"):
+        shardkit.reshard(tmp_path / name, tmp_path / f"{name}-three", world_size=3)
+    for source in (run, *(tmp_path / name for name in ("pre", "pre-three", "saved", "saved-three"))):
         result = consolidate(source, tmp_path / f"{source.name}-out")
         assert (result.held_against, result.unloadable) == ("class", ())
         files = [tmp_path / each / "model.safetensors" for each in ("hub", f"{source.name}-out")]
