@@ -22,6 +22,7 @@ from shardkit.keys.check import (
     torn_parts,
     whole_parts,
 )
+from shardkit.keys.names import Segments, split
 from shardkit.keys.ties import tied_names
 from shardkit.keys.tokens import TokenRows
 from shardkit.layout.decided import ClassNames
@@ -78,6 +79,7 @@ def check_fit(
     options: ConsolidateOptions,
     *,
     checkpoint: str,
+    left: Mapping[str, Shape],
     is_plain: bool = True,
     why_not_rules: Sequence[str] = (),
 ) -> BaseFit:
@@ -90,6 +92,7 @@ def check_fit(
         asked: what the model's class says of the base's names, where it was asked.
         options: what is asked for.
         checkpoint: its path, for a command that a hint shows.
+        left: shape by stored name of its tensors that are not written.
         is_plain: no weights of the checkpoint are quantised.
         why_not_rules: why key rules that know all names of the output, or most, were not applied.
 
@@ -143,7 +146,7 @@ def check_fit(
         f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
         hint=_FEWER
         if experts
-        else _hint(comparison, filling, vocabulary, checkpoint, options.fill_from_base),
+        else _hint(comparison, filling, vocabulary, checkpoint, left, options.fill_from_base),
     )
     return replace(fit, notes=(*_differences(comparison, label), *said))
 
@@ -258,6 +261,7 @@ def _hint(
     filling: _TakenFromBase,
     vocabulary: RowsChange,
     checkpoint: str,
+    left: Mapping[str, Shape],
     fill: Sequence[str],
 ) -> str:
     """Return the hint for a checkpoint that does not fit: a part of a larger model can be filled up."""
@@ -266,6 +270,9 @@ def _hint(
     if holds_fused_experts(comparison.unexpected):
         return _FUSED
     if comparison.unexpected or torn_parts(comparison.missing, filling.held):
+        return _OTHER_NAMES
+    theirs, kept = base_shapes(vocabulary.base) or {}, {_end(name, shape) for name, shape in left.items()}
+    if any(_end(name, theirs[name]) in kept for name in comparison.missing):  # trained, below another prefix
         return _OTHER_NAMES
     if comparison.wrong_shapes:
         return vocabulary.hint or _OTHER_SHAPES
@@ -278,6 +285,10 @@ def _hint(
         return f"{options} takes them from a base on this machine: `{base.download}` brings it here"
     command = f"shardkit consolidate {in_shell(checkpoint)} --base {in_shell(base.label)} {options}"
     return f"if they were not trained, take them from the base as they are: `{command}`"
+
+
+def _end(name: str, shape: Shape) -> tuple[Segments, Shape]:
+    return split(name)[-2:], tuple(shape)
 
 
 def _short(carried: Iterable[str], base: Base, rows: Sequence[TokenRows]) -> Iterator[str]:

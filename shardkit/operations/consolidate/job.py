@@ -707,6 +707,11 @@ def _fit(
         asked,
         options,
         checkpoint=checkpoint.path,
+        left={
+            name: entry.shape
+            for name, entry in checkpoint.catalog.tensors.items()
+            if name not in selection.names
+        },
         is_plain=not may_be_quantised(checkpoint.catalog.tensors),
         why_not_rules=chosen.why_not_rules,
     )

@@ -122,6 +122,22 @@ def test_a_part_without_its_head(base: Path, tmp_path: Path) -> None:
     assert {HEAD, *tower()} == set(result.from_base)
 
 
+def test_a_trained_head_is_not_to_be_taken_from_the_base(tmp_path: Path) -> None:
+    """It lies beside the part whose names are the base's, below another prefix."""
+    own, towers = {"language_model." + name: value for name, value in weights().items()}, tower()
+    visual = {name.removeprefix("model."): value for name, value in towers.items()}
+    base = hub(tmp_path / "base", {**own, **visual}, WHOLE)
+    policy = {f"policy.{name}": value for name, value in {**in_whole(weights()), **towers}.items()}
+    checkpoint = trained(tmp_path, {**policy, "value_head.weight": torch.randn(1, 16)})
+    with pytest.raises(
+        LayoutError, match=r"1 difference\n.*missing: language_model\.lm_head\.weight"
+    ) as refused:
+        consolidate(checkpoint, tmp_path / "out", base=base)
+    assert "root may give the base's names" in str(refused.value.hint)
+    consolidate(checkpoint, tmp_path / "out", base=base, root="model.policy")
+    assert_bit_equal(load(tmp_path / "out"), {name: 2 * value for name, value in {**own, **visual}.items()})
+
+
 LAYER, BLOCK = "model.layers.1.", "model.visual.blocks.1."
 
 
