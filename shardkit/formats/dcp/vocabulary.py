@@ -5,7 +5,7 @@ million of them are never alive as objects at once. Runs of records that are spe
 start.
 
 Source: torch 2.2 to 2.15, torch/distributed/checkpoint/{metadata,filesystem,planner}.py; Megatron-Core
-0.16, which adds fields of its own to `Metadata`.
+0.16, which adds fields of its own to `Metadata`; OLMo-core 3.0.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from shardkit.pickles.policies import Global, Record, Vocabulary
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_OLMO_CORE = "olmo_core.distributed.checkpoint.filesystem"  # its writer has a copy of torch's classes
 _PLANNER = "torch.distributed.checkpoint.planner"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # TensorProperties up to torch 2.2
 
@@ -421,6 +422,7 @@ _NAMES: dict[tuple[str, str], object] = {
     (_METADATA, "ChunkStorageMetadata"): Global("ChunkStorageMetadata", new=Chunk),
     (_METADATA, "MetadataIndex"): Global("MetadataIndex", new=Index),
     (_FILESYSTEM, "_StorageInfo"): Global("_StorageInfo", new=StorageInfo),
+    (_OLMO_CORE, "_StorageInfo"): Global("_StorageInfo", new=StorageInfo),
     (_METADATA, "TensorProperties"): Global("TensorProperties", new=Properties),
     (_OLD_METADATA, "TensorProperties"): Global("TensorProperties", new=Properties),
     (_METADATA, "BytesStorageMetadata"): Global("BytesStorageMetadata", new=BytesEntry),

@@ -128,6 +128,15 @@ def test_torch_2_2_spelling() -> None:
     check(pickle.dumps(metadata, 4))
 
 
+def test_olmo_core_spelling() -> None:
+    """Its writer has a `_StorageInfo` of its own, so that pickle names its module."""
+    torchs, own = b"torch.distributed.checkpoint.filesystem", b"olmo_core.distributed.checkpoint.filesystem"
+    data = pickle.dumps(example(), 2)
+    spelt = data.replace(b"c" + torchs + b"\n_StorageInfo", b"c" + own + b"\n_StorageInfo")
+    assert spelt != data
+    check(spelt)
+
+
 def test_megatron_fields_are_passed_over() -> None:
     metadata = example()
     metadata.planner_data = None
