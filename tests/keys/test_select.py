@@ -35,7 +35,7 @@ def test_unknown_root(root: str) -> None:
 def test_nothing_is_guessed_below_a_root() -> None:
     names = [f"layers.{layer}.module.weight" for layer in range(2)]
     tensors = entries([f"net.{name}" for name in names])
-    assert set(select_model(tensors).names.values()) == {"net.layers.0.weight", "net.layers.1.weight"}
+    assert set(select_model(tensors).names.values()) == {"layers.0.weight", "layers.1.weight"}
     assert set(select_model(tensors, naming=Naming(root="net")).names.values()) == set(names)
 
 
