@@ -46,7 +46,7 @@ def load(rank: int, name: str, home: Path) -> None:
     from transformers.distributed import DistributedConfig
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE)}
-    store, patience = f"file://{home}/store", timedelta(seconds=60)
+    store, patience = f"file://{home}/store", timedelta(seconds=_HANGS_S)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=patience)
     config = DistributedConfig(fsdp_size=SIZE)
     model = from_pretrained(ZOO[name], home / "hub", distributed_config=config)
