@@ -7,14 +7,14 @@
         factors/                      a record and a note for each weight whose factors are computed, for preshard --osft
         parts/                        who began and who ended, for people
         work/<owner>/                 what one process is writing
-        new-<owner>/                  `data` while a commit exchanges it with the destination; then what was there
-        replaced/                     where nothing can be exchanged: what was at the destination, or a note that nothing was;
+        new-<owner>/                  `data` while a commit makes it the destination; what was there, if they were exchanged
+        replaced/                     where nothing is exchanged: what was at the destination, or a note that nothing was;
                                       `data.old` in directories of earlier versions, which are named after their process
         gone-.../                     either of them once it was looked through, while it is removed
         committed.json                sizes and times of the files that became the destination
 
 It appears whole, with one rename, and nothing makes a second `data`: where it is missing, it has become the
-destination, or a commit has taken it to exchange it, and it comes back if that commit dies. Files get their names in
+destination, or a commit has taken it, and it comes back if that commit dies. Files get their names in
 `data` by a rename, and whoever writes a file of that name writes the same bytes, so that a process may work on what
 another one was believed to have lost. No locks. Only a commit moves `data`, and only a commit or a person removes the
 rest: the name is not one of a process. After the commit `plan.json`, `committed.json`
@@ -359,11 +359,11 @@ class SharedStaging:
     def commit(self, work: str, names: Iterable[str], *, overwrite: bool) -> bool:
         """Make `data` the destination, in one rename; False if another process has. `remove` or `keep_mark` comes next.
 
-        With `overwrite` what is at the destination is exchanged: its name has the old or the new one at every moment.
-        Whoever exchanges has taken `data` before, and others may take it from there; so a slow committer never brings
-        back what a faster one has replaced. Where the system cannot exchange, the old one is moved aside first. Whoever
-        commits does that, or notes that nothing was there, under one name that can be taken once: so a slow committer
-        never moves aside what a faster one has made.
+        Whoever commits has taken `data` before, and others may take it from there; so a slow committer never brings back
+        what a faster one has replaced. With `overwrite` what is at the destination is exchanged: its name has the old or
+        the new one at every moment. Where the system cannot exchange, the old one is moved aside first. Whoever commits
+        does that, or notes that nothing was there, under one name that can be taken once, and is not free before the
+        directory has lost its own: so a slow committer never moves aside what a faster one has made.
 
         Args:
             work: a `workplace` of this process.
@@ -382,11 +382,19 @@ class SharedStaging:
             # Descriptions may be written by several at once, and have other times then.
             states = {name: _state(os.path.join(self.data, name)) for name in names}
             self.write_note(work, self.path, _COMMITTED, json.dumps(states).encode())
-            if overwrite and storage.lexists(self.destination) and _can_exchange(work):
-                self._exchange(work)
-            else:
-                self._move_aside(work, overwrite=overwrite)
-                place_directory(self.data, self.destination)
+            exchanges = overwrite and storage.lexists(self.destination) and _can_exchange(work)
+            own = self._take(work)
+            try:
+                if exchanges:
+                    self._exchange(own)
+                else:
+                    self._move_aside(work, overwrite=overwrite)
+                    place_directory(own, self.destination)
+            except FileNotFoundError:
+                raise
+            except BaseException:
+                self.reopen()
+                raise
         except FileNotFoundError:
             if not self.is_committed and (self.is_open or self._named(TAKEN)):
                 raise
@@ -445,30 +453,14 @@ class SharedStaging:
 
     @contextlib.contextmanager
     def attended(self) -> Iterator[None]:
-        """After the commit, let others see that this process is at work, and remove what nobody needs any more."""
+        """After the commit, let others see that this process is at work."""
         owner = Owner.new_run()
         try:
             with contextlib.suppress(OSError):
                 self.enter(owner)
-            # The output is there, and whoever comes next removes the rest.
-            with contextlib.suppress(OSError, ShardkitError):
-                self._empty()
             yield
         finally:
             self.leave(owner)
-
-    def _empty(self) -> None:
-        """Remove all but what says that there was a commit, and what a person put into an output that nobody looked through."""
-        if self.has_made:  # half of it must not be looked through again by whoever goes on
-            for path in (self.replaced, *self._named(TAKEN)):
-                with contextlib.suppress(OSError):
-                    storage.rename(path, os.path.join(self.path, GONE + os.path.basename(path)))
-        foreign = self.kept(self.path)
-        old = (self.replaced, *self._named(TAKEN), *self._named(GONE))
-        for path in (self.done.path, self.factors.path, self.parts, *old):
-            inside = os.path.relpath(path, self.path) + os.sep
-            kept = [name.removeprefix(inside) for name in foreign if name.startswith(inside)]
-            remove_but(path, kept) if kept else storage.remove_tree(path)
 
     def keep_mark(self) -> None:
         """After the commit, leave only what says that there was one.
@@ -476,11 +468,9 @@ class SharedStaging:
         Raises:
             ResourceError: the system refuses.
         """
-        self._empty()
         if self.kept(self.path):
             self.remove()  # all but these, and no mark with somebody's files in it
             return
-        storage.remove_tree(self._work)
         mark = self.path + _DONE
         try:
             if storage.lexists(mark):  # of an earlier commit of the same plan
@@ -490,9 +480,10 @@ class SharedStaging:
             return
         except OSError as error:
             raise ResourceError(f"cannot rename {escape(self.path)}: {error.strerror}") from error
+        _strip(mark)
 
-    def _exchange(self, work: str) -> None:
-        """Take the data under a name of this process's own, and exchange it with the destination.
+    def _take(self, work: str) -> str:
+        """Take the data under a name of this process's own, and return its path.
 
         Raises:
             FileNotFoundError: another process has taken it.
@@ -500,18 +491,20 @@ class SharedStaging:
         """
         own = os.path.join(self.path, TAKEN + os.path.basename(work))
         storage.rename(self.data, own)
+        if not _is_untouched(self._committed, own):
+            # All was committed and removed, and others have begun anew.
+            storage.rename(own, self.data)
+            raise FileNotFoundError(errno.ENOENT, "it is not what was finished", self.data)
+        return own
+
+    def _exchange(self, own: str) -> None:
+        """Exchange the data that this process has taken with the destination; errors as `_take`."""
         try:
-            try:
-                storage.renameat2(own, self.destination, storage.RENAME_EXCHANGE)
-            except FileNotFoundError:  # nothing is there any more, or another process has taken it
-                place_directory(own, self.destination)
-            else:
-                self._look_exchanged(own)
-        except FileNotFoundError:
-            raise
-        except BaseException:
-            self.reopen()
-            raise
+            storage.renameat2(own, self.destination, storage.RENAME_EXCHANGE)
+        except FileNotFoundError:  # nothing is there any more, or another process has taken it
+            place_directory(own, self.destination)
+        else:
+            self._look_exchanged(own)
 
     def _look_exchanged(self, old: str) -> None:
         """Look through the old output, and exchange the two once more if it may not be replaced.
@@ -630,7 +623,7 @@ class SharedStaging:
         Raises:
             ResourceError: the system refuses.
         """
-        _remove(self.destination, self.path, self.kept)
+        _remove(self.destination, self.path, self.kept, was_seen=self.has_made)
         remove_abandoned(self.destination, self.kept)  # of a process that died while it did this
 
     def give_up(self) -> None:
@@ -811,8 +804,26 @@ def _is_untouched(path: str, directory: str) -> bool:
         return False
 
 
-def _remove(destination: str, path: str, kept: KeptFiles) -> None:
-    """Remove a directory but what is kept: under a name of a run of this process first, so that nobody goes on in it."""
+def _set_free(directory: str) -> None:
+    """Move old outputs that were looked through, so that half of one is not looked through again by whoever goes on."""
+    with contextlib.suppress(OSError):
+        for name in storage.listdir(directory):
+            if name == "replaced" or name.startswith(TAKEN):
+                storage.rename(os.path.join(directory, name), os.path.join(directory, GONE + name))
+
+
+def _strip(mark: str) -> None:
+    """Remove all but what says that there was a commit."""
+    _set_free(mark)
+    with contextlib.suppress(OSError):
+        storage.remove_all_but(mark, ("plan.json", _COMMITTED))
+
+
+def _remove(destination: str, path: str, kept: KeptFiles, *, was_seen: bool = False) -> None:
+    """Remove a directory but what is kept: under a name of a run of this process first, so that nobody goes on in it.
+
+    What it has replaced is kept likewise, unless it `was_seen`: looked through.
+    """
     if not storage.lexists(path):  # where nothing can be written, a rename would say that instead
         return
     if not storage.access(path, os.W_OK | os.X_OK) and storage.isdir(path):  # not: gone meanwhile
@@ -824,6 +835,8 @@ def _remove(destination: str, path: str, kept: KeptFiles) -> None:
         storage.rename(path, taken)
         # Else a power loss would bring it back under its name, without what is removed here.
         storage.sync_directory(parent)
+        if was_seen:
+            _set_free(taken)
         remove_but(taken, kept(taken))
         if owner_of(path) is not None and storage.lexists(taken):  # a person may have been told this path
             storage.rename(taken, path)
@@ -849,6 +862,8 @@ def remove_marks(destination: str, kept: KeptFiles, *, only_old: bool = False) -
     for path in _beside(destination, _DONE):
         if not (only_old and _is_untouched(os.path.join(path, _COMMITTED), destination)):
             _remove(destination, path, kept)
+        elif not kept(path):  # whoever made it was killed
+            _strip(path)
 
 
 def has_commits(destination: str) -> bool:

@@ -173,11 +173,11 @@ class Writer:
                 return
             with contextlib.nullcontext() if self._has_made is None else divided.place.attended():
                 writing.after()
-            if self._has_made is not None:
-                # The output of a run is there, whatever stays beside it; the next run removes that.
-                with contextlib.suppress(*[ResourceError] if self._given.share is None else []):
-                    divided.place.clean_up(keeps_mark=isinstance(self._given.share, Part))
-                self._told.keep(self.destination.foreign())
+                if self._has_made is not None:
+                    # The output of a run is there, whatever stays beside it; the next run removes that.
+                    with contextlib.suppress(*[ResourceError] if self._given.share is None else []):
+                        divided.place.clean_up(keeps_mark=isinstance(self._given.share, Part))
+                    self._told.keep(self.destination.foreign())
 
     def _write(self, writing: Writing, divided: Divided) -> None:
         if (exists := self.destination.still_exists()) is not None:

@@ -95,6 +95,10 @@ def attempt(scenario: Scenario, server: Server, path: Path, draw: random.Random)
         found = here.check_is(*allowed)
         for answer in answers:
             killed += answer.code == -9
+            if answer.code == 0:
+                part_of_it = json.loads(answer.out).get("part")
+                if part_of_it is None or part_of_it["is_committed"]:
+                    here.check_is(scenario.expected)
             # 2: the output was there before this one began; 4: parts that a commit waits for were killed
             assert answer.code in (-9, 0, 2, 4), (answer.code, answer.err)
             assert answer.code == 0 or answer.hit or "exists" in answer.err or "missing" in answer.err, (

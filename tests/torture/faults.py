@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,13 +25,15 @@ _LONGEST_DEAF_S = 20.0
 class Faults:
     """Counts the calls of all threads, and acts at the chosen one.
 
-    A fault is {"at": n, counted over the calls in "of" (default: all), "do": ..., "stays": all later ones too}:
+    A fault is {"at": n, counted over the calls in "of" (default: all) whose last argument has "onto" in it, "do": ...,
+    "stays": all later ones too}:
 
         kill                    SIGKILL; of a write, half of the bytes are on their way
         errno, "errno": n       the call fails; a descriptor is closed nevertheless
         short                   half of the bytes are read or written
         signal, "signum": n     a signal, then the call once the signal was heard
         change, "how", "path"   something is done to a file, then the call
+        wait, "path"            a file appears there; once somebody has removed it, the call
 
     Args:
         fault: None to count only.
@@ -39,7 +42,7 @@ class Faults:
 
     def __init__(self, fault: dict[str, Any] | None, report: int) -> None:
         self._fault, self._report = fault or {}, report
-        self._of = frozenset(self._fault.get("of", CALLS))
+        self._of, self._onto = frozenset(self._fault.get("of", CALLS)), str(self._fault.get("onto", ""))
         self._calls, self._count, self._lock = list[str](), 0, threading.Lock()
         self._writers = set[int]()
         self._heard = threading.Event()
@@ -75,12 +78,11 @@ class Faults:
                 self._calls.append(name)
                 if name == "pwrite":
                     self._writers.add(threading.get_ident())
-                self._count += name in self._of
+                is_of = name in self._of and (not self._onto or self._onto in str(args[-1]))
+                self._count += is_of
                 at = self._fault.get("at")
-                is_first = name in self._of and self._count == at
-                is_hit = is_first or (
-                    bool(self._fault.get("stays")) and name in self._of and self._count >= (at or 0)
-                )
+                is_first = is_of and self._count == at
+                is_hit = is_first or (bool(self._fault.get("stays")) and is_of and self._count >= (at or 0))
             if is_first:
                 os.write(self._report, (json.dumps({"hit": name}) + "\n").encode())
             return self._act(name, call, args, kwargs) if is_hit else call(*args, **kwargs)
@@ -104,6 +106,11 @@ class Faults:
                     # One that comes when the main thread is just about to wait is heard at the end of that wait, which
                     # may be for this thread.
                     self._heard.wait(_LONGEST_DEAF_S)
+            case "wait":
+                with open(self._fault["path"], "x"):
+                    pass
+                while os.path.exists(self._fault["path"]):
+                    time.sleep(0.01)
             case "change":
                 change(self._fault["how"], self._fault["path"])
         return call(*args, **kwargs)

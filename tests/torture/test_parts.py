@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -261,17 +264,94 @@ def test_a_commit_killed_with_the_old_output_aside(here: Place, server: Server) 
     restore(here.out, here.scenario.old)
     die_at_commit(here, server, "--overwrite")
     request = committing(here.scenario, here.out, exchange=False)
-    renames = [call for call in ("rename",)]
-    for at in range(1, 40):  # the rename after the one that moves the old output aside
-        answer = server.together([{**request, "fault": {"of": renames, "at": at, "do": "kill"}}])[0]
-        if not here.out.exists():
-            break
-    assert answer.code == -9
     (left,) = here.staging()
+    kept = here.path.parent / "kept-staging"
+    shutil.copytree(left, kept)
+    try:
+        for at in range(1, 40):  # the rename after the one that moves the old output aside
+            answer = server.together([{**request, "fault": {"of": ["rename"], "at": at, "do": "kill"}}])[0]
+            assert answer.code == -9
+            if not here.out.exists():
+                break
+            shutil.rmtree(left)
+            shutil.copytree(kept, left)
+    finally:
+        shutil.rmtree(kept)
     status = server.together([{"args": ["status", str(here.out), "--abort", "--json"]}])
     assert good(status)[0]["aborted"]
     here.check_is(here.scenario.old)
     assert not left.exists()
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[Server]:
+    with Server() as process:
+        yield process
+
+
+@contextlib.contextmanager
+def stopped_commit(here: Place, other: Server, onto: str, *, exchange: bool) -> Iterator[None]:
+    """Stop a commit before one of its renames, and let it end well afterwards."""
+    stop = here.path.parent / "stop"
+    request = committing(here.scenario, here.out, "--overwrite", exchange=exchange)
+    fault = {"of": ["rename"], "onto": onto, "at": 1, "do": "wait", "path": str(stop)}
+    with ThreadPoolExecutor(1) as thread:
+        slow = thread.submit(other.together, [{**request, "fault": fault}])
+        while not stop.exists():
+            assert not slow.done(), slow.result()
+            time.sleep(0.01)
+        try:
+            yield
+        finally:
+            stop.unlink()
+            good(slow.result())
+
+
+@pytest.mark.parametrize("onto", ["/committed.json", "/new-", "/replaced"])
+def test_a_slow_commit_does_not_take_away_what_a_faster_one_has_made(
+    here: Place, server: Server, other: Server, onto: str
+) -> None:
+    """The faster one is killed while it removes what it has replaced; where nothing can be exchanged, a rename does that."""
+    restore(here.out, here.scenario.old)
+    die_at_commit(here, server, "--overwrite")
+    (left,) = here.staging()
+    kept = here.path.parent / "kept-staging"
+    shutil.copytree(left, kept)
+    faster = part(here.scenario, here.out, "2/2", "--overwrite", exchange=False)
+    try:
+        for kill in (10, 16, 24, 30):  # after it has made the output, and before it has removed the old one
+            for path in here.staging():
+                shutil.rmtree(path)
+            restore(here.out, here.scenario.old)
+            shutil.copytree(kept, left)
+            with stopped_commit(here, other, onto, exchange=False):
+                fault = {"of": ["unlink"], "at": kill, "do": "kill"}
+                assert server.together([{**faster, "fault": fault}])[0].code == -9
+                here.check_is(here.scenario.expected)
+            here.check_is(here.scenario.expected)
+    finally:
+        shutil.rmtree(kept)
+    check_whole(here, server)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_slow_commit_leaves_alone_what_others_have_begun_since(
+    here: Place, server: Server, other: Server, exchange: bool
+) -> None:
+    """All was committed and removed, and a part has begun anew under the same name: its data is no output."""
+    restore(here.out, here.scenario.old)
+    die_at_commit(here, server, "--overwrite")
+    again = part(here.scenario, here.out, "1/1", "--overwrite", exchange=exchange)
+    with stopped_commit(here, other, "/new-", exchange=exchange):
+        for _ in range(2):
+            good(server.together([committing(here.scenario, here.out, exchange=exchange)]))
+        assert not here.staging()
+        assert server.together([{**again, "fault": {"at": 100, "do": "kill"}}])[0].code == -9
+        (begun,) = here.staging()
+    here.check_is(here.scenario.expected)
+    assert here.staging() == [begun]
+    good(server.together([again]))
+    check_whole(here, server)
 
 
 def test_an_interrupted_part_is_resumed(here: Place, server: Server) -> None:

@@ -153,6 +153,7 @@ class DiskPlace(Place):
         before = identity_of(self._staging.destination)
         if self._staging.is_open:  # nobody has committed
             self._before = before
+        self._work = ""
         try:
             with self._staging.workplace() as self._work:
                 try:
@@ -163,7 +164,8 @@ class DiskPlace(Place):
                     self._is_lost = not storage.isdir(self._work)
                     raise
         except FileNotFoundError:
-            self._is_lost = True
+            # Data that a commit has taken comes back.
+            self._is_lost |= not (self._work and (self._staging.reopen() or self._staging.is_open))
             raise
 
     @contextlib.contextmanager
