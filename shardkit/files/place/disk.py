@@ -164,8 +164,7 @@ class DiskPlace(Place):
                     self._is_lost = not storage.isdir(self._work)
                     raise
         except FileNotFoundError:
-            # Data that a commit has taken comes back.
-            self._is_lost |= not (self._work and (self._staging.reopen() or self._staging.is_open))
+            self._is_lost |= not self._work
             raise
 
     @contextlib.contextmanager

@@ -167,7 +167,8 @@ class Divided:
             return None  # given up, or committed, at this very moment
         except UsageError:
             if is_ours:
-                self._shared.remove()
+                if self._shared.is_over:  # else others have joined, and go on with it
+                    self._shared.remove()
                 if place.is_committed:
                     return False
             raise
@@ -193,8 +194,9 @@ class Divided:
             except (OSError, ShardkitError) as error:
                 is_gone = any(isinstance(cause, FileNotFoundError) for cause in causes(error))
                 is_back = self._shared.reopen() or (is_gone and self.place.is_open)
-                # Asked last: that commit may have ended since the work looked.
-                if not is_back and not (is_gone and self.place.another_has_made()):
+                # Asked last: that commit may have ended since the work looked, or found that notes were missing.
+                is_over = is_gone or isinstance(error, IncompleteError)
+                if not is_back and not (is_over and self.place.another_has_made()):
                     raise
         return work()
 
@@ -243,7 +245,7 @@ class Divided:
                 return self._unless_taken(lambda: self._run(part))
             except (IncompleteError, ResourceError):
                 # Parts end where somebody has given them up; if others have begun anew since, they go on with these.
-                if not (self.place.is_lost and (self._is_run or self._shared.is_open)):
+                if self.place.is_open or not (self._is_run or (self.place.is_lost and self._shared.is_open)):
                     raise
             self._begin_again()
         return self._unless_taken(lambda: self._run(part))

@@ -23,6 +23,7 @@ from shardkit.files import shared, storage
 from shardkit.files.place.contract import Beside
 from shardkit.files.place.disk import DiskPlace
 from shardkit.files.shared import SharedStaging
+from shardkit.files.staging import Owner
 from shardkit.operations import commit as commit_verb
 from shardkit.operations import consolidate as consolidate_verb
 from shardkit.operations import places
@@ -156,8 +157,9 @@ def test_a_commit_that_another_overtakes_says_so(
     assert files(tmp_path / "out") == whole
 
 
+@pytest.mark.parametrize("looks_for", ["files", "notes"])
 def test_a_commit_that_ends_while_another_asks_what_became_of_its_data(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    looks_for: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other has taken the data when this one looks, and exchanged it before this one could take it back."""
     out = tmp_path / "out"
@@ -168,14 +170,22 @@ def test_a_commit_that_ends_while_another_asks_what_became_of_its_data(
     monkeypatch.undo()
     ours, has_taken, may_end = threading.current_thread(), threading.Event(), threading.Event()
     link, renameat2, reopen = storage.link, storage.renameat2, SharedStaging.reopen
+    finished = Divided._finished
     results: list[bool] = []
     other = threading.Thread(target=lambda: results.append(shardkit.commit(out, overwrite=True).by_another))
 
-    def link_later(source: str, target: str) -> None:
-        if threading.current_thread() is ours and not other.ident:
+    def let_other_take(looks: str) -> None:
+        if threading.current_thread() is ours and looks == looks_for and not other.ident:
             other.start()
             assert has_taken.wait(600)
+
+    def link_later(source: str, target: str) -> None:
+        let_other_take("files")
         link(source, target)
+
+    def finished_later(self: Divided) -> Any:
+        let_other_take("notes")
+        return finished(self)
 
     def exchange_later(source: str, target: str, flags: int) -> bool:
         if threading.current_thread() is other and flags == storage.RENAME_EXCHANGE and target == str(out):
@@ -190,12 +200,44 @@ def test_a_commit_that_ends_while_another_asks_what_became_of_its_data(
         return reopen(staging)
 
     monkeypatch.setattr(storage, "link", link_later)
+    monkeypatch.setattr(Divided, "_finished", finished_later)
     monkeypatch.setattr(storage, "renameat2", exchange_later)
     monkeypatch.setattr(SharedStaging, "reopen", reopen_later)
     last = preshard(model, out, "2/2", overwrite=True)
     assert last.part is not None
     assert last.part.by_another
     assert results == [False]
+    assert shardkit.verify(out, full=True).ok
+
+
+def test_a_part_that_is_late_leaves_to_others_what_it_has_begun_anew(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is made and removed just before it begins, and another part has joined it just after."""
+    out, (first, second), create = tmp_path / "out", ("1/2", "2/2"), SharedStaging.create
+    preshard(model, out, digest="none")
+
+    def create_late(self: SharedStaging, *args: Any) -> bool:
+        monkeypatch.setattr(SharedStaging, "create", create)
+        for part in (first, second):
+            preshard(model, out, part, overwrite=True)
+        assert shardkit.commit(out).by_another
+        assert not list(tmp_path.glob(".out.*"))
+        is_made = create(self, *args)
+        assert self.enter(joined)
+        return is_made
+
+    joined = Owner.new_run()
+    monkeypatch.setattr(SharedStaging, "create", create_late)
+    try:
+        with pytest.raises(UsageError, match="another process has made it while this part began"):
+            preshard(model, out, first, overwrite=True)
+        (begun,) = tmp_path.glob(".out.*")
+        assert list((begun / "work").iterdir()) == [begun / "work" / str(joined)]
+    finally:
+        joined.end()
+    preshard(model, out, second, overwrite=True)
+    preshard(model, out, first, overwrite=True)
     assert shardkit.verify(out, full=True).ok
 
 
