@@ -166,11 +166,10 @@ class Divided:
                 raise
             return None  # given up, or committed, at this very moment
         except UsageError:
-            if is_ours:
-                if self._shared.is_over:  # else others have joined, and go on with it
-                    self._shared.remove()
-                if place.is_committed:
-                    return False
+            if is_ours and self._shared.is_over:  # else others have joined, and go on with it
+                self._shared.remove()
+            if place.is_committed:
+                return False
             raise
         return True
 
@@ -194,9 +193,8 @@ class Divided:
             except (OSError, ShardkitError) as error:
                 is_gone = any(isinstance(cause, FileNotFoundError) for cause in causes(error))
                 is_back = self._shared.reopen() or (is_gone and self.place.is_open)
-                # Asked last: that commit may have ended since the work looked, or found that notes were missing.
-                is_over = is_gone or isinstance(error, IncompleteError)
-                if not is_back and not (is_over and self.place.another_has_made()):
+                # Asked last: that commit may have ended since the work looked.
+                if not is_back and not (is_gone and self.place.another_has_made()):
                     raise
         return work()
 
@@ -522,8 +520,8 @@ class Divided:
         except (OSError, ShardkitError) as error:
             if self.place.another_has_made():
                 return False
-            if not (self.place.is_open or self.place.has_made):
-                raise given_up(self._destination) from error
+            if not (self.place.is_open or self.place.has_made):  # also where notes were missing
+                raise given_up(self._destination) from FileNotFoundError(self._shared.path)
             if isinstance(error, OSError):
                 raise self._cannot_write(error) from error
             raise
