@@ -7,14 +7,14 @@
         factors/                      a record and a note for each weight whose factors are computed, for preshard --osft
         parts/                        who began and who ended, for people
         work/<owner>/                 what one process is writing
-        new-<owner>/                  `data` while a commit makes it the destination; what was there, if they were exchanged
+        new-<owner>/                  `data` while a commit exchanges it with the destination; then what was there
         replaced/                     where nothing is exchanged: what was at the destination, or a note that nothing was;
                                       `data.old` in directories of earlier versions, which are named after their process
         gone-.../                     either of them once it was looked through, while it is removed
         committed.json                sizes and times of the files that became the destination
 
 It appears whole, with one rename, and nothing makes a second `data`: where it is missing, it has become the
-destination, or a commit has taken it, and it comes back if that commit dies. Files get their names in
+destination, or a commit has taken it to exchange it, and it comes back if that commit dies. Files get their names in
 `data` by a rename, and whoever writes a file of that name writes the same bytes, so that a process may work on what
 another one was believed to have lost. No locks. Only a commit moves `data`, and only a commit or a person removes the
 rest: the name is not one of a process. After the commit `plan.json`, `committed.json`
@@ -359,11 +359,11 @@ class SharedStaging:
     def commit(self, work: str, names: Iterable[str], *, overwrite: bool) -> bool:
         """Make `data` the destination, in one rename; False if another process has. `remove` or `keep_mark` comes next.
 
-        Whoever commits has taken `data` before, and others may take it from there; so a slow committer never brings back
-        what a faster one has replaced. With `overwrite` what is at the destination is exchanged: its name has the old or
-        the new one at every moment. Where the system cannot exchange, the old one is moved aside first. Whoever commits
-        does that, or notes that nothing was there, under one name that can be taken once, and is not free before the
-        directory has lost its own: so a slow committer never moves aside what a faster one has made.
+        With `overwrite` what is at the destination is exchanged: its name has the old or the new one at every moment.
+        Whoever exchanges has taken `data` before, and others may take it from there; so a slow committer never brings
+        back what a faster one has replaced. Where the system cannot exchange, the old one is moved aside first. Whoever
+        commits does that, or notes that nothing was there, under one name that can be taken once, and is not free before
+        the directory has lost its own: so a slow committer never moves aside what a faster one has made.
 
         Args:
             work: a `workplace` of this process.
@@ -382,19 +382,13 @@ class SharedStaging:
             # Descriptions may be written by several at once, and have other times then.
             states = {name: _state(os.path.join(self.data, name)) for name in names}
             self.write_note(work, self.path, _COMMITTED, json.dumps(states).encode())
-            exchanges = overwrite and storage.lexists(self.destination) and _can_exchange(work)
-            own = self._take(work)
-            try:
-                if exchanges:
-                    self._exchange(own)
-                else:
-                    self._move_aside(work, overwrite=overwrite)
-                    place_directory(own, self.destination)
-            except FileNotFoundError:
-                raise
-            except BaseException:
-                self.reopen()
-                raise
+            if overwrite and storage.lexists(self.destination) and _can_exchange(work):
+                self._exchange(work)
+            else:
+                _check_same(work)
+                self._move_aside(work, overwrite=overwrite)
+                _check_same(work)
+                place_directory(self.data, self.destination)
         except FileNotFoundError:
             if not self.is_committed and (self.is_open or self._named(TAKEN)):
                 raise
@@ -468,7 +462,8 @@ class SharedStaging:
         Raises:
             ResourceError: the system refuses.
         """
-        if self.kept(self.path):
+        seen = ("replaced/", TAKEN) if self.has_made else ()
+        if any(not name.startswith(seen) for name in self.kept(self.path)):
             self.remove()  # all but these, and no mark with somebody's files in it
             return
         mark = self.path + _DONE
@@ -476,14 +471,15 @@ class SharedStaging:
             if storage.lexists(mark):  # of an earlier commit of the same plan
                 _remove(self.destination, mark, self.kept)
             storage.rename(self.path, mark)
+            storage.sync_directory(os.path.dirname(mark))
         except FileNotFoundError:  # another process has removed all
             return
         except OSError as error:
             raise ResourceError(f"cannot rename {escape(self.path)}: {error.strerror}") from error
         _strip(mark)
 
-    def _take(self, work: str) -> str:
-        """Take the data under a name of this process's own, and return its path.
+    def _exchange(self, work: str) -> None:
+        """Take the data under a name of this process's own, and exchange it with the destination.
 
         Raises:
             FileNotFoundError: another process has taken it.
@@ -491,20 +487,21 @@ class SharedStaging:
         """
         own = os.path.join(self.path, TAKEN + os.path.basename(work))
         storage.rename(self.data, own)
-        if not _is_untouched(self._committed, own):
-            # All was committed and removed, and others have begun anew.
+        if not storage.isdir(work):  # it is unfinished
             storage.rename(own, self.data)
-            raise FileNotFoundError(errno.ENOENT, "it is not what was finished", self.data)
-        return own
-
-    def _exchange(self, own: str) -> None:
-        """Exchange the data that this process has taken with the destination; errors as `_take`."""
+        _check_same(work)
         try:
-            storage.renameat2(own, self.destination, storage.RENAME_EXCHANGE)
-        except FileNotFoundError:  # nothing is there any more, or another process has taken it
-            place_directory(own, self.destination)
-        else:
-            self._look_exchanged(own)
+            try:
+                storage.renameat2(own, self.destination, storage.RENAME_EXCHANGE)
+            except FileNotFoundError:  # nothing is there any more, or another process has taken it
+                place_directory(own, self.destination)
+            else:
+                self._look_exchanged(own)
+        except FileNotFoundError:
+            raise
+        except BaseException:
+            self.reopen()
+            raise
 
     def _look_exchanged(self, old: str) -> None:
         """Look through the old output, and exchange the two once more if it may not be replaced.
@@ -772,6 +769,16 @@ class SharedRecords(SharedNotes):
         for name in names:
             with contextlib.suppress(OSError):
                 storage.unlink(os.path.join(self.path, name))
+
+
+def _check_same(work: str) -> None:
+    """Raise FileNotFoundError if all was committed and removed, and others may have begun anew under the same name.
+
+    Args:
+        work: a `workplace` of this process.
+    """
+    if not storage.isdir(work):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), work)
 
 
 def _can_exchange(work: str) -> bool:

@@ -242,6 +242,8 @@ class DiskPlace(Place):
         return self._staging.attended()
 
     def clean_up(self, *, keeps_mark: bool) -> None:
+        if self._staging.is_open:  # all was removed, and others have begun anew under the same name
+            return
         if keeps_mark:
             self._staging.keep_mark()
         else:

@@ -147,10 +147,11 @@ class Divided:
     def _begin_part(self) -> bool | None:
         """Begin as one of several; as `Alone.begin`."""
         place = self.place
+        closed = place.closed()
         # With --overwrite too: else late parts would write again what others have just committed.
         if place.is_committed:
             return False
-        if place.closed():
+        if closed:
             return None
         self._check_alone()
         is_ours = self._shared.create(self._agreement.dump(), self._agreement.folders)
