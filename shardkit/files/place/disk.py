@@ -164,7 +164,8 @@ class DiskPlace(Place):
                     self._is_lost = not storage.isdir(self._work)
                     raise
         except FileNotFoundError:
-            self._is_lost |= not self._work
+            # Parts go on with data that a commit has taken, and that comes back; a run begins again.
+            self._is_lost |= not self._work or (self._is_run and not self._staging.is_open)
             raise
 
     @contextlib.contextmanager

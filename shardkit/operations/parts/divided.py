@@ -244,7 +244,7 @@ class Divided:
                 return self._unless_taken(lambda: self._run(part))
             except (IncompleteError, ResourceError):
                 # Parts end where somebody has given them up; if others have begun anew since, they go on with these.
-                if self.place.is_open or not (self._is_run or (self.place.is_lost and self._shared.is_open)):
+                if not (self.place.is_lost and (self._is_run or self._shared.is_open)):
                     raise
             self._begin_again()
         return self._unless_taken(lambda: self._run(part))
