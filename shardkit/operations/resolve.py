@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import dropwhile, zip_longest
 
 from shardkit import formats
 from shardkit.core.result import Result
@@ -28,6 +28,10 @@ from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS, is_adapter, is_adapter
 from shardkit.formats.hub.files import PIPELINE, select_weights
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.trainers.plain_dcp import find_structure, lacks_last, optimizers_beside
+from shardkit.keys.names import PEFT, clean, join
+from shardkit.keys.peft import base_name
+from shardkit.keys.roots import MODEL_WORDS
+from shardkit.keys.tree import optimizer_names
 from shardkit.operations.leftovers import refuse
 from shardkit.operations.resolve_order import (
     BEYOND,
@@ -67,6 +71,7 @@ _UNDATED = "it is complete, and no step tells how old it is"
 _MAX_PEEKED = 256
 _OF_TRAINER = re.compile(r"checkpoint-[0-9]+")
 _TRAINER_STATE = "trainer_state.json"
+_ABOVE_MODELS = frozenset({*MODEL_WORDS, *PEFT})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +203,7 @@ def take(path: str | os.PathLike[str], *, strict: bool = False, whole_steps: boo
         rivals = search.rivals.get(chosen.path, ())
         step = _step_around(rivals, given) if whole_steps else None
         if step is None:
-            _refuse_rivals(given, rivals)
+            _refuse_rivals(given, rivals, search.opened)
         else:
             search.opened[step] = tuple(model for rival in rivals for model in _open_models(rival))
             chosen = replace(chosen, path=step, reason=f"it holds {len(rivals)} models")
@@ -241,7 +246,7 @@ def _step_around(paths: Collection[str], given: str) -> str | None:
     return None
 
 
-def _refuse_rivals(given: str, rivals: Collection[str]) -> None:
+def _refuse_rivals(given: str, rivals: Collection[str], opened: Mapping[str, tuple[Checkpoint, ...]]) -> None:
     """Refuse a choice that would be made by chance.
 
     Raises:
@@ -251,6 +256,9 @@ def _refuse_rivals(given: str, rivals: Collection[str]) -> None:
         names = [os.path.relpath(path, given) for path in rivals]
         is_one = _step_around(rivals, given) is not None
         why = "they are of one step" if is_one else "no step, date or tracker file tells which is the newest"
+        first, second, *_ = (opened.get(path, ()) for path in rivals)
+        if not _have_one_model(first, second):
+            why += "; each has tensors of its own, a part of the model if they are stages of a pipeline"
         raise UsageError(
             f"{escape(given)}: {len(rivals)} checkpoints here; say which",
             problems=map(escape, names),
@@ -459,6 +467,7 @@ class _Search:
                 self._mention(directory, by_rule.get(BEYOND, []), tracked[0])
             best = max(candidates, key=lambda resolved: -1 if resolved.step is None else resolved.step)
             equals = [resolved for resolved in candidates if resolved.step == best.step]
+            equals += self._stages_beside(directory, names, best, depth) if rule == OTHER else []
             if rule == OTHER and len(equals) > 1:
                 self._doubt(directory, names, best, equals)
             name = os.path.relpath(best.path, directory).split(os.sep)[0]
@@ -502,6 +511,28 @@ class _Search:
             elif path not in passed and recognise(path) is not None:
                 rivals.append(path)
         self.rivals[best.path] = tuple(sorted(rivals))
+
+    def _stages_beside(
+        self, directory: str, names: list[str], newest: ResolvedCheckpoint, depth: int
+    ) -> list[ResolvedCheckpoint]:
+        """Return the others that are numbered like one, if they are stages of a pipeline: their numbers tell no time.
+
+        Stages of training, and runs, have one model: the one before shows it.
+        """
+        taken = os.path.relpath(newest.path, directory).split(os.sep)[0]
+        before = names[names.index(taken) + 1 :]
+        stages = list[ResolvedCheckpoint]()
+        for name in (name for name in before if family_of(name) == family_of(taken)):
+            search = _Search(self.home)
+            with contextlib.suppress(SourceError):  # too many entries
+                stage = search._first(directory, [name], None, depth)
+                self.opened |= search.opened
+                if stage is None:
+                    continue
+                if not stages and _have_one_model(self.opened[newest.path], self.opened[stage.path]):
+                    break
+                stages.append(stage)
+        return stages
 
     def _others(
         self,
@@ -732,6 +763,21 @@ class _Search:
         return ResolvedCheckpoint(
             path=path, format=format, step=step, reason=reason, skipped=tuple(self.skipped)
         )
+
+
+def _have_one_model(models: Collection[Checkpoint], others: Collection[Checkpoint]) -> bool:
+    """True if most names of the smaller of two checkpoints are in both, or if one is an adapter, with names of its own."""
+    left, right = _base_names(models), _base_names(others)
+    return (None in left) != (None in right) or 2 * len(left & right) >= min(len(left), len(right))
+
+
+def _base_names(models: Collection[Checkpoint]) -> set[str | None]:
+    """Return names of weights without what is put above a model, and None if there are an adapter's."""
+    names = set[str]()
+    for model in models:
+        tensors, objects = model.catalog.tensors, model.catalog.objects
+        names |= tensors.keys() - optimizer_names(tensors.values(), objects)
+    return {base_name(join(dropwhile(_ABOVE_MODELS.__contains__, clean(name)))) for name in names}
 
 
 def _why(

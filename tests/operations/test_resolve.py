@@ -6,8 +6,10 @@ import errno
 import os
 import shutil
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +45,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_stand_in(path: str) -> object:
         if os.path.exists(os.path.join(path, "damaged")):
             raise SourceError("1 of 2 rank files is missing", problems=["rank_1.pt"])
-        return SimpleNamespace(catalog=SimpleNamespace(files=()))
+        return SimpleNamespace(catalog=SimpleNamespace(files=(), tensors={}, objects=()))
 
     monkeypatch.setattr(resolve, "recognise", recognise)
     monkeypatch.setattr(resolve.formats, "open", open_stand_in)
@@ -588,6 +590,54 @@ def test_only_what_nothing_orders_is_not_chosen(
     with pytest.raises(UsageError, match=f": {len(rivals)} checkpoints here; say which") as caught:
         resolve_checkpoint(tmp_path)
     assert list(caught.value.problems) == rivals
+
+
+_STAGES = [
+    torch.nn.Sequential(OrderedDict((str(layer), torch.nn.Linear(4, 4)) for layer in layers))
+    for layers in ((0, 1), (2, 3))
+]
+_FIRST, _LAST = ({f"layers.{fqn}": tensor for fqn, tensor in stage.state_dict().items()} for stage in _STAGES)
+_WHOLE = _FIRST | _LAST
+
+
+@pytest.mark.parametrize(
+    "names", [("stage_0", "stage_1"), ("pipe0/step_5", "pipe1/step_5"), ("at_0.ckpt", "at_1.ckpt")]
+)
+def test_stages_of_a_pipeline_are_not_taken_for_the_model(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name, stage, weights in zip(names, _STAGES, (_FIRST, _LAST), strict=True):
+        optimizer = torch.optim.AdamW(stage.parameters())
+        stage(torch.ones(4)).sum().backward()
+        optimizer.step()
+        _save_stage(tmp_path / name, {"model": weights, "optimizer": optimizer.state_dict()})
+    with pytest.raises(UsageError, match="2 checkpoints here; say which") as caught:
+        consolidate(tmp_path, tmp_path / "out")
+    assert caught.value.problems == names
+    assert "a part of the model if they are stages of a pipeline" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"model": _WHOLE},
+        {"app": {"model": {f"module.{fqn}": tensor for fqn, tensor in _WHOLE.items()}}},
+        {"model": _WHOLE | {"score.weight": torch.ones(4)}},
+        {"model": {f"base_model.model.layers.{layer}.lora_{side}.default.weight": torch.ones(1, 4)
+                   for layer in range(4) for side in "AB"}},
+    ],
+)  # fmt: skip
+def test_of_stages_of_training_the_last_is_taken(tmp_path: Path, second: dict[str, Any]) -> None:
+    _save_stage(tmp_path / "stage_1", {"model": _WHOLE})
+    _save_stage(tmp_path / "stage_2", second)
+    assert taken(tmp_path) == "stage_2"
+
+
+def _save_stage(path: Path, state: dict[str, Any]) -> None:
+    if path.suffix == ".ckpt":
+        torch.save(state, path)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it saves in a single process, as it is told to
+        dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
 def test_a_directory_that_may_not_be_listed_is_not_called_empty(
