@@ -205,6 +205,12 @@ def listed(names: Collection[str]) -> str:
     return ", ".join([*shown, "..."] if len(names) > most else shown)
 
 
+def few(shown: Sequence[str], most: int, between: str = ", ") -> str:
+    """Return the first of some texts, at most `most` of them, and how many more there are: "a, b and 3 more"."""
+    more = len(shown) - most
+    return between.join(shown[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def count(number: int, noun: str, plural: str | None = None) -> str:
     """Return "1 file" or "2 files". Give the plural where it is not made with an s."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"

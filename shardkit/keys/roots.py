@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardkit.core.catalog import TensorEntry
-from shardkit.core.text import count, escape, suggestion
+from shardkit.core.text import count, escape, few, suggestion
 from shardkit.errors import SourceError, UsageError
 from shardkit.keys.names import MODULE, PEFT, Segments, clean, is_number, join, match_prefix, split
 from shardkit.keys.tree import (
@@ -560,8 +560,7 @@ def _give_back_prefix(top: Node, located: Located, floor: Segments) -> None:
 
 
 def _some(nodes: list[Node]) -> str:
-    shown = ", ".join(f"{_shown(node)} ({node.num_tensors})" for node in nodes[:5])
-    return f"{shown} and {len(nodes) - 5} more" if len(nodes) > 5 else shown
+    return few([f"{_shown(node)} ({node.num_tensors})" for node in nodes], 5)
 
 
 def _shown(node: Node) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape, nothing_left, suggestion
+from shardkit.core.text import count, escape, few, nothing_left, suggestion
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.keys.check import in_memory_warnings, own_names_warnings
 from shardkit.keys.names import (
@@ -400,7 +400,7 @@ def _refuse_bad_names(names: Mapping[str, str], located: Located, naming: Naming
     for stored, name in names.items():
         stored_by_name.setdefault(name, []).append(stored)
     problems = [
-        f"{escape(name)}: from {_some(stored)}"
+        f"{escape(name)}: from {few([*map(escape, stored)], _MAX_SHOWN, ' and ')}"
         for name, stored in sorted(stored_by_name.items(), key=lambda item: natural(item[0]))
         if len(stored) > 1
     ]
@@ -411,11 +411,6 @@ def _refuse_bad_names(names: Mapping[str, str], located: Located, naming: Naming
             problems=problems,
             hint="choose with --root, or leave one out with --exclude 'STORED NAME'",
         )
-
-
-def _some(stored: Sequence[str]) -> str:
-    shown = " and ".join(map(escape, stored[:_MAX_SHOWN]))
-    return f"{shown} and {len(stored) - _MAX_SHOWN} more" if len(stored) > _MAX_SHOWN else shown
 
 
 def _stripped(located: Located, names: Mapping[str, str], modules: int, rules: Rules) -> tuple[Stripped, ...]:

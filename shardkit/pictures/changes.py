@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import count, escape
+from shardkit.core.text import count, escape, few
 from shardkit.operations.diff import DiffResult, Status, TensorDiff
 from shardkit.pictures.page import Page, Section, legend, picture, short_names, table
 
@@ -140,10 +140,10 @@ def _unusual(result: DiffResult) -> Iterator[str]:
     for status, said in _ALONE.items():
         names = [escape(tensor.name) for tensor in result.tensors if tensor.status == status]
         if names:
-            yield f"{count(len(names), 'tensor')}: {said}: {_some(names)}."
+            yield f"{count(len(names), 'tensor')}: {said}: {few(names, _MAX_SHOWN)}."
     odd = [escape(t.name) for t in result.tensors if t.stats is not None and t.stats.num_nonfinite]
     if odd:
-        yield f"{count(len(odd), 'tensor')} with NaN or infinity on one side: {_some(odd)}."
+        yield f"{count(len(odd), 'tensor')} with NaN or infinity on one side: {few(odd, _MAX_SHOWN)}."
 
 
 def _notable(result: DiffResult, heat: Heat) -> Iterator[str]:
@@ -154,18 +154,13 @@ def _notable(result: DiffResult, heat: Heat) -> Iterator[str]:
     }
     if changed and len(changed) < len(heat.rows):
         still = [escape(name) for row, name in enumerate(heat.rows) if row not in changed]
-        yield f"Nothing differs in {count(len(still), 'kind')} of tensors: {_some(still)}."
+        yield f"Nothing differs in {count(len(still), 'kind')} of tensors: {few(still, _MAX_SHOWN)}."
     compared = [tensor for tensor in result.differences if amount_of(tensor)]
     if len(compared) > 1:
         most, name = max((amount_of(tensor) or 0.0, tensor.name) for tensor in compared)
         has_stats = any(tensor.stats is not None for tensor in result.tensors)
         much = f"a relative error of {most:.3g}" if has_stats else f"{most:.3g} of its elements"
         yield f"{escape(name)} differs most: {much}."
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MAX_SHOWN])
-    return shown if len(names) <= _MAX_SHOWN else f"{shown} and {len(names) - _MAX_SHOWN} more"
 
 
 def _left_out(result: DiffResult, heat: Heat) -> Iterator[str]:

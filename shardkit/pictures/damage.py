@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from shardkit._folding import fold_lines
-from shardkit.core.text import count, escape, format_size
+from shardkit.core.text import count, escape, few, format_size
 from shardkit.operations.holdings import HeldFile, Holdings, Strip
 from shardkit.operations.verify.result import SIZE, VerifyProblem, VerifyResult
 from shardkit.pictures.held import strip_data
@@ -68,9 +68,8 @@ def _bring_again(result: VerifyResult) -> Iterator[str]:
         names = [
             line.pattern for line in fold_lines([escape(name) for name in result.bring_again], spreads=True)
         ]
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         files = count(len(result.bring_again), "file")
-        yield f"Bring {files} again, from where the checkpoint was saved: {', '.join(names[:_MAX_NAMES])}{more}."
+        yield f"Bring {files} again, from where the checkpoint was saved: {few(names, _MAX_NAMES)}."
 
 
 def _figures(result: VerifyResult) -> Iterator[tuple[str, str]]:

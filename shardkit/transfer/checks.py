@@ -18,7 +18,7 @@ from operator import sub
 from typing import Any, NamedTuple, TypeGuard
 
 from shardkit.core.catalog import Catalog, Computed
-from shardkit.core.text import count, escape
+from shardkit.core.text import count, escape, few
 from shardkit.errors import IntegrityError
 from shardkit.files.digest import crc32, crc32_combine
 from shardkit.transfer.chains import (
@@ -330,11 +330,10 @@ class SourceCheck:
         for entry in sorted(self._different):
             start, stop, crc, other = self._different[entry]
             names = owners.get(entry) or [self._fqns.get(entry, "a tensor")]
-            shown = ", ".join(map(escape, names[:_MAX_NAMED]))
-            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+            shown = few([*map(escape, names)], _MAX_NAMED)
             told = "recorded is" if (start, stop) == self.entries[entry][:2] else "in another reading it is"
             where = f"{self.entries.name_of(entry)}: bytes {start} to {stop}"
-            lines.append(f"{shown}{more}: {where} have CRC-32 {crc:08x}, {told} {other:08x}")
+            lines.append(f"{shown}: {where} have CRC-32 {crc:08x}, {told} {other:08x}")
         return lines
 
     def _owners(self) -> dict[int, list[str]]:

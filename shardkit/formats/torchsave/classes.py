@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import SourceFile
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape
+from shardkit.core.text import count, escape, few
 from shardkit.errors import SourceError
 from shardkit.formats.torchsave.archive import Unsupported, ZipEntry
 from shardkit.formats.torchsave.record import TensorRecord, is_extent
@@ -259,10 +259,9 @@ def foreign_objects(
         held: by key, the class of what lies there, where that is known.
         data: classes of plain data that it names too.
     """
-    shown, more = ", ".join(map(escape, sorted(named)[:_MAX_NAMED])), len(named) - _MAX_NAMED
+    shown = few([*map(escape, sorted(named))], _MAX_NAMED)
     return Unsupported(
-        f"{escape(name)}: holds more than tensors: its pickle asks for {shown}{f' and {more} more' if more > 0 else ''}, "
-        "which is never run",
+        f"{escape(name)}: holds more than tensors: its pickle asks for {shown}, which is never run",
         problems=[
             f"{escape(key) or 'the whole file'}: an object of {escape(what)}" for key, what in held.items()
         ],
