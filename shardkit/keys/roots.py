@@ -438,7 +438,8 @@ def _choose(node: Node, parts: list[Node], located: Located, *, is_attribute: bo
     """Return the child that alone holds the model, or None if this is the model's own level."""
     modules = [part for part in parts if part.is_module]
     if len(parts) == 1 and modules:
-        is_list = parts[0].is_container and not parts[0].is_dict  # a dict may hold an nn.Sequential
+        # A dict may hold an nn.Sequential, and a wrapper may be around one.
+        is_list = parts[0].is_container and not (parts[0].is_dict or parts[0].path[-1] == MODULE)
         return None if _is_peft(parts[0]) or is_list else parts[0]
     if node.is_container and modules and all(part.is_dict for part in modules):
         return _one_of(modules, parts, located)

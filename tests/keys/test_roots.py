@@ -3,6 +3,7 @@
 from itertools import islice
 
 import pytest
+import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -410,6 +411,14 @@ class TestModule:
     def test_around_everything(self) -> None:
         assert set(select_model(entries(under("module", LLAMA))).names.values()) == set(LLAMA)
         assert select_model(entries(["module.weight", "module.bias"])).root == "module"
+
+    @pytest.mark.parametrize("above", ["", "model_state_dict.", "_orig_mod."])
+    def test_around_a_numbered_list(self, above: str) -> None:
+        """DDP around an nn.Sequential, as torch itself names its parameters."""
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))
+        wrapped = torch.nn.DataParallel(model).state_dict()
+        stored = entries([f"{above}{name}" for name in wrapped])
+        assert set(select_model(stored).names.values()) == set(model.state_dict())
 
     def test_around_every_layer(self) -> None:
         stored = [name.replace("layers.0.", "layers.0.module.") for name in LLAMA]
