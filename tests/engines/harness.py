@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import shardkit
+from tests.contents import contents
 
 ROOT = Path(__file__).parents[2]
 WORLD_SIZE = 12
@@ -104,14 +105,9 @@ class Job:
 
     def check(self) -> None:
         """The output is that of one process, byte for byte, and nothing is left beside it."""
-        assert content(self.out) == content(self.home / "whole")
+        assert contents(self.out) == contents(self.home / "whole")
         shardkit.commit(self.out)  # removes what late parts would look at
         assert not list(self.home.glob(".out.*"))
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    """Return the files of a directory."""
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def wait_until(is_so: Callable[[], object]) -> None:

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-from torch.distributed.checkpoint.metadata import Metadata
 
 import shardkit
 from shardkit.errors import ShardkitError, SourceError
-from tests.formats.dcp.samples import alter, quiet
+from tests.formats.dcp.samples import quiet
+from tests.nested import place
 
 FOLDERS = ("data-abc", "data-abc/more")
 
@@ -57,15 +57,7 @@ def move_shards(directory: Path) -> None:
     for rank, folder in enumerate(FOLDERS):
         (directory / folder).mkdir()
         (directory / f"__{rank}_0.distcp").rename(directory / folder / f"__{rank}_0.distcp")
-    rename(directory, lambda name: f"{FOLDERS[int(name[2])]}/{name}")
-
-
-def rename(directory: Path, change: Callable[[str], str]) -> None:
-    def each(metadata: Metadata) -> None:
-        for info in metadata.storage_data.values():
-            info.relative_path = change(info.relative_path)
-
-    alter(str(directory), each)
+    place(directory, lambda name: f"{FOLDERS[int(name[2])]}/{name}")
 
 
 def written(directory: Path) -> dict[str, bytes]:
@@ -168,7 +160,7 @@ HOSTILE = (
 def test_a_name_that_leaves_the_directory_is_refused(made: Path, name: str) -> None:
     shutil.copytree(made / "deep/data-abc", made / "outside")
     name = name.replace("{home}", str(made).lstrip("/"))
-    rename(made / "deep", lambda old: name if "__0_0" in old else old)
+    place(made / "deep", lambda old: name if "__0_0" in old else old)
     for verb in (shardkit.inspect, lambda path: shardkit.load_into(Model(), path)):
         with pytest.raises(SourceError, match=r"not the name of a \.distcp file in or below") as refused:
             verb(made / "deep")

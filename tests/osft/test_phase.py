@@ -24,6 +24,7 @@ from shardkit.operations.parts import divided
 from shardkit.osft import compute
 from shardkit.osft.plan import OsftPlan
 from shardkit.osft.workers import FactorWorker
+from tests.contents import contents
 from tests.worlds.factors import Counting, WorkerHere
 
 MakeHub = Callable[..., Path]
@@ -49,10 +50,6 @@ def source(make_hub: MakeHub) -> Path:
 
 def preshard(source: Path, output: Path, part: str | None = None, **options: Any) -> shardkit.PreshardResult:
     return shardkit.preshard(source, output, part=part, **{"world_size": 2, "osft": 0.3, **options})
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 def staging(directory: Path) -> Path:
@@ -81,7 +78,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_parts_write_what_one_process_writes(options: dict[str, Any], source: Path, tmp_path: Path) -> None:
     whole = preshard(source, tmp_path / "whole", **options)
     results = [preshard(source, tmp_path / "out", f"{number}/3", **options) for number in (1, 2, 3)]
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     *others, last = results
     for number, each in enumerate(others, 1):
         assert each.part is not None
@@ -117,7 +114,7 @@ def test_each_weight_is_computed_once_whoever_goes_on(source: Path, tmp_path: Pa
     preshard(source, tmp_path / "out", "2/2")
     assert sorted(asked) == sorted(f"model.layers.{name}_proj" for name in NAMES)
     preshard(source, tmp_path / "whole")
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 class Killed(FactorWorker):
@@ -149,7 +146,7 @@ def test_a_killed_process_costs_its_weight(
     assert told.osft is not None
     assert (told.osft.num_resumed, len(Counting.asked)) == (1, 4)
     preshard(source, tmp_path / "whole")
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("ends", ["commit", "part", "twin"])
@@ -178,7 +175,7 @@ def test_whoever_sees_all_factors_writes_the_files_that_are_left(
         assert again.part.is_committed
     assert len(asked) == 5
     preshard(source, tmp_path / "whole")
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("fast_factors")
@@ -214,7 +211,7 @@ def test_a_pool_computes_them(source: Path, tmp_path: Path) -> None:
         told = preshard(source, tmp_path / "out", osft=plan, executor=pool, num_parts=3)
     assert told.part is None
     assert told.osft == whole.osft
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not list(tmp_path.glob(".out*"))
 
 
@@ -261,7 +258,7 @@ def test_a_damaged_record_is_found_and_computed_again(
     preshard(source, tmp_path / "out", "1/2")
     assert asked == [COSTLIEST]
     preshard(source, tmp_path / "whole")
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_a_record_of_another_size_is_computed_again(source: Path, tmp_path: Path, asked: list[str]) -> None:
@@ -276,7 +273,7 @@ def test_a_record_of_another_size_is_computed_again(source: Path, tmp_path: Path
     assert told.part.is_committed
     assert len(asked) == 5
     preshard(source, tmp_path / "whole")
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_a_note_with_numbers_that_are_no_crcs_does_not_count(
@@ -317,7 +314,7 @@ def test_what_is_read_is_compared_and_nothing_vouches_for_damage(tmp_path: Path)
     preshard(model, tmp_path / "out", "1/2")
     last = preshard(model, tmp_path / "out", "2/2")
     assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_machines_of_two_kinds_are_told(
@@ -348,7 +345,7 @@ def test_what_a_twin_has_computed_meanwhile_is_taken(
     monkeypatch.setattr(compute, "FactorWorker", WorkerHere)
     preshard(source, tmp_path / "out", "2/2")
     preshard(source, tmp_path / "whole")
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 class OtherBits(WorkerHere):

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import shardkit
+from tests.contents import contents
 from tests.slurm.cluster import Cluster, missing
 
 ROOT = Path(__file__).parents[2]
@@ -34,12 +35,6 @@ fi
 [ "$SLURM_ARRAY_TASK_ID" = 5 ] && echo "$SLURMD_NODENAME $SLURM_RESTART_COUNT" > {home}/again
 {python} -m shardkit {command} --part env --json > {home}/result-$SLURM_ARRAY_TASK_ID.json
 """
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
-    }
 
 
 def make_model(path: Path) -> Path:
@@ -79,7 +74,7 @@ def array_with_a_lost_node(cluster: Cluster, model: Path, expected: dict[str, by
         f"#!/bin/bash\nexport PYTHONPATH={ROOT}\n{sys.executable} -m shardkit commit {out} --wait 60 > {home}/commit.txt 2>&1\n"
     )
     cluster.wait_for(commit)
-    assert content(out) == expected
+    assert contents(out) == expected
     assert not list(home.glob(".array.shardkit-*"))
     cluster.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
     again = (home / "again").read_text().split()
@@ -104,7 +99,7 @@ def step(cluster: Cluster, typed: str, out: Path, expected: dict[str, bytes]) ->
     script = f"#!/bin/bash\n#SBATCH -N4 -n4 --output={told}\nexport PYTHONPATH={ROOT}\n"
     cluster.wait_for(cluster.submit(f"{script}srun {sys.executable} -m shardkit {typed} --part env\n"))
     text = told.read_text()
-    assert content(out) == expected, text
+    assert contents(out) == expected, text
     for rank in range(4):
         assert f"part: {rank + 1}/4, from SLURM_PROCID={rank}, SLURM_NTASKS=4" in text, text
     print(f"srun -N4, {typed.split()[0]}: bytes are equal")
@@ -112,12 +107,12 @@ def step(cluster: Cluster, typed: str, out: Path, expected: dict[str, bytes]) ->
 
 def steps(cluster: Cluster, model: Path, sharded: Path) -> None:
     """preshard and consolidate, there and back."""
-    step(cluster, command(model, cluster.home / "step"), cluster.home / "step", content(sharded))
+    step(cluster, command(model, cluster.home / "step"), cluster.home / "step", contents(sharded))
     whole, out = cluster.home / "whole-hf", cluster.home / "step-hf"
     options: dict[str, Any] = {"max_shard_size": "600KB", "ask_class": False}
     shardkit.consolidate(sharded, whole, **options)
     typed = ["consolidate", str(sharded), str(out), "--max-shard-size", "600KB", "--ask-class", "off"]
-    step(cluster, shlex.join(typed), out, content(whole))
+    step(cluster, shlex.join(typed), out, contents(whole))
 
 
 def main() -> int:
@@ -131,7 +126,7 @@ def main() -> int:
         home = Path(name)
         model = make_model(home / "model")
         shardkit.preshard(model, home / "whole", world_size=WORLD_SIZE, layout="declared")
-        expected = content(home / "whole")
+        expected = contents(home / "whole")
         with Cluster(home) as cluster:
             steps(cluster, model, home / "whole")
             try:

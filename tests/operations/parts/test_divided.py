@@ -31,15 +31,12 @@ from shardkit.operations.parts.agreement import Agreement
 from shardkit.operations.parts.divided import Divided
 from shardkit.operations.parts.part import Part
 from shardkit.transfer.execute import Execution
+from tests.contents import contents
 from tests.operations.consolidate.checkpoints import hub, save, weights
 
 
 def preshard(model: Path, out: Path, part: str | None = None, **options: Any) -> shardkit.PreshardResult:
     return shardkit.preshard(model, out, world_size=4, layout="declared", part=part, **options)
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def test_parts_and_commit_from_another_directory(
@@ -57,7 +54,7 @@ def test_parts_and_commit_from_another_directory(
     last = eval(plan.missing[0][2])  # what it says to type does it
     assert last.part is not None
     assert last.part.is_committed
-    assert files(out) == whole
+    assert contents(out) == whole
     monkeypatch.chdir("/")
     assert shardkit.commit(out).by_another
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "whole"]
@@ -76,12 +73,12 @@ def test_parts_whose_scripts_make_the_directory_first(
     last = preshard(model, out, "2/2", sha256=True)
     assert last.part is not None
     assert last.part.is_committed
-    assert files(out) == whole
+    assert contents(out) == whole
     again = preshard(model, out, "1/2", sha256=True)
     assert again.part is not None
     assert again.part.by_another
     assert shardkit.commit(out).by_another
-    assert files(out) == whole
+    assert contents(out) == whole
 
 
 def test_a_part_shows_the_rate_of_its_own_bytes(make_hub: Callable[..., Path], tmp_path: Path) -> None:
@@ -125,7 +122,7 @@ def test_the_relative_source_of_a_commit_elsewhere(
     monkeypatch.chdir("/")
     told = shardkit.commit(tmp_path / "out")
     assert not told.by_another
-    assert files(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == whole
 
 
 def test_a_commit_that_another_overtakes_says_so(
@@ -154,7 +151,7 @@ def test_a_commit_that_another_overtakes_says_so(
     monkeypatch.setattr(commit_verb, "_wait_for_all", lambda *_: None)
     assert shardkit.commit(tmp_path / "out").by_another
     assert others == [False]
-    assert files(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == whole
 
 
 @pytest.mark.parametrize("looks_for", ["files", "notes"])
@@ -364,9 +361,9 @@ def test_an_output_that_another_process_makes_meanwhile(
     else:
         with pytest.raises(UsageError, match=r"exists|appeared"):
             run(part=part)
-    there = files(out)
+    there = contents(out)
     assert run(overwrite=True, **others).was_there is False
-    assert files(out) == there
+    assert contents(out) == there
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
@@ -382,7 +379,7 @@ def test_what_appears_in_the_old_output_right_before_the_commit_stays(
         (out / "notes.txt").write_text("mine")
         return commit(staging, *args, **options)
 
-    before = files(out)
+    before = contents(out)
     with monkeypatch.context() as patch:
         patch.setattr(SharedStaging, "commit", meddle)
         if not can_exchange:
@@ -392,7 +389,7 @@ def test_what_appears_in_the_old_output_right_before_the_commit_stays(
                 ask()
             assert caught.value.problems == ("notes.txt",)
             assert "what was written is kept in" in (caught.value.hint or "")
-            assert files(out) == {**before, "notes.txt": b"mine"}
+            assert contents(out) == {**before, "notes.txt": b"mine"}
             (out / "notes.txt").unlink()
     told = preshard(model, out, "2/2", overwrite=True)
     assert (told.was_there, told.part and told.part.resumed_files) == (False, 2)
@@ -442,7 +439,7 @@ def test_without_links(
     for call in absent:
         monkeypatch.setattr(storage, call, none)
     preshard(model, tmp_path / "out", "1/1")
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
     assert preshard(model, tmp_path / "out").was_there
 
@@ -472,7 +469,7 @@ def test_a_manifest_file_is_written_by_whoever_commits(trained: Path, tmp_path: 
         assert not made.exists()
         consolidate(trained, tmp_path / "out", f"{number}/3", manifest_file=made)
     assert made.read_bytes() == (tmp_path / "whole.json").read_bytes()
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     late = consolidate(trained, tmp_path / "out", "1/3", manifest_file=made)
     assert late.part is not None
     assert late.part.is_committed
@@ -554,7 +551,7 @@ def test_whoever_commits_reads_no_file_for_its_sha256(
             preshard(model, tmp_path / "out", "2/2", sha256=True)
     monkeypatch.setattr(storage, "preadv", counted)
     shardkit.commit(tmp_path / "out")
-    assert files(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == whole
     assert ".metadata.part" in read, "else nothing was counted"
     assert not [name for name in read if name.endswith(".distcp")]
 
@@ -628,7 +625,7 @@ def test_a_damaged_note_means_that_the_file_is_written_again(
     again = preshard(model, tmp_path / "out", "1/2", sha256=True)
     assert again.resumed_files == 1
     preshard(model, tmp_path / "out", "2/2", sha256=True)
-    assert files(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == whole
 
 
 def test_a_file_that_is_gone_is_written_again(model: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
@@ -637,7 +634,7 @@ def test_a_file_that_is_gone_is_written_again(model: Path, tmp_path: Path, whole
     next((left / "data").glob("*.distcp")).unlink()
     assert preshard(model, tmp_path / "out", "1/2", sha256=True).resumed_files == 1
     preshard(model, tmp_path / "out", "2/2", sha256=True)
-    assert files(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == whole
 
 
 def test_an_output_that_was_touched_since_is_written_again_by_parts(
@@ -652,7 +649,7 @@ def test_an_output_that_was_touched_since_is_written_again_by_parts(
     os.utime(damaged, (1, 1))
     for part in ("1/2", "2/2"):
         assert not preshard(model, out, part, sha256=True, overwrite=True).was_there
-    assert files(out) == whole
+    assert contents(out) == whole
     late = preshard(model, out, "1/2", sha256=True, overwrite=True)
     assert late.was_there  # the mark is a new one
 
@@ -687,7 +684,7 @@ def test_what_is_given_up_during_a_commit_is_not_said_to_be_there(
     out, real = tmp_path / "out", getattr(SharedStaging, step)
     if overwrite:
         shardkit.preshard(model, out, world_size=2, layout="declared")
-    before = files(out) if overwrite else None
+    before = contents(out) if overwrite else None
     preshard(model, out, "1/2", overwrite=overwrite)
 
     def late(*args: Any, **options: Any) -> Any:
@@ -697,4 +694,4 @@ def test_what_is_given_up_during_a_commit_is_not_said_to_be_there(
     monkeypatch.setattr(SharedStaging, step, late)
     with pytest.raises(IncompleteError, match="was given up meanwhile"):
         preshard(model, out, "2/2", overwrite=overwrite)
-    assert (files(out) if out.exists() else None) == before
+    assert (contents(out) if out.exists() else None) == before

@@ -30,8 +30,8 @@ from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.consolidate import job as consolidate_job
 from shardkit.operations.preshard import job as preshard_job
 from shardkit.transfer.sources import SourceFiles
+from tests.contents import contents
 from tests.formats.dcp.samples import save_rank_local, shard
-from tests.operations.parts.test_divided import files
 
 RANKS = 4
 EXPERTS, ROW = "layers.0.experts", "layers.0.rows"
@@ -121,7 +121,7 @@ def test_a_part_reads_what_it_has_holes_for_and_nothing_twice(
         assert bytes_of(of_part, *rows) == [1] * (TENSORS[ROW].nbytes // 512)
         total = [a + b for a, b in zip(total, seen, strict=True)]
     assert set(total) == {1}, "all parts together read it once, and whoever commits reads none of it"
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert last is not None
     assert last.checked_bytes == whole.checked_bytes
     assert shardkit.verify(tmp_path / "out", full=True).ok
@@ -135,7 +135,7 @@ def test_another_number_of_parts_goes_on(make_hub: Callable[..., Path], tmp_path
     preshard(model, tmp_path / "out", "1/2")
     for number in (1, 2, 3):
         preshard(model, tmp_path / "out", f"{number}/3", max_memory="2MiB")
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("cut")
@@ -172,7 +172,7 @@ def test_a_tensor_that_has_to_be_decoded_is_read_whole(tmp_path: Path) -> None:
     preshard(model, tmp_path / "whole")
     for number in (1, 2):
         preshard(model, tmp_path / "out", f"{number}/2")
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.fixture(params=["opened before", "opened as read"])
@@ -229,7 +229,7 @@ def test_a_part_opens_the_records_of_its_own_files(sharded: Path, tmp_path: Path
     assert last is not None
     assert last.part is not None
     assert last.part.is_committed
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
     assert whole.checked_bytes == whole.read_bytes
 
@@ -310,7 +310,7 @@ def test_parts_whose_tensors_are_made_of_others(tmp_path: Path, names: tuple[str
         with opened_records() as found:
             last = shardkit.consolidate(tmp_path / "dcp", tmp_path / "out", part=f"{number}/3", **options)
         num_opened.append(len(found))
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
     assert not whole.unchecked
     num_records = 4 * len(state)
@@ -342,7 +342,7 @@ def test_a_record_of_another_form_than_its_like(tmp_path: Path) -> None:
             counts.append(len(found))
         assert last.part is not None
         assert last.part.is_committed
-        assert files(out) == files(tmp_path / "whole")
+        assert contents(out) == contents(tmp_path / "whole")
         assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
     assert sum(counts) == 2 * 36
 
@@ -393,7 +393,7 @@ def test_an_empty_tensor_among_others(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", ask_class=False)
     shardkit.consolidate(tmp_path / "dcp", tmp_path / "out", part="1/1", ask_class=False)
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("opening")
@@ -414,5 +414,5 @@ def test_a_rank_that_recorded_no_checksums(tmp_path: Path) -> None:
     assert whole.unchecked
     for number in range(1, 4):
         last = shardkit.consolidate(tmp_path / "dcp", tmp_path / "out", part=f"{number}/3", **options)
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)

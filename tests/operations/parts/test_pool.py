@@ -18,7 +18,7 @@ from click.testing import CliRunner
 import shardkit
 from shardkit.cli import main
 from shardkit.errors import SourceError, UsageError
-from tests.operations.parts.test_divided import files
+from tests.contents import contents
 
 OPTIONS: dict[str, Any] = {"world_size": 4, "layout": "declared", "sha256": True}
 
@@ -36,7 +36,7 @@ def test_the_whole_is_the_result(
     result = shardkit.preshard("model", "out", executor=pool, num_parts=3, **OPTIONS)
     assert (result.part, result.num_files, result.output) == (None, 4, str(tmp_path / "out"))
     assert result.moving_s == 0, "this process moved nothing; what one worker took would give a false rate"
-    assert files(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "whole"]
 
 
@@ -49,7 +49,7 @@ def test_there_and_back(model: Path, tmp_path: Path, pool: Executor) -> None:
     result = shardkit.consolidate(
         tmp_path / "other", tmp_path / "parts", executor=pool, num_parts=2, on_warning=told.append, **again
     )
-    assert files(tmp_path / "parts") == files(tmp_path / "one")
+    assert contents(tmp_path / "parts") == contents(tmp_path / "one")
     assert tuple(told) == result.warnings
 
 
@@ -70,11 +70,11 @@ def test_all_parts_again_are_no_work(
         out = tmp_path / "w" / verb.__name__
         with ThreadPoolExecutor(2) as threads:
             assert not verb(source, out, executor=threads, num_parts=2, **more).was_there
-        there, written = files(out), record.read_bytes() if record.exists() else b""
+        there, written = contents(out), record.read_bytes() if record.exists() else b""
         record.unlink(missing_ok=True)
         told: list[str] = []
         again = verb(source, out, executor=threads, num_parts=2, on_warning=told.append, **more)
-        assert (again.was_there, again.part, files(out)) == (True, None, there)
+        assert (again.was_there, again.part, contents(out)) == (True, None, there)
         assert tuple(told) == again.warnings
         assert (record.read_bytes() if record.exists() else b"") == written
         with pytest.raises(UsageError, match="is not what this command writes"):
@@ -105,7 +105,7 @@ def test_a_lost_worker(model: Path, tmp_path: Path, whole: dict[str, bytes]) -> 
             shardkit.preshard(model, tmp_path / "out", executor=broken, num_parts=2, **OPTIONS)
     with ThreadPoolExecutor(2) as threads:
         shardkit.preshard(model, tmp_path / "out", executor=threads, num_parts=2, **OPTIONS)
-    assert files(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == whole
 
 
 def test_a_dry_run_asks_no_worker(model: Path, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from shardkit.osft import compute
 from shardkit.osft.plan import OsftPlan
 from shardkit.osft.svd import Factors, factorise, svd_nbytes
 from shardkit.osft.workers import FactorWorker
+from tests.contents import contents
 from tests.worlds.factors import WorkerHere
 
 MakeHub = Callable[..., Path]
@@ -64,10 +65,6 @@ def weights() -> dict[str, torch.Tensor]:
 @pytest.fixture
 def source(make_hub: MakeHub) -> Path:
     return make_hub(weights())
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def load(directory: Path) -> dict[str, torch.Tensor]:
@@ -118,7 +115,7 @@ def test_any_number_of_processes_gives_the_same_bytes(
     preshard(source, tmp_path / "two", jobs=2)
     monkeypatch.setattr(compute, "FactorWorker", WorkerHere)
     preshard(source, tmp_path / "one", jobs=1)
-    assert files(tmp_path / "two") == files(tmp_path / "one")
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
     assert not list(tmp_path.glob(".*"))
 
 
@@ -194,7 +191,7 @@ def test_a_killed_process_is_told_and_what_it_had_computed_is_kept(
     assert resumed.osft.num_resumed == 3
     again, Counting.asked = Counting.asked, []
     preshard(source, tmp_path / "whole", jobs=1)
-    assert files(out) == files(tmp_path / "whole")
+    assert contents(out) == contents(tmp_path / "whole")
     assert (
         Counting.asked == [path for path in Counting.asked if path not in again] + again
     )  # the costliest first
@@ -225,7 +222,7 @@ def test_what_an_interrupted_run_left_is_compared_with_its_notes(
     preshard(source, tmp_path / "out", jobs=1)
     assert len(Counting.asked) == num_left
     preshard(source, tmp_path / "whole")
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("fast_factors")
@@ -266,7 +263,7 @@ def test_what_is_factored_is_compared_with_its_checksums(
             preshard(source, tmp_path / "out", jobs=1)
     resumed = preshard(source, tmp_path / "out", jobs=1)
     assert resumed.checked_bytes == whole.checked_bytes  # what the first run read counts
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("fast_factors")

@@ -18,6 +18,7 @@ from shardkit.cli import main
 from shardkit.core.threads import NoProgress
 from shardkit.formats.dcp import directory as dcp_module
 from shardkit.operations.parts.results import Converted
+from tests.contents import contents
 
 # torch's own: a save without a process group, and the ShardedTensor that its converter still looks for.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled")
@@ -213,10 +214,6 @@ def test_a_trainers_checkpoint_stays_one(tmp_path: Path) -> None:
     assert_same(loaded(out / "optimizer_0", tmp_path), {"optimizer": state["optim"]})
 
 
-def content(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
-
-
 @pytest.mark.parametrize("calls", range(1, 12, 2))
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, calls: int) -> None:
     source, out = trainer_directory(tmp_path), tmp_path / "out"
@@ -234,7 +231,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path: Path,
         shardkit.reshard(source, str(out), world_size=4, jobs=1, progress=Interrupting())
     assert not out.exists()
     shardkit.reshard(source, str(out), world_size=4, jobs=1)
-    assert content(out) == content(tmp_path / "plain")
+    assert contents(out) == contents(tmp_path / "plain")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "plain", "run"]
 
 
