@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ from shardkit.osft.fold import Fold, floating_targets, steps
 from shardkit.transfer.codecs.boxes import read_box
 from shardkit.transfer.codecs.derive import derive
 from shardkit.transfer.sources import SourceFiles
+from tests.answers import HIGH_WATER, answer_of
 from tests.operations.consolidate.checkpoints import save
 from tests.osft.factored import fold
 from tests.transfer.codecs.test_dequantize import read
@@ -83,13 +81,10 @@ def test_what_a_block_takes() -> None:
             assert (directions, step) >= (1, 1)
 
 
-PEAK = """
+PEAK = f"""{HIGH_WATER}
 import json, sys
 import torch
 import shardkit
-def high_water():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
 torch.randn(300, 300, dtype=torch.float64) @ torch.randn(300, 300, dtype=torch.float64)
 shardkit.consolidate
 before = high_water()
@@ -103,7 +98,4 @@ def test_peak_memory(tmp_path: Path) -> None:
     tensors = random(6144, 1024, 512)
     wide = {name.replace("a.b.", "a.c."): value for name, value in random(1024, 6144, 512).items()}
     checkpoint = save({"model": tensors | wide}, tmp_path / "step-1")
-    command = [sys.executable, "-c", PEAK, str(checkpoint), str(tmp_path / "out"), str(16 * MIB)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) < (16 + 32) * MIB
+    assert answer_of(PEAK, checkpoint, tmp_path / "out", 16 * MIB) < (16 + 32) * MIB

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from tests.answers import HIGH_WATER, answer_of
 from tests.operations.consolidate.checkpoints import save
 
 MIB = 1 << 20
 TENSOR_BYTES = 256 * MIB
 MAX_MEMORY = 16 * MIB
 SLACK = 24 * MIB  # code, descriptions and the allocator's own
-PEAK = """
-def high_water():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
-"""
-CONSOLIDATE = f"""{PEAK}
+CONSOLIDATE = f"""{HIGH_WATER}
 import json, sys
 import shardkit
 shardkit.consolidate(sys.argv[1], sys.argv[2], root="", dtype=sys.argv[3], max_memory=int(sys.argv[4]))
 print(json.dumps([high_water(), "torch" in sys.modules]))
 """
-IMPORTS = f"""{PEAK}
+IMPORTS = f"""{HIGH_WATER}
 import json, sys
 import shardkit
 shardkit.consolidate
@@ -37,13 +29,6 @@ if sys.argv[1] == "numpy":
     import numpy
 print(json.dumps(high_water()))
 """
-
-
-def run(code: str, *arguments: object) -> Any:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +40,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("dtype", "imports"), [("keep", "nothing"), ("bf16", "numpy")])
 def test_peak_memory(checkpoint: Path, dtype: str, imports: str, tmp_path: Path) -> None:
-    peak, has_torch = run(CONSOLIDATE, checkpoint, tmp_path / "out", dtype, MAX_MEMORY)
+    peak, has_torch = answer_of(CONSOLIDATE, checkpoint, tmp_path / "out", dtype, MAX_MEMORY)
     assert not has_torch
-    assert peak - run(IMPORTS, imports) < MAX_MEMORY + SLACK < TENSOR_BYTES // 4
+    assert peak - answer_of(IMPORTS, imports) < MAX_MEMORY + SLACK < TENSOR_BYTES // 4
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         part = file.get_slice("w.weight")[-3:]
     rows = torch.arange(TENSOR_BYTES // 4096 - 3, TENSOR_BYTES // 4096, dtype=torch.float32)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +31,7 @@ from shardkit.operations.verify import verify
 from shardkit.training.finalize import finalize
 from shardkit.training.prepare import prepare
 from shardkit.training.save import save as save_model
+from tests.answers import HIGH_WATER, answer_of
 from tests.models.zoo import ZOO, from_pretrained, make_hub
 from tests.operations.consolidate.checkpoints import (
     CONFIG,
@@ -565,12 +564,9 @@ def test_nothing_there(model: Path) -> None:
         diff(model, model / "absent")
 
 
-PEAK = """
+PEAK = f"""{HIGH_WATER}
 import json, sys
 import shardkit.operations.diff as module, shardkit.operations.diff.values
-def high_water():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
 before = high_water()
 options = json.loads(sys.argv[3])
 result = module.diff(sys.argv[1], sys.argv[2], **options)
@@ -585,10 +581,7 @@ def test_peak_memory(stats: bool, tmp_path: Path) -> None:
     value[4095, 5] += 8
     b = save_chunked({"w": value}, tmp_path / "b", 2, 3)
     options = json.dumps({"stats": stats, "max_memory": 8 * MIB})
-    command = [sys.executable, "-c", PEAK, str(a), str(b), options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    peak, has_torch, num_changed = json.loads(done.stdout)
+    peak, has_torch, num_changed = answer_of(PEAK, a, b, options)
     assert num_changed == 1
     assert not has_torch
     assert peak < (8 + 12) * MIB  # and modules that are imported on the way

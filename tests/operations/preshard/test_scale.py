@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
+from tests.answers import HIGH_WATER, answer_of
 from tests.formats.reading import chunk_list_of
 
 # Plans 1,024 ranks x 600 tensors and writes their `.metadata`; memory is this image's own high-water mark
 # (`ru_maxrss` would also count the process that was forked, which may be larger).
-PLAN = """
+PLAN = f"""{HIGH_WATER}
 import json, os, sys
 from shardkit.formats.dcp.writer import write_metadata
 from shardkit import formats
@@ -23,9 +21,7 @@ from shardkit.operations.preshard.options import PreshardOptions
 job = build_job(formats.open(sys.argv[1]), PreshardOptions(sys.argv[1], world_size=1024, digest="none"))
 with open(sys.argv[2], "wb") as file:
     write_metadata(file, job.output.catalog, job.aliases)
-with open("/proc/self/status") as status:
-    peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
-print(json.dumps({"chunks": len(job.output.catalog.chunks), "peak_bytes": peak, "torch": "torch" in sys.modules}))
+print(json.dumps([len(job.output.catalog.chunks), high_water(), "torch" in sys.modules]))
 """
 FEW_FILES = """
 import resource, sys
@@ -51,24 +47,18 @@ def sparse_model(directory: Path, num_tensors: int, shape: tuple[int, int]) -> P
     return directory
 
 
-def run(code: str, *arguments: object) -> Any:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
-
-
 def test_600_000_chunks_are_planned_and_described_within_a_gibibyte(tmp_path: Path) -> None:
-    found = run(PLAN, sparse_model(tmp_path / "model", 600, (1024, 8)), tmp_path / ".metadata")
-    assert found["chunks"] == 600 * 1024
-    assert found["peak_bytes"] < 1 << 30
-    assert not found["torch"]
+    model = sparse_model(tmp_path / "model", 600, (1024, 8))
+    num_chunks, peak, has_torch = answer_of(PLAN, model, tmp_path / ".metadata")
+    assert num_chunks == 600 * 1024
+    assert peak < 1 << 30
+    assert not has_torch
     assert (tmp_path / ".metadata").stat().st_size > 50_000_000
 
 
 def test_1024_files_are_written_with_64_open_ones(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert run(FEW_FILES, sparse_model(tmp_path / "model", 5, (1030, 4)), out) == 1024
+    assert answer_of(FEW_FILES, sparse_model(tmp_path / "model", 5, (1030, 4)), out) == 1024
     assert len(list(out.glob("*.distcp"))) == 1024
     listed = chunk_list_of(str(out), "__514_0.distcp")  # ceil(1030 / 1024) = 2 rows for each of 515 ranks
     assert [chunk.region.offsets for chunk in listed.chunks] == [(1028, 0)] * 5

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.answers import HIGH_WATER, answer_of
 
 MIB = 1 << 20
 NUM_EXPERTS, ROWS, COLUMNS = 32, 1024, 2048  # 256 MiB of experts
@@ -28,14 +28,11 @@ STEPS = {
     "as they lie": "{ stack = 'e' }, { concat = 1 }",
     "reordered": "{ permute = [1, 0] }, { stack = 'e' }, { concat = 2 }",
 }
-RUN = """
+RUN = f"""{HIGH_WATER}
 import json, sys
 import numpy
 import shardkit
 shardkit.preshard, shardkit.consolidate
-def high_water():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
 if sys.argv[1] == "preshard":  # records are made by torch's own writer
     import torch
     torch.save(torch.ones(2), "/dev/null")
@@ -47,10 +44,7 @@ print(json.dumps([high_water() - before, "torch" in sys.modules]))
 
 
 def run(verb: str, source: Path, output: Path, **options: Any) -> tuple[int, bool]:
-    command = [sys.executable, "-c", RUN, verb, str(source), str(output), json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    peak, has_torch = json.loads(done.stdout)
+    peak, has_torch = answer_of(RUN, verb, source, output, json.dumps(options))
     return peak, has_torch
 
 
