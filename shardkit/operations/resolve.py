@@ -25,7 +25,8 @@ from shardkit.formats.contract import Checkpoint, absent, has_any, inner, listin
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS, is_adapter, is_adapter_file
-from shardkit.formats.hub.files import PIPELINE, select_weights
+from shardkit.formats.hub.assets import list_weights, may_be_model
+from shardkit.formats.hub.files import PIPELINE, TORCH_FILES, select_weights
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.trainers.plain_dcp import find_structure, lacks_last, optimizers_beside
 from shardkit.keys.names import PEFT, clean, join
@@ -654,8 +655,15 @@ class _Search:
         checkpoint = self.below(path, depth - 1) if depth > 0 else None
         if checkpoint is not None:
             return checkpoint if checkpoint.step is not None else replace(checkpoint, step=step)
-        if step is not None and len(self.skipped) == num_skipped:
-            self._skip(path, "it holds no checkpoint of a known format")
+        if step is None or len(self.skipped) != num_skipped:
+            return None
+        files = [name for name in list_weights(path) if may_be_model(os.path.basename(name))]
+        is_alone = len(files) == 1 and files[0].endswith(TORCH_FILES)
+        if is_alone and os.sep not in files[0] and "rank" not in files[0]:
+            alone = self._look(os.path.join(path, files[0]), 0)
+            return None if alone is None else replace(alone, step=step)
+        may_be = f"; if {escape(files[0])} is a whole model, give it by its own path" if files else ""
+        self._skip(path, f"it holds no checkpoint of a known format{may_be}")
         return None
 
     def _has_skipped_beside(self, directory: str, name: str) -> bool:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from shardkit import prepare
 from shardkit.cli import main
@@ -638,6 +638,42 @@ def _save_stage(path: Path, state: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it saves in a single process, as it is told to
         dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def test_a_step_with_one_file_of_torch_save(tmp_path: Path) -> None:
+    """Ray Train's, and many own loops': the file of the newest step is taken, however it is called."""
+    for step in (1, 2):
+        path = tmp_path / f"checkpoint_00000{step}/checkpoint.pt"
+        path.parent.mkdir()
+        torch.save({"model": {"layers.0.weight": torch.full((2,), float(step))}}, path)
+        torch.save({"state": {}, "param_groups": []}, path.parent / "optimizer.pt")
+    found = resolve_checkpoint(tmp_path)
+    assert (os.path.relpath(found, tmp_path), found.step) == ("checkpoint_000002/checkpoint.pt", 2)
+    consolidate(tmp_path, tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors")["layers.0.weight"].tolist() == [2, 2]
+    path.write_bytes(path.read_bytes()[:-100])
+    found = resolve_checkpoint(tmp_path)
+    assert os.path.relpath(found, tmp_path) == "checkpoint_000001/checkpoint.pt"
+    assert "passed over checkpoint_000002/checkpoint.pt, which is newer" in found.warnings[0]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("rank_0.pt",),
+        ("rank_0.pt", "rank_1.pt"),
+        ("rank_0/checkpoint.pt", "rank_1/checkpoint.pt"),
+        ("a.pt", "b.pt"),
+    ],
+)
+def test_a_step_with_files_that_may_be_parts(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / "run/step_5" / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"layers.0.weight": torch.ones(2)}, tmp_path / "run/step_5" / name)
+    with pytest.raises(SourceError, match="no complete checkpoint in it") as caught:
+        resolve_checkpoint(tmp_path / "run")
+    assert f"if {names[0]} is a whole model, give it by its own path" in caught.value.problems[0]
+    consolidate(tmp_path / "run/step_5" / names[0], tmp_path / "out")
 
 
 def test_a_directory_that_may_not_be_listed_is_not_called_empty(
