@@ -746,11 +746,18 @@ def _fit_base(
         chosen, _ = _decided(chosen, live, asked=asked, theirs=theirs, wholes=wholes)
         rules = find_rules({before.get(source, name): name for source, name in chosen.names.items()})
         chosen = replace(chosen, names=_in_order(chosen.names, theirs) or chosen.names)
-    unsaved = [
-        name for name in chosen.names.values() if asked and name in asked.unsaved and name not in theirs
+    lacking = [name for name in chosen.names.values() if name not in theirs]
+    unsaved = [name for name in lacking if asked and name in asked.unsaved]
+    states = [name for name in lacking if name.endswith("._extra_state") and not options.allow_unexpected]
+    kept = {source: name for source, name in chosen.names.items() if name not in {*unsaved, *states}}
+    notes = [
+        f"not written, {what}: {listed(names)}"
+        for names, what in (
+            (unsaved, "the model computes them"),
+            (states, "they are states of modules, no weights"),
+        )
+        if names
     ]
-    kept = {source: name for source, name in chosen.names.items() if name not in unsaved}
-    notes = [f"not written, the model computes them: {listed(unsaved)}"] if unsaved else []
     return replace(chosen, names=kept, notes=(*chosen.notes, *notes)), rules
 
 

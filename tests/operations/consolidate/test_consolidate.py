@@ -178,6 +178,18 @@ class TestWhatComesOut:
         result = shardkit.consolidate(save(state, tmp_path / "d"), root="")
         assert list(load(result.output)) == ["layers.0.w"]
 
+    @pytest.mark.parametrize("size", [0, 20])
+    def test_states_of_modules_that_the_base_lacks(self, tmp_path: Path, size: int) -> None:
+        """TransformerEngine's, of fp8: tensors without elements where nothing is in fp8."""
+        name = "model.layers.0.self_attn.q_proj._extra_state"
+        source = save({**weights(), name: torch.zeros(size, dtype=torch.uint8)}, tmp_path / "c")
+        base = hub(tmp_path / "base", weights(), CONFIG)
+        result = shardkit.consolidate(source, tmp_path / "out", base=base)
+        assert load(result.output).keys() == weights().keys()
+        assert f"not written, they are states of modules, no weights: {name}" in result.notes
+        result = shardkit.consolidate(source, tmp_path / "all", base=base, allow_unexpected=True)
+        assert load(result.output)[name].shape == (size,)
+
     def test_nothing_that_safetensors_can_hold(self, tmp_path: Path) -> None:
         state = {"a.weight": torch.ones(2, dtype=torch.complex128), "b.weight": torch.ones(2)}
         with pytest.raises(SourceError, match=r"(?s)1 of the tensors.*a\.weight: complex128"):
