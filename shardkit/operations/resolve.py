@@ -468,7 +468,7 @@ class _Search:
                 self._mention(directory, by_rule.get(BEYOND, []), tracked[0])
             best = max(candidates, key=lambda resolved: -1 if resolved.step is None else resolved.step)
             equals = [resolved for resolved in candidates if resolved.step == best.step]
-            equals += self._stages_beside(directory, names, best, depth) if rule == OTHER else []
+            equals += self._stage_before(directory, names, best, depth) if rule == OTHER else []
             if rule == OTHER and len(equals) > 1:
                 self._doubt(directory, names, best, equals)
             name = os.path.relpath(best.path, directory).split(os.sep)[0]
@@ -513,27 +513,21 @@ class _Search:
                 rivals.append(path)
         self.rivals[best.path] = tuple(sorted(rivals))
 
-    def _stages_beside(
+    def _stage_before(
         self, directory: str, names: list[str], newest: ResolvedCheckpoint, depth: int
     ) -> list[ResolvedCheckpoint]:
-        """Return the others that are numbered like one, if they are stages of a pipeline: their numbers tell no time.
+        """Return the one that is numbered before another if both are stages of a pipeline: their numbers tell no time.
 
-        Stages of training, and runs, have one model: the one before shows it.
+        Stages of training, and runs, have one model.
         """
         taken = os.path.relpath(newest.path, directory).split(os.sep)[0]
-        before = names[names.index(taken) + 1 :]
-        stages = list[ResolvedCheckpoint]()
-        for name in (name for name in before if family_of(name) == family_of(taken)):
-            search = _Search(self.home)
-            with contextlib.suppress(SourceError):  # too many entries
-                stage = search._first(directory, [name], None, depth)
-                self.opened |= search.opened
-                if stage is None:
-                    continue
-                if not stages and _have_one_model(self.opened[newest.path], self.opened[stage.path]):
-                    break
-                stages.append(stage)
-        return stages
+        search, before = _Search(self.home), names[names.index(taken) + 1 :]
+        with contextlib.suppress(SourceError):  # too many entries
+            stage = search._first(directory, before, family_of(taken), depth)
+            self.opened |= search.opened
+            if stage and not _have_one_model(self.opened[newest.path], self.opened[stage.path]):
+                return [stage]
+        return []
 
     def _others(
         self,
@@ -781,10 +775,9 @@ def _have_one_model(models: Collection[Checkpoint], others: Collection[Checkpoin
 
 def _base_names(models: Collection[Checkpoint]) -> set[str | None]:
     """Return names of weights without what is put above a model, and None if there are an adapter's."""
-    names = set[str]()
-    for model in models:
-        tensors, objects = model.catalog.tensors, model.catalog.objects
-        names |= tensors.keys() - optimizer_names(tensors.values(), objects)
+    catalogs = [model.catalog for model in models]
+    names = {fqn for each in catalogs for fqn in each.tensors}
+    names -= {fqn for each in catalogs for fqn in optimizer_names(each.tensors.values(), each.objects)}
     return {base_name(join(dropwhile(_ABOVE_MODELS.__contains__, clean(name)))) for name in names}
 
 

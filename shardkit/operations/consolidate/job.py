@@ -750,14 +750,8 @@ def _fit_base(
     unsaved = [name for name in lacking if asked and name in asked.unsaved]
     states = [name for name in lacking if name.endswith("._extra_state") and not options.allow_unexpected]
     kept = {source: name for source, name in chosen.names.items() if name not in {*unsaved, *states}}
-    notes = [
-        f"not written, {what}: {listed(names)}"
-        for names, what in (
-            (unsaved, "the model computes them"),
-            (states, "they are states of modules, no weights"),
-        )
-        if names
-    ]
+    left = {"the model computes them": unsaved, "they are states of modules, no weights": states}
+    notes = [f"not written, {why}: {listed(names)}" for why, names in left.items() if names]
     return replace(chosen, names=kept, notes=(*chosen.notes, *notes)), rules
 
 
