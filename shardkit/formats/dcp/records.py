@@ -40,7 +40,7 @@ from shardkit.core.catalog import (
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
-from shardkit.errors import IntegrityError, ResourceError, SourceError
+from shardkit.errors import IntegrityError, SourceError
 from shardkit.files import storage
 from shardkit.files.location import location_of
 from shardkit.files.remote.contract import OtherVersion
@@ -340,7 +340,7 @@ class _RecordOpener:
             kind, start, nbytes = (entry.dtype, sizes), table.start[row], table.nbytes[row]
             try:
                 record = self.scanner.read(kind, start, nbytes, where=where)
-            except (ResourceError, OtherVersion):
+            except OtherVersion:
                 raise
             except UnreadableClass as error:
                 self._of_classes.setdefault(entry.fqn, error)
@@ -557,7 +557,7 @@ def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
             reason = difference(chunk.entry, chunk.region.sizes, record)
             if reason:
                 raise IntegrityError(f"{where}: {reason}")
-        except (ResourceError, OtherVersion):
+        except OtherVersion:
             raise
         except UnreadableClass as error:
             refuse_classes({chunk.entry.fqn: error}, os.path.dirname(source.path))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import SourceFile
 from shardkit.core.text import escape
-from shardkit.errors import ResourceError, SourceError
+from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.digest import Archive, ByteReader, FileBytes, Scan, Stretch, crc32_combine
 from shardkit.files.remote.contract import OtherVersion
@@ -210,7 +210,7 @@ def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -
                 reader.check_crc(name, entry)
                 report.read(entry.nbytes)
         return object_spelling(fd, archive.start, archive.nbytes, entries)
-    except (ResourceError, OtherVersion):
+    except OtherVersion:
         raise
     except SourceError as error:
         report.error(error, file=file.name, tensor=archive.name)
@@ -228,7 +228,7 @@ def _is_zip(fd: int, archive: Archive) -> bool:
 def _decode(file: FileBytes, stretch: Stretch, packed: SourceFile, report: Report) -> None:
     try:
         packed.decoded()
-    except (ResourceError, OtherVersion):
+    except OtherVersion:
         raise
     except SourceError as error:
         report.problem(error.message, file=file.name, stretch=stretch)

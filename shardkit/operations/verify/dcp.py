@@ -238,7 +238,7 @@ class _Folder:
         kind = (place.entry.dtype, place.region.sizes)
         try:
             record = self._scanner.read(kind, place.start, place.nbytes, where=escape(source.name))
-        except (ResourceError, OtherVersion):
+        except OtherVersion:
             raise
         except UnreadableClass as error:
             self._of_classes.setdefault(error.why, []).append(place.entry.fqn)
