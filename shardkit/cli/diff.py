@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from shardkit._folding import fold, spread, template
 from shardkit.cli import options as opt
 from shardkit.cli.output import Output, PageFile, drawn, facts, first_rows
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import count, escape, format_name, format_size
+from shardkit.core.text import count, escape, format_name, format_size, without_numbers
 from shardkit.formats.hub.adapter import ADAPTER, is_adapter_file
 from shardkit.operations.diff import DiffResult, TensorDiff, diff
 from shardkit.operations.diff.options import SORTS
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from shardkit.operations.diff.values import TensorStats
 
 _DIFFERS = 1
-_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 _ALONE = {"only_a": "only in A", "only_b": "only in B", "shape": "shapes differ"}
 """What is said of tensors whose values are not compared."""
 
@@ -159,7 +157,7 @@ def _rows(tensors: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
     for tensor in tensors:
         row = _row(tensor)
         kind = template(_what(tensor, is_one=False))
-        alike.setdefault((_NUMBER.sub("*", tensor.name), *row[:3], tensor.status, kind), []).append(tensor)
+        alike.setdefault((without_numbers(tensor.name), *row[:3], tensor.status, kind), []).append(tensor)
     rows = dict[str, _DiffRow]()
     for group in alike.values():
         said = {_what(tensor) for tensor in group}  # else the least and the most of each number

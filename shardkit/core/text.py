@@ -179,11 +179,11 @@ def _is_spelt_alike(one: str, two: str) -> bool:
 def suggestions(names: Iterable[str], candidates: Iterable[str]) -> dict[str, str]:
     """Return `  (closest name: X)` for each name that has one, which is the same for the same tensor of all layers."""
     known = set(candidates)
-    forms = dict.fromkeys(map(_form, known))
+    forms = dict.fromkeys(without_numbers(name, "#") for name in known)
     near = dict[str, str | None]()
     suggested = dict[str, str]()
     for name in names:
-        form, numbers = _form(name), iter(part for part in name.split(".") if part.isdecimal())
+        form, numbers = without_numbers(name, "#"), iter(part for part in name.split(".") if part.isdecimal())
         if form not in near:
             near[form] = nearest(form, forms) if len(near) < _MAX_SUGGESTIONS else None
         other = ".".join(
@@ -194,8 +194,9 @@ def suggestions(names: Iterable[str], candidates: Iterable[str]) -> dict[str, st
     return suggested
 
 
-def _form(name: str) -> str:
-    return ".".join("#" if part.isdecimal() else part for part in name.split("."))
+def without_numbers(name: str, sign: str = "*") -> str:
+    """Return a name with a sign in place of each part that is a number: it is the same for all layers."""
+    return ".".join(sign if part.isdecimal() else part for part in name.split("."))
 
 
 def listed(names: Collection[str]) -> str:

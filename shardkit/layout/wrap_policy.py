@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from shardkit.core.text import count, escape, likeness, suggestion
+from shardkit.core.text import count, escape, likeness, suggestion, without_numbers
 from shardkit.errors import PolicyError
 
 # One part of a dotted name: an identifier, an index of a numbered container, or a `*`.
@@ -153,9 +153,7 @@ def _ends_with(parts: list[str], wanted: list[str]) -> bool:
 
 def path_templates(paths: Iterable[str]) -> Counter[str]:
     """Return module paths with `*` for numbers, and how many modules each stands for."""
-    return Counter(
-        ".".join("*" if part.isdecimal() else part for part in path.split(".")) for path in paths if path
-    )
+    return Counter(without_numbers(path) for path in paths if path)
 
 
 def unknown_names(

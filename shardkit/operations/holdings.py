@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardkit.core.catalog import Catalog, SourceFile, TensorEntry
 from shardkit.core.mesh import Mesh
 from shardkit.core.placements import Placements
-from shardkit.core.text import count
+from shardkit.core.text import count, without_numbers
 from shardkit.files import storage
 from shardkit.layout.layout import Layout, find_containers, innermost_unit
 
@@ -404,7 +404,7 @@ class _Builder:
         groups: dict[tuple[object, ...], list[int]] = {}
         is_folded = len(self._placed) > MAX_TENSORS
         for index, (fqn, entry, way, _) in enumerate(self._placed):
-            key = (_template(fqn), entry.dtype, way.cut) if is_folded else (fqn,)
+            key = (without_numbers(fqn), entry.dtype, way.cut) if is_folded else (fqn,)
             groups.setdefault(key, []).append(index)
         held, number_of = list[HeldTensor](), dict[str, int]()
         for group in list(groups.values()):
@@ -412,7 +412,7 @@ class _Builder:
             number_of |= {self._placed[index][0]: len(held) for index in group}
             held.append(
                 HeldTensor(
-                    name=fqn if len(group) == 1 else _template(fqn),
+                    name=fqn if len(group) == 1 else without_numbers(fqn),
                     count=len(group),
                     dtype=entry.dtype.name,
                     tensor_bytes=len(group) * entry.nbytes,
@@ -483,10 +483,6 @@ class _Builder:
                 Holder(cells=cells, held_bytes=total, reads=tuple(most[:_MAX_READ]), num_files=len(most))
             )
         return units, tuple(holders), tuple(map(tuple, distinct.tolist()))
-
-
-def _template(fqn: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))
 
 
 def imbalance_of(sizes: Sequence[int]) -> float:
