@@ -18,6 +18,7 @@ MODULE = "module"
 """The segment that DDP and others add; but models do have submodules of that name."""
 PEFT = ("base_model", "model")
 """What PEFT puts before every name of a model that it wraps; `keys.peft` has what it puts inside names."""
+IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
 
 # FSDP1's own, in LOCAL_STATE_DICT. torch 2.13, torch/distributed/fsdp/_flat_param.py: FLAT_PARAM;
 # "flat_param" before torch 2.0.

@@ -21,6 +21,7 @@ from shardkit.osft.plan import OsftPlan
 from shardkit.osft.svd import num_operations, svd_nbytes
 from shardkit.osft.workers import FactorWorker
 from shardkit.transfer.checks import SourceCheck
+from shardkit.transfer.execute import DAMAGED
 from shardkit.transfer.sources import SourceFiles
 
 # Limit and use of a container, and what of it are pages of files, by the second and the first version of control groups.
@@ -33,7 +34,6 @@ _CONTAINER_LIMITS = (
         "total_cache",
     ),
 )
-_DAMAGED = "use another copy of the checkpoint; --check-source off takes the damaged bytes as they are"
 
 
 def factored_job(
@@ -225,7 +225,7 @@ class FactorRun:
         weights = self.job.records.weights
         self._compute(sorted(self.numbers, key=lambda number: -num_operations(weights[number].target)))
         if self.check is not None:
-            self.check.raise_differences(hint=_DAMAGED)
+            self.check.raise_differences(hint=DAMAGED)
 
     def _compute(self, numbers: Sequence[int]) -> None:
         catalog, weights = self.job.records.catalog, self.job.records.weights

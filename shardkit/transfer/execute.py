@@ -47,7 +47,7 @@ _STORE_JOBS, _MIN_JOB_BYTES = 4, 2 * MIB
 SYNC_THREADS = 8
 """Threads that wait for the disk, while others move bytes. Syncs that wait together share one commit of the
 file system's log."""
-_DAMAGED = "use another copy of the checkpoint; --check-source off takes the damaged bytes as they are"
+DAMAGED = "use another copy of the checkpoint; --check-source off takes the damaged bytes as they are"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +262,7 @@ class Execution:
                     self._sync_pool.shutdown()  # whole files are worth keeping for the next run
                 finally:
                     self._is_over.set()  # on a second Ctrl-C threads may still be there
-            sources.finish(hint=_DAMAGED, completes=not self._left)
+            sources.finish(hint=DAMAGED, completes=not self._left)
         self._progress.finish()  # what comes now, such as waiting for a model's class, is not moving
         return self._digests, {fqn: crc for fqn, crc in self.scattered.items() if crc is not None}
 

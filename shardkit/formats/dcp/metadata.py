@@ -51,7 +51,7 @@ _MAX_PATH = 64  # steps of a planner path
 _MAX_SHARED = 4  # names that may share one description without places for all their chunks
 _MAX_ELEMENTS = 1 << 62
 _NO_ROWS = array("i")
-_BY_HAND = "the checkpoint is damaged or was put together by hand: use another copy"
+BY_HAND = "the checkpoint is damaged or was put together by hand: use another copy"
 
 _RANK = re.compile(r"__(0|[1-9]\d{0,6})\.metadata(\.tmp)?")
 _MAX_LISTED = 1000  # missing ranks: a single file with a huge number must not make more
@@ -116,7 +116,7 @@ def join_fields(fields: Mapping[str, object], where: str) -> DcpMetadata:
     join.add(entries)
     join.result.paths = _planner_paths(fields.get("planner_data"), where, join.problems)
     SourceError.raise_for(
-        join.problems, f"{where} contradicts itself in {len(join.problems)} places", hint=_BY_HAND
+        join.problems, f"{where} contradicts itself in {len(join.problems)} places", hint=BY_HAND
     )
     return join.result
 
@@ -132,7 +132,7 @@ def _check_number(entries: Mapping[str, object], storage: StorageTable, where: s
     if num_chunks > _MAX_SHARED * num_described + len(storage):
         raise SourceError(
             f"{where} lists {num_chunks} chunks of {len(tensors)} tensors and places {len(storage)}",
-            hint=_BY_HAND,
+            hint=BY_HAND,
         )
 
 

@@ -15,7 +15,7 @@ from shardkit.core.text import count, escape, listed, suggestions
 from shardkit.core.threads import OnStep, silent
 from shardkit.errors import LayoutError
 from shardkit.keys.expressions import Expression, leaves, made_name
-from shardkit.keys.names import COMPILED, match_prefix, split
+from shardkit.keys.names import COMPILED, IN_BLOCK, match_prefix, split
 from shardkit.layout.choice.factored import put_dense, put_factors
 from shardkit.layout.decided import ClassNames
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, declare
@@ -23,7 +23,6 @@ from shardkit.layout.traced import Division, Trace, class_name, trace_model, why
 from shardkit.layout.wrap_policy import parse_policy
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
 
 
 class Model(Protocol):
@@ -144,7 +143,7 @@ def _fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, A
         for name, shape in live.items()
         if name in sources and held[sources[name]] != shape
     ]
-    spare = [name for name in unknown if not _IN_BLOCK.search(name)]
+    spare = [name for name in unknown if not IN_BLOCK.search(name)]
     is_quantised = "quantization_config" in (config or {})
     # `from_pretrained` leaves spare tensors out too.
     if not missing and not shapes and not is_quantised and len(spare) == len(unknown):

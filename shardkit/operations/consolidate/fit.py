@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -22,7 +21,7 @@ from shardkit.keys.check import (
     torn_parts,
     whole_parts,
 )
-from shardkit.keys.names import Segments, split
+from shardkit.keys.names import IN_BLOCK, Segments, split
 from shardkit.keys.ties import tied_names
 from shardkit.keys.tokens import TokenRows
 from shardkit.layout.decided import ClassNames
@@ -31,7 +30,6 @@ from shardkit.operations.consolidate.vocabulary import RowsChange
 
 _log = logging.getLogger("shardkit")
 
-_IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
 _OTHER_NAMES = (
     "--rename or --root may give the base's names; --allow-missing and --allow-unexpected accept others"
 )
@@ -325,7 +323,7 @@ def _explain(
         spare = [
             name
             for name in comparison.missing
-            if name in asked.ignored or (name in asked.unused and not _IN_BLOCK.search(name))
+            if name in asked.ignored or (name in asked.unused and not IN_BLOCK.search(name))
         ]
         made = [name for name in comparison.unexpected if name in asked.made]
     computed = [name for name in comparison.computed if name not in theirs]

@@ -46,6 +46,7 @@ from shardkit.errors import IntegrityError, LayoutError, SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.dcp.directory import DcpDirectory, open_dcp
+from shardkit.formats.dcp.metadata import BY_HAND
 from shardkit.formats.dcp.records import decode_object
 from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, read_directory
 from shardkit.formats.torchsave.bin import screen
@@ -68,7 +69,6 @@ _NAMES = (
     ".storage_alignment",
 )
 _STORAGE = re.compile(r"data/[0-9]{1,9}")
-_ANOTHER_COPY = "the checkpoint is damaged or was put together by hand: use another copy"
 _MAX_LIST_GAPS = 1 << 16
 _MAX_UNPACKED_NBYTES = 1 << 26  # of a compressed byte entry: a few bytes of it may claim anything
 
@@ -220,7 +220,7 @@ def _check_backed(opened: DcpDirectory) -> None:
         if stored < entry.nbytes:
             problems.append(f"{escape(fqn)}: {entry.nbytes} bytes of data in records of {stored} bytes")
     SourceError.raise_for(
-        problems, f"{len(problems)} tensors are larger than what is stored of them", hint=_ANOTHER_COPY
+        problems, f"{len(problems)} tensors are larger than what is stored of them", hint=BY_HAND
     )
 
 
@@ -237,7 +237,7 @@ def _check_lists(catalog: Catalog) -> None:
         raise SourceError(
             f"the paths in planner_data make lists of {sum(lengths.values())} entries for "
             f"{len(catalog.paths or {})} names",
-            hint=_ANOTHER_COPY,
+            hint=BY_HAND,
         )
 
 
@@ -303,7 +303,7 @@ def _read_objects(opened: DcpDirectory, items: Iterable[ReadItem], planner: Load
 def _object_bytes(opened: DcpDirectory, fqn: str) -> memoryview:
     place = opened.objects[fqn]
     if place is None:
-        raise SourceError(f"{escape(fqn)}: .metadata gives it no bytes", hint=_ANOTHER_COPY)
+        raise SourceError(f"{escape(fqn)}: .metadata gives it no bytes", hint=BY_HAND)
     source = opened.catalog.files[place.file]
     if place.transforms:
         return decode_object(source, fqn, place, _MAX_UNPACKED_NBYTES)

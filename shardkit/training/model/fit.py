@@ -15,6 +15,7 @@ from shardkit.core.regions import full_region
 from shardkit.core.text import GLOBS_HINT, count, escape, listed, match_nothing, suggestions, unmatched
 from shardkit.errors import LayoutError, UsageError
 from shardkit.formats.quantised import refuse_quantised
+from shardkit.keys.names import IN_BLOCK
 from shardkit.layout.classes import BrokenTie
 from shardkit.osft.training.model import Factoring
 from shardkit.training.fill.reading import Supply, Weights, converts
@@ -26,7 +27,6 @@ Missing = Literal["error", "init"] | Sequence[str]
 """What to do about tensors that the source lacks."""
 
 _EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.")
-_IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +253,7 @@ def _lost_blocks(unused: Iterable[str], used: Iterable[str], lacking: Iterable[s
 
 def _blocks(name: str) -> str | None:
     """Return the path of the outermost list of numbered modules that a tensor is in."""
-    found = _IN_BLOCK.search(name)
+    found = IN_BLOCK.search(name)
     return None if found is None else name[: found.start()]
 
 
