@@ -21,6 +21,7 @@ from shardkit.operations.preshard import preshard
 from shardkit.training.fill.reading import Weights
 from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.ranks.local import describe
+from tests.manifests import change_manifest
 
 NAME, LIST, FILE = manifest.NAME, "__0_0.chunks.json", "__0_0.distcp"
 W = "0.weight"
@@ -53,25 +54,19 @@ def load(directory: Path) -> Weights:
     return weights.located()
 
 
-def of_manifest(directory: Path, change: Change) -> None:
-    content = json.loads((directory / NAME).read_text())
-    change(content)
-    (directory / NAME).write_bytes(manifest.sign(content))
-
-
 def of_list(directory: Path, change: Change) -> None:
     """Change a chunk list, and the digest of it in the manifest."""
     content = json.loads((directory / LIST).read_text())
     change(content)
     data = json.dumps(content).encode()
     (directory / LIST).write_bytes(data)
-    of_manifest(
+    change_manifest(
         directory, lambda whole: whole["files"][0]["chunks"].update(crc32=crc32(data), size=len(data))
     )
 
 
 def test_the_good_one(made: Path) -> None:
-    of_manifest(made, lambda content: None)
+    change_manifest(made, lambda content: None)
     of_list(made, lambda content: None)
     load(made)
     assert open_source(str(made)).presharded is not None
@@ -148,7 +143,7 @@ def refused(directory: Path) -> str:
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests(name: str, made: Path) -> None:
-    of_manifest(made, MANIFESTS[name])
+    change_manifest(made, MANIFESTS[name])
     said = refused(made)
     assert NAME in said or FILE[:5] in said
     assert said.replace("\n", "").isprintable()
@@ -203,7 +198,7 @@ def test_deep_json(name: str, made: Path) -> None:
     data = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
     (made / name).write_bytes(data)
     if name == LIST:
-        of_manifest(made, lambda content: content["files"][0]["chunks"].update(crc32=crc32(data)))
+        change_manifest(made, lambda content: content["files"][0]["chunks"].update(crc32=crc32(data)))
     assert name in refused(made)
 
 

@@ -16,6 +16,7 @@ import shardkit
 from shardkit.core.text import format_size
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.files import manifest
+from tests.manifests import change_manifest
 
 
 @pytest.fixture
@@ -31,13 +32,6 @@ def model(tmp_path):
 def sharded(model, tmp_path):
     shardkit.preshard(str(model), str(tmp_path / "out"), world_size=2, wrap="none")
     return tmp_path / "out"
-
-
-def rewrite(directory, change):
-    """Change the manifest, its own digest included."""
-    content = manifest.load(manifest.read_bytes(str(directory)), manifest.NAME)
-    change(content)
-    (directory / manifest.NAME).write_bytes(manifest.sign(content))
 
 
 def test_hub(model):
@@ -132,7 +126,7 @@ def test_ties_and_units_of_a_manifest(sharded):
             *({"path": f"l.{n}", "class": "L"} for n in range(4)),
         ]
 
-    rewrite(sharded, change)
+    change_manifest(sharded, change)
     found = shardkit.inspect(str(sharded))
     assert found.ties == (("embed.weight", "head.weight"),)
     assert [(u.path, u.count, u.class_name) for u in found.units] == [("", 1, None), ("l.{0..3}", 4, "L")]
@@ -148,7 +142,7 @@ def test_ties_and_units_of_a_manifest(sharded):
     ],
 )
 def test_foreign_manifest(sharded, change):
-    rewrite(sharded, change)
+    change_manifest(sharded, change)
     with pytest.raises(SourceError, match=r"shardkit\.json lacks"):
         shardkit.inspect(str(sharded))
 

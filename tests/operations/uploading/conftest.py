@@ -133,6 +133,7 @@ def check_bytes(out: str, directory: Path) -> None:
     for name in want.keys() - {".metadata", "shardkit.json"}:
         assert found[f"{folder}/{name}"] == want[name], name
     theirs, ours = (json.loads(each) for each in (want["shardkit.json"], found[f"{folder}/shardkit.json"]))
+    assert ours["metadata"]["size"] == len(found[".metadata"])
     for said in (ours, theirs):  # `.metadata` names the folder
         said.pop("metadata")
         said.pop("crc32", None)

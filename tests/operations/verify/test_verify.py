@@ -30,6 +30,7 @@ from shardkit.operations.verify.result import VerifyResult
 from shardkit.training.save import save
 from tests.formats.dcp.samples import alter, open_catalog
 from tests.formats.reading import chunk_list_of
+from tests.manifests import change_manifest
 
 # torch's own: a save without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
@@ -453,17 +454,10 @@ def test_lists_of_another_run_are_found_though_their_checksums_are_right(
     name = chunk_list.name_for(SHARD)
     text = (directory / name).read_text().replace('"model.norm.weight"', '"model.norm.weighs"')
     (directory / name).write_text(text)
-    rewrite(directory, lambda content: content["files"][0]["chunks"].update(crc32=None))
+    change_manifest(directory, lambda content: content["files"][0]["chunks"].update(crc32=None))
     problems = verify(directory).problems
     assert [(problem.file, problem.tensor) for problem in problems] == [(SHARD, "model.norm.weight")]
     assert "weighs" in (problems[0].found or "")
-
-
-def rewrite(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest, its own digest included."""
-    content = manifest.load(manifest.read_bytes(str(directory)), manifest.NAME)
-    change(content)
-    (directory / manifest.NAME).write_bytes(manifest.sign(content))
 
 
 def test_manifest_against_the_tensors(copied: Callable[[str], Path]) -> None:
@@ -473,7 +467,7 @@ def test_manifest_against_the_tensors(copied: Callable[[str], Path]) -> None:
         content["tensors"]["model.steps"]["dtype"] = "int32"
         content["tensors"]["more"] = content["tensors"].pop("model.empty")
 
-    rewrite(directory, change)
+    change_manifest(directory, change)
     found = {(problem.tensor, problem.expected) for problem in verify(directory).problems}
     assert found == {("model.steps", "int32 [5]"), ("more", None), ("model.empty", None)}
     assert verify(directory).bring_again == ()  # the same file once more would change nothing
@@ -482,7 +476,7 @@ def test_manifest_against_the_tensors(copied: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize("key", ["files", "metadata", "tensors"])
 def test_manifest_that_lacks_something(copied: Callable[[str], Path], key: str) -> None:
     directory = copied("presharded")
-    rewrite(directory, lambda content: content.update({key: 3}))
+    change_manifest(directory, lambda content: content.update({key: 3}))
     (problem,) = {problem.file: problem for problem in verify(directory).problems}.values()
     assert problem.file == manifest.NAME
     assert "lacks what its format has" in problem.message
@@ -491,7 +485,7 @@ def test_manifest_that_lacks_something(copied: Callable[[str], Path], key: str) 
 def test_manifest_names_stay_in_the_directory(copied: Callable[[str], Path]) -> None:
     directory = copied("presharded")
     (directory.parent / "secret").write_bytes(b"x")
-    rewrite(directory, lambda content: content["files"][0].update(name="../secret"))
+    change_manifest(directory, lambda content: content["files"][0].update(name="../secret"))
     assert "../secret" in lines(verify(directory, full=True))
 
 
