@@ -7,14 +7,17 @@
         factors/                      a record and a note for each weight whose factors are computed, for preshard --osft
         parts/                        who began and who ended, for people
         work/<owner>/                 what one process is writing
-        new-<owner>/                  `data` while a commit exchanges it with the destination; then what was there
-        replaced/                     where nothing is exchanged: what was at the destination, or a note that nothing was;
-                                      `data.old` in directories of earlier versions, which are named after their process
+        new-<owner>/                  of one commit, which has taken
+            data/                     it, until it is at the destination
+            old/                      what was there; where the two are exchanged, the new output until then
+        data.old/                     what was there, in directories of earlier versions, which are named after their process
         gone-.../                     either of them once it was looked through, while it is removed
         committed.json                sizes and times of the files that became the destination
 
 It appears whole, with one rename, and nothing makes a second `data`: where it is missing, it has become the
-destination, or a commit has taken it to exchange it, and it comes back if that commit dies. Files get their names in
+destination, or a commit has taken it, and it comes back if that commit dies. A commit moves everything into or out of
+its own `new-<owner>`. Whoever takes over gives that another name, and whoever removes all of it another one to all of
+it: from then on none of the renames of that commit succeeds, however late it goes on. Files get their names in
 `data` by a rename, and whoever writes a file of that name writes the same bytes, so that a process may work on what
 another one was believed to have lost. No locks. Only a commit moves `data`, and only a commit or a person removes the
 rest: the name is not one of a process. After the commit `plan.json`, `committed.json`
@@ -32,6 +35,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -57,8 +61,11 @@ _MARK, _RUN = "parts-", "run-"
 _HASH_DIGITS = 16
 _DONE = ".done"
 _NAME = re.compile(r"(parts|run)-[0-9a-f]{16}", re.ASCII)
-NOTHING, _COMMITTED, _APART = "nothing", "committed.json", "kept"
-TAKEN, GONE, ASIDE = "new-", "gone-", "data.old"
+_COMMITTED, _APART = "committed.json", "kept"
+TAKEN, GONE, OLD, ASIDE = "new-", "gone-", "old", "data.old"
+PATIENCE_S = 5.0
+"""How long a commit may take that is not known to be dead, from when it takes the data, before another takes it over."""
+_LOOK_AGAIN_S = 0.02
 _MAX_BYTES, _MAX_TOLD_BYTES, _MAX_NOTE_BYTES = 1 << 28, 1 << 16, 1 << 30
 
 
@@ -84,10 +91,11 @@ class SharedStaging:
         self.factors = SharedRecords(os.path.join(path, "factors"))
         self.parts = os.path.join(path, "parts")
         self._work = os.path.join(path, "work")
-        self.replaced = os.path.join(path, "replaced" if owner_of(path) is None else ASIDE)
         self._committed = os.path.join(path, "committed.json")
         self.has_made = False
-        """True once this process has made the destination, after it has looked through what was there."""
+        """True once this process has made the destination."""
+        self._was_seen = False
+        """True once it has looked through what was there."""
         self.look: Callable[[str], object] = lambda path: None
         """Given the path of the old content once it has lost its name, so that nobody adds anything to it. Whatever it
         raises is raised, and the old content is at the destination again."""
@@ -357,41 +365,40 @@ class SharedStaging:
                 storage.rename(os.path.join(directory, path), os.path.join(self.data, path))
 
     def commit(self, work: str, names: Iterable[str], *, overwrite: bool) -> bool:
-        """Make `data` the destination, in one rename; False if another process has. `remove` or `keep_mark` comes next.
+        """Make `data` the destination, in one rename; `remove` or `keep_mark` comes next.
 
         With `overwrite` what is at the destination is exchanged: its name has the old or the new one at every moment.
-        Whoever exchanges has taken `data` before, and others may take it from there; so a slow committer never brings
-        back what a faster one has replaced. Where the system cannot exchange, the old one is moved aside first. Whoever
-        commits does that, or notes that nothing was there, under one name that can be taken once, and is not free before
-        the directory has lost its own: so a slow committer never moves aside what a faster one has made.
+        Where the system cannot exchange, the old one is moved aside first.
 
         Args:
             work: a `workplace` of this process.
             names: the files in `data` that tell the output from others.
             overwrite: what is there may be replaced.
 
+        Returns:
+            False if another process has taken the data, whether its commit has ended or not, or has removed all.
+
         Raises:
             UsageError: the destination exists, or `look` refuses.
-            FileNotFoundError: another commit has taken the data, and has not ended.
             ResourceError: the system cannot rename, or bring it to the disk.
         """
+        own = os.path.join(self.path, TAKEN + os.path.basename(work))
         try:
             storage.sync_directories(self.data)
             if not self.is_open:
                 return False
-            # Descriptions may be written by several at once, and have other times then.
-            states = {name: _state(os.path.join(self.data, name)) for name in names}
-            self.write_note(work, self.path, _COMMITTED, json.dumps(states).encode())
-            if overwrite and storage.lexists(self.destination) and _can_exchange(work):
-                self._exchange(work)
-            else:
-                _check_same(work)
-                self._move_aside(work, overwrite=overwrite)
-                _check_same(work)
-                place_directory(self.data, self.destination)
-        except FileNotFoundError:
-            if not self.is_committed and (self.is_open or self._named(TAKEN)):
+            self.reopen()
+            can_exchange = overwrite and storage.lexists(self.destination) and _can_exchange(work)
+            storage.make_folders(work, "new")
+            storage.rename(os.path.join(work, "new"), own)
+            storage.sync_directory(self.path)
+            try:
+                self._replace(own, names, overwrite=overwrite, can_exchange=can_exchange)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self._take_over(own)
                 raise
+        except FileNotFoundError:
             return False
         except OSError as error:
             if error.errno in IS_THERE:
@@ -462,15 +469,18 @@ class SharedStaging:
         Raises:
             ResourceError: the system refuses.
         """
-        seen = ("replaced/", TAKEN) if self.has_made else ()
+        seen = TAKEN if self._was_seen else ()
         if any(not name.startswith(seen) for name in self.kept(self.path)):
-            self.remove()  # all but these, and no mark with somebody's files in it
+            self.remove(only_closed=True)  # all but these, and no mark with somebody's files in it
             return
         mark = self.path + _DONE
         try:
             if storage.lexists(mark):  # of an earlier commit of the same plan
                 _remove(self.destination, mark, self.kept)
             storage.rename(self.path, mark)
+            if SharedStaging(self.destination, mark, self.kept).goes_on():
+                rename_noreplace(mark, self.path)
+                return
             storage.sync_directory(os.path.dirname(mark))
         except FileNotFoundError:  # another process has removed all
             return
@@ -478,47 +488,35 @@ class SharedStaging:
             raise ResourceError(f"cannot rename {escape(self.path)}: {error.strerror}") from error
         _strip(mark)
 
-    def _exchange(self, work: str) -> None:
-        """Take the data under a name of this process's own, and exchange it with the destination.
-
-        Raises:
-            FileNotFoundError: another process has taken it.
-            OSError: the system refuses; the data is where it was.
-        """
-        own = os.path.join(self.path, TAKEN + os.path.basename(work))
-        storage.rename(self.data, own)
-        if not storage.isdir(work):  # it is unfinished
-            storage.rename(own, self.data)
-        _check_same(work)
+    def _replace(self, own: str, names: Iterable[str], *, overwrite: bool, can_exchange: bool) -> None:
+        """Take the data, and make it the destination; arguments and errors as `commit`, and its own `new-<owner>`."""
+        data, old = os.path.join(own, "data"), os.path.join(own, OLD)
+        storage.rename(self.data, data)
+        # From here on nobody writes into it. Descriptions may be written by several at once, and have other times then.
+        states = {name: _state(os.path.join(data, name)) for name in names}
+        self.write_note(own, self.path, _COMMITTED, json.dumps(states).encode())
         try:
-            try:
-                storage.renameat2(own, self.destination, storage.RENAME_EXCHANGE)
-            except FileNotFoundError:  # nothing is there any more, or another process has taken it
-                place_directory(own, self.destination)
+            return place_directory(data, self.destination)
+        except OSError as error:
+            if error.errno not in IS_THERE or not overwrite:
+                raise
+        try:
+            if can_exchange:
+                storage.rename(data, old)
+                storage.renameat2(old, self.destination, storage.RENAME_EXCHANGE)
             else:
-                self._look_exchanged(own)
-        except FileNotFoundError:
+                storage.rename(self.destination, old)
+        except FileNotFoundError:  # nothing is there any more, or another process has taken over
+            return place_directory(old if can_exchange else data, self.destination)
+        try:
+            self.look(old)
+        except ShardkitError:
+            if can_exchange:
+                storage.renameat2(old, self.destination, storage.RENAME_EXCHANGE)
             raise
-        except BaseException:
-            self.reopen()
-            raise
-
-    def _look_exchanged(self, old: str) -> None:
-        """Look through the old output, and exchange the two once more if it may not be replaced.
-
-        Another process may give it a name of its own meanwhile (`reopen`): what is not there any more was not looked through.
-        """
-        places, seen = [old], list[str]()
-        while seen != places:
-            for place in places:
-                try:
-                    self.look(place)
-                except ShardkitError:
-                    if not storage.lexists(place):
-                        continue
-                    storage.renameat2(place, self.destination, storage.RENAME_EXCHANGE)
-                    raise
-            seen, places = places, self._named(TAKEN)
+        if not can_exchange:
+            place_directory(data, self.destination)
+        self._was_seen = storage.lexists(old)  # else another has given it a name of its own
 
     def _named(self, start: str) -> list[str]:
         """Return the paths in it whose names begin so."""
@@ -529,70 +527,94 @@ class SharedStaging:
         return [os.path.join(self.path, name) for name in names if name.startswith(start)]
 
     def reopen(self) -> bool:
-        """Put the data back that a commit has taken and not exchanged, whether it lives or not; True if there was such.
+        """Put back what a commit that did not end has taken, and what it has moved aside; True if it had taken the data.
 
-        Only who has moved a directory to a name of its own can tell for sure which one it is: until then its owner may
-        exchange it.
+        One that may be alive has some time to end. Then it is taken over.
 
         Raises:
-            OSError: the system refuses.
+            UsageError: something else is at the destination by now.
+            ResourceError: the system refuses.
         """
-        for path in () if self.is_open else self._named(TAKEN):
-            owner = Owner.new_run()
-            own = os.path.join(self.path, TAKEN + str(owner))
-            try:
-                storage.rename(path, own)
-                if _is_untouched(self._committed, own):
-                    storage.rename(own, self.data)
-                    storage.sync_directory(self.path)
-                    return True
-            except FileNotFoundError:  # another process was faster
-                continue
-            finally:
-                owner.end()
-        return False
-
-    def _move_aside(self, work: str, *, overwrite: bool) -> None:
-        source = os.path.join(work, "none")
-        if overwrite and storage.lexists(self.destination):
-            try:
-                storage.rmdir(self.destination)  # an empty one is as good as none, and a full one stays
-            except OSError:
-                source = self.destination
-        if source != self.destination:
-            storage.mkdir(source)
-            storage.write_file(os.path.join(source, NOTHING), b"")
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until and any(map(self._may_end, self._named(TAKEN))):
+            time.sleep(_LOOK_AGAIN_S)
         try:
-            storage.rename(source, self.replaced)
+            return self._put_back()
         except OSError as error:
             if error.errno not in IS_THERE:
-                raise
-        storage.sync_directory(self.path)
-        if self.has_replaced:
-            try:
-                self.look(self.replaced)
-            except ShardkitError:
-                place_directory(self.replaced, self.destination)
-                raise
+                raise ResourceError(f"cannot write to {escape(self.path)}: {error.strerror}") from error
+            raise UsageError(
+                f"{escape(self.destination)} was moved aside by a commit, and cannot go back: {error.strerror}",
+                problems=self._what_was_there(),
+                hint="keep what you want of the two, and remove that directory",
+            ) from error
 
-    @property
-    def has_replaced(self) -> bool:
-        """True if an old output lies aside."""
-        note = os.path.join(self.replaced, NOTHING)
-        return storage.lexists(self.replaced) and not storage.lexists(note)
+    def _put_back(self) -> bool:
+        """Do so at once. Only who has given a `new-<owner>` a name of its own moves anything out of it."""
+        if self.is_open:  # of an earlier version, in a directory of one process
+            self._goes_back(os.path.join(self.path, ASIDE))
+        return any([self._take_over(path) for path in self._named(TAKEN) if self._has_some(path)])
+
+    def _take_over(self, path: str) -> bool:
+        """Give a `new-<owner>` a name of its own, and put back what is in it; True if that was the data."""
+        owner = Owner.new_run()
+        own = os.path.join(self.path, TAKEN + str(owner))
+        data, old = os.path.join(own, "data"), os.path.join(own, OLD)
+        try:
+            storage.rename(path, own)
+            if is_back := self._has_data(own):
+                storage.rename(data if storage.lexists(data) else old, self.data)
+                storage.sync_directory(self.path)
+            if self.is_open:
+                self._goes_back(old)
+            return is_back
+        except FileNotFoundError:  # another process was faster
+            return False
+        except OSError:
+            storage.rename(own, path)  # which a person may have been told
+            raise
+        finally:
+            owner.end()
+
+    def _goes_back(self, old: str) -> None:
+        if storage.lexists(old):
+            place_directory(old, self.destination)
+            storage.sync_directory(os.path.dirname(self.destination))
+
+    def goes_on(self) -> bool:
+        """True if it is open once all is put back, as far as it can be, at once."""
+        with contextlib.suppress(OSError):
+            self._put_back()
+        return self.is_open
+
+    def _may_end(self, own: str) -> bool:
+        """True if a commit has data there, and is not known to be dead."""
+        owner = Owner.parse(os.path.basename(own).removeprefix(TAKEN))
+        return owner is not None and not owner.is_provably_dead() and self._has_data(own)
+
+    def _has_some(self, own: str) -> bool:
+        """True if a commit has data there, or an old output that has not been replaced."""
+        return self._has_data(own) or (self.is_open and storage.lexists(os.path.join(own, OLD)))
+
+    def _has_data(self, own: str) -> bool:
+        old = os.path.join(own, OLD)  # what is about to be exchanged has the name of what comes back for it
+        return storage.lexists(os.path.join(own, "data")) or _is_untouched(self._committed, old)
+
+    def replaced(self) -> list[str]:
+        """Return where old outputs lie that a commit has moved aside."""
+        places = [os.path.join(self.path, ASIDE), *(os.path.join(path, OLD) for path in self._named(TAKEN))]
+        return [path for path in places if storage.lexists(path) and not _is_untouched(self._committed, path)]
+
+    def _what_was_there(self) -> list[str]:
+        return [f"what was there before: {escape(path)}" for path in self.replaced()]
 
     def _appeared(self) -> UsageError:
-        """Let the next commit try again, and say what is in the way."""
-        problems = []
-        if self.has_replaced:
-            problems = [f"what was there before: {escape(self.replaced)}"]
-        else:
-            storage.remove_tree(self.replaced)
+        """Say what is in the way, and what was there before."""
         said, hint = "appeared while it was being written", None
         if self.is_of_parts:
             said = "exists: something else was put there"
             hint = "remove it, or replace it: shardkit commit takes --overwrite"
-        return UsageError(f"{escape(self.destination)} {said}", problems=problems, hint=hint)
+        return UsageError(f"{escape(self.destination)} {said}", problems=self._what_was_there(), hint=hint)
 
     def keep(self) -> str:
         """Give `data` a free name beside the destination, `last-new`, and remove the rest; return its path.
@@ -600,7 +622,7 @@ class SharedStaging:
         Raises:
             UsageError, OSError: what was moved aside cannot go back, or the system refuses; all of it stays.
         """
-        self.put_back()
+        self.reopen()
         storage.sync_directories(self.data)
         for number in itertools.count(1):
             path = f"{self.destination}-new{number if number > 1 else ''}"
@@ -614,13 +636,16 @@ class SharedStaging:
             return path
         raise AssertionError("there is always another number")
 
-    def remove(self) -> None:
-        """Remove all of it.
+    def remove(self, *, only_closed: bool = False) -> None:
+        """Remove all of it. What a commit has moved aside meanwhile goes back, unless something else is there.
+
+        Args:
+            only_closed: it stays if it is open: others have begun anew under its name, or a commit has not ended.
 
         Raises:
             ResourceError: the system refuses.
         """
-        _remove(self.destination, self.path, self.kept, was_seen=self.has_made)
+        _remove(self.destination, self.path, self.kept, was_seen=self._was_seen, only_closed=only_closed)
         remove_abandoned(self.destination, self.kept)  # of a process that died while it did this
 
     def give_up(self) -> None:
@@ -630,30 +655,8 @@ class SharedStaging:
             UsageError: what was moved aside cannot go back, because something else is there by now.
             ResourceError: the system refuses.
         """
-        if self.put_back():
-            _remove(self.destination, self.path, self.kept)
-
-    def put_back(self) -> bool:
-        """Put back what a commit that did not end has moved aside; False if all of this is gone by now.
-
-        Raises:
-            UsageError: something else is there by now.
-        """
-        try:
-            self.reopen()
-            if self.is_open and self.has_replaced:
-                place_directory(self.replaced, self.destination)
-                storage.sync_directory(os.path.dirname(self.destination))
-        except OSError as error:
-            if error.errno == errno.ENOENT:
-                return False
-            raise UsageError(
-                f"{escape(self.destination)} was moved aside by a commit that did not end, and cannot go back: "
-                f"{error.strerror}",
-                problems=[f"what was there before: {escape(self.replaced)}"],
-                hint="keep what you want of the two, and remove that directory",
-            ) from error
-        return True
+        self.reopen()
+        _remove(self.destination, self.path, self.kept)
 
 
 class RecordStat(NamedTuple):
@@ -771,16 +774,6 @@ class SharedRecords(SharedNotes):
                 storage.unlink(os.path.join(self.path, name))
 
 
-def _check_same(work: str) -> None:
-    """Raise FileNotFoundError if all was committed and removed, and others may have begun anew under the same name.
-
-    Args:
-        work: a `workplace` of this process.
-    """
-    if not storage.isdir(work):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), work)
-
-
 def _can_exchange(work: str) -> bool:
     """True if the system can exchange directories; tried with two that are empty.
 
@@ -815,7 +808,7 @@ def _set_free(directory: str) -> None:
     """Move old outputs that were looked through, so that half of one is not looked through again by whoever goes on."""
     with contextlib.suppress(OSError):
         for name in storage.listdir(directory):
-            if name == "replaced" or name.startswith(TAKEN):
+            if name.startswith(TAKEN):
                 storage.rename(os.path.join(directory, name), os.path.join(directory, GONE + name))
 
 
@@ -826,10 +819,13 @@ def _strip(mark: str) -> None:
         storage.remove_all_but(mark, ("plan.json", _COMMITTED))
 
 
-def _remove(destination: str, path: str, kept: KeptFiles, *, was_seen: bool = False) -> None:
+def _remove(
+    destination: str, path: str, kept: KeptFiles, *, was_seen: bool = False, only_closed: bool = False
+) -> None:
     """Remove a directory but what is kept: under a name of a run of this process first, so that nobody goes on in it.
 
-    What it has replaced is kept likewise, unless it `was_seen`: looked through.
+    What a commit has moved aside in the last moment goes back. What was replaced is kept like the rest, unless it `was_seen`:
+    looked through. If `only_closed`, what is open gets its name again.
     """
     if not storage.lexists(path):  # where nothing can be written, a rename would say that instead
         return
@@ -842,6 +838,9 @@ def _remove(destination: str, path: str, kept: KeptFiles, *, was_seen: bool = Fa
         storage.rename(path, taken)
         # Else a power loss would bring it back under its name, without what is removed here.
         storage.sync_directory(parent)
+        if SharedStaging(destination, taken, kept).goes_on() and only_closed:
+            rename_noreplace(taken, path)
+            return
         if was_seen:
             _set_free(taken)
         remove_but(taken, kept(taken))
@@ -945,10 +944,10 @@ def remove_abandoned(destination: str, kept: KeptFiles) -> None:
 
 
 def recover_output(destination: str) -> None:
-    """Put back what dead runs moved aside and did not replace; errors as `put_back`."""
+    """Put back what dead runs moved aside and did not replace; errors as `reopen`."""
     for run in runs_of(destination, nothing):
-        if run.has_replaced and run.is_over and storage.access(run.path, os.W_OK):
-            run.put_back()
+        if run.replaced() and run.is_over and storage.access(run.path, os.W_OK):
+            run.reopen()
 
 
 def reclaimable_bytes(destination: str) -> int:

@@ -115,7 +115,7 @@ def remove(destination: str, runs: Collection[Leftover], *, also_unknown: bool) 
 
 def _with_old(destination: str, path: str) -> str:
     run = SharedStaging(destination, path, foreign_in)
-    return f", with what was there before in {os.path.basename(run.replaced)}" if run.has_replaced else ""
+    return "".join(f", with what was there before in {os.path.relpath(old, path)}" for old in run.replaced())
 
 
 def _remove(destination: str, path: str) -> bool:

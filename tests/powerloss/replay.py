@@ -249,7 +249,7 @@ class Replay:
 
     def _is_aside(self, tree: Tree) -> bool:
         """True where the old output lies complete in a staging directory, from where the next run brings it back."""
-        places = [name for name in tree if name.count("/") == 1 and name.endswith(("/data.old", "/replaced"))]
+        places = [name for name in tree if name.count("/") == 2 and name.endswith("/old")]
         return not self._scenario.can_exchange and self.old in [_below(tree, place) for place in places]
 
     def run_again(self, state: State, found: Findings) -> None:

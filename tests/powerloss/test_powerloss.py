@@ -63,7 +63,7 @@ def test_what_a_power_loss_leaves(worker: Worker, name: str) -> None:
         )  # trust is all there
         found = replay.check(states, pick, num_on_disk=num_on_disk, num_again=NUM_AGAIN)
         for state in states if name == "preshard-overwrite-aside" else ():
-            if any(path.endswith("/replaced") for path in state.tree) and found.num_again < 2 * NUM_AGAIN:
+            if any(path.endswith("/old") for path in state.tree) and found.num_again < 2 * NUM_AGAIN:
                 replay.run_again(state, found)  # such a directory must not be in the way
     assert not found.wrong
     assert found.num_states >= 15

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -25,8 +26,8 @@ _LONGEST_DEAF_S = 20.0
 class Faults:
     """Counts the calls of all threads, and acts at the chosen one.
 
-    A fault is {"at": n, counted over the calls in "of" (default: all) whose last argument has "onto" in it, "do": ...,
-    "stays": all later ones too}:
+    A fault is {"at": n, counted over the calls in "of" (default: all) in whose last argument "onto" is found, an expression
+    (of renameat2: the target and the flags, after a blank), "do": ..., "stays": all later ones too}:
 
         kill                    SIGKILL; of a write, half of the bytes are on their way
         errno, "errno": n       the call fails; a descriptor is closed nevertheless
@@ -42,7 +43,10 @@ class Faults:
 
     def __init__(self, fault: dict[str, Any] | None, report: int) -> None:
         self._fault, self._report = fault or {}, report
-        self._of, self._onto = frozenset(self._fault.get("of", CALLS)), str(self._fault.get("onto", ""))
+        self._of, self._onto = (
+            frozenset(self._fault.get("of", CALLS)),
+            re.compile(self._fault.get("onto", "")),
+        )
         self._calls, self._count, self._lock = list[str](), 0, threading.Lock()
         self._writers = set[int]()
         self._heard = threading.Event()
@@ -78,7 +82,8 @@ class Faults:
                 self._calls.append(name)
                 if name == "pwrite":
                     self._writers.add(threading.get_ident())
-                is_of = name in self._of and (not self._onto or self._onto in str(args[-1]))
+                last = " ".join(map(str, args[1 if name == "renameat2" else -1 :]))
+                is_of = name in self._of and self._onto.search(last) is not None
                 self._count += is_of
                 at = self._fault.get("at")
                 is_first = is_of and self._count == at

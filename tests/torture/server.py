@@ -33,6 +33,7 @@ import torch
 
 from shardkit.cli import main
 from shardkit.core.placements import Placement
+from shardkit.files import shared
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.preshard import job as preshard_job
 from shardkit.osft import compute
@@ -74,6 +75,7 @@ def run(request: dict[str, Any], report: int) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     sys.setswitchinterval(1e-5)  # so that small files are under way at the same time
+    shared.PATIENCE_S = 0.5  # a process that a test has stopped is taken over soon
     faults = Faults(request.get("fault"), report)
     faults.install(exchange=request.get("exchange", True))
     try:

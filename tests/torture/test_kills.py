@@ -124,7 +124,7 @@ def test_killed_before_the_old_one_was_removed(
     killed = scenario.run(server, here.out, overwrite=True, exchange=exchange, fault=fault)
     assert (killed.code, killed.hit) == (-9, "unlink")
     here.check_is(scenario.expected)
-    ((old,),) = ([*staging.glob("new-*" if exchange else "replaced")] for staging in here.staging())
+    ((old,),) = ([*staging.glob("new-*/old")] for staging in here.staging())
     assert content(old) == scenario.old
     here.check_ends_well(server, overwrite=True, exchange=exchange)
     here.remove()

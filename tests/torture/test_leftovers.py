@@ -316,15 +316,16 @@ def test_the_old_output_is_never_lost(exchange: bool, found: Scenarios, server: 
 def test_what_cannot_go_back_is_kept_and_named(found: Scenarios, server: Server, place: Path) -> None:
     there = killed(found["preshard"], server, place)
     (left,) = there.staging()
-    (left / "replaced").mkdir()
-    (left / "replaced" / "of the user").write_bytes(b"old")
+    old = left / f"new-{Owner.new_run()}" / "old"
+    old.mkdir(parents=True)
+    (old / "of the user").write_bytes(b"old")
     there.out.mkdir()
     (there.out / "new").write_bytes(b"new")
     for args in (("gc", str(there.out)), ("status", str(there.out), "--abort")):
         shown = run(*args)
         assert shown.exit_code == 2
-        assert f"{left}, with what was there before in replaced" in shown.stderr
-        assert (left / "replaced" / "of the user").read_bytes() == b"old"
+        assert f"{left}, with what was there before in {old.relative_to(left)}" in shown.stderr
+        assert (old / "of the user").read_bytes() == b"old"
     there.remove()
 
 
@@ -351,8 +352,8 @@ def test_an_old_output_with_a_long_name_goes_back_to_it(tmp_path: Path) -> None:
     out = tmp_path / ("x" * 200)
     run = SharedStaging.of_plan(str(out), "0" * 16, nothing, is_run=True)
     assert run.create(b"{}")
-    old = Path(run.path, "replaced", ".metadata")
-    old.parent.mkdir()
+    old = Path(run.path, f"new-{Owner.new_run()}", "old", ".metadata")
+    old.parent.mkdir(parents=True)
     old.touch()
     assert shardkit.status(out, abort=True).aborted
     assert [path.name for path in tmp_path.iterdir()] == [out.name]

@@ -8,14 +8,15 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.torture.divided import SCENARIOS, attempt, check_whole, committing, good, part, parts
-from tests.torture.harness import Place, Scenarios, Server, restore
+from tests.torture.harness import Answer, Place, Scenarios, Server, content, restore
 
 NUM_ATTEMPTS = 4
 
@@ -289,73 +290,171 @@ def other() -> Iterator[Server]:
         yield process
 
 
+OWN = r"\.shardkit-[0-9a-f]{8}-[^/]*$"
+"""What is named after a process: who removes a directory gives it such a name first."""
+STOPS = {
+    "before it begins": (["rename"], r"/new-[^/]*$"),
+    "before it takes the data": (["rename"], r"/new-[^/]*/data$"),
+    "before its note": (["rename"], r"/committed\.json$"),
+    "before it is exchanged": (["renameat2"], r"/out 2$"),
+    "before the old one goes aside": (["rename"], r"/new-[^/]*/old$"),
+    "before the name is tried": (["renameat2"], r"/out 1$"),
+    "with the old one aside": (["rename"], r"/out$"),
+}
+
+
 @contextlib.contextmanager
-def stopped_commit(here: Place, other: Server, onto: str, *, exchange: bool) -> Iterator[None]:
-    """Stop a commit before one of its renames, or where it finds that nothing is exchanged; it ends well afterwards."""
-    stop = here.path.parent / "stop"
-    request = committing(here.scenario, here.out, "--overwrite", exchange=exchange)
-    fault = {
-        "of": ["rename" if onto else "renameat2"],
-        "onto": onto,
-        "at": 1,
-        "do": "wait",
-        "path": str(stop),
-    }
+def stopped(
+    here: Place, other: Server, request: dict[str, Any], where: tuple[list[str], str], at: int = 1
+) -> Iterator[Callable[[], Answer]]:
+    """Stop a run before one of its renames; it goes on afterwards, or when its answer is asked for."""
+    stop = here.path.parent / f"stop{id(request)}"
+    fault = {"of": where[0], "onto": where[1], "at": at, "do": "wait", "path": str(stop)}
     with ThreadPoolExecutor(1) as thread:
         slow = thread.submit(other.together, [{**request, "fault": fault}])
         while not stop.exists():
             assert not slow.done(), slow.result()
             time.sleep(0.01)
+
+        def answer() -> Answer:
+            stop.unlink(missing_ok=True)
+            return slow.result()[0]
+
         try:
-            yield
+            yield answer
         finally:
-            stop.unlink()
-            good(slow.result())
+            answer()
 
 
-@pytest.mark.parametrize("onto", ["/committed.json", "/replaced", "/out"])
-def test_a_slow_commit_does_not_take_away_what_a_faster_one_has_made(
-    here: Place, server: Server, other: Server, onto: str
-) -> None:
-    """The faster one is killed while it removes what it has replaced; where nothing can be exchanged, a rename does that."""
+def stopped_commit(
+    here: Place, other: Server, stop: str, *, exchange: bool
+) -> contextlib.AbstractContextManager[Callable[[], Answer]]:
+    """Stop a commit that replaces an output; without an exchange it tries the name once before the old one is aside."""
+    request = committing(here.scenario, here.out, "--overwrite", exchange=exchange)
+    return stopped(here, other, request, STOPS[stop], 2 if stop == "with the old one aside" else 1)
+
+
+@pytest.fixture
+def finished(here: Place, server: Server) -> Iterator[Path]:
+    """All parts have finished, nobody has committed, and there is an old output; yields a copy of their directory."""
     restore(here.out, here.scenario.old)
     die_at_commit(here, server, "--overwrite")
     (left,) = here.staging()
     kept = here.path.parent / "kept-staging"
     shutil.copytree(left, kept)
-    faster = part(here.scenario, here.out, "2/2", "--overwrite", exchange=False)
-    try:
-        for kill in (10, 16, 24, 30):  # after it has made the output, and before it has removed the old one
-            for path in here.staging():
-                shutil.rmtree(path)
-            restore(here.out, here.scenario.old)
-            shutil.copytree(kept, left)
-            with stopped_commit(here, other, onto, exchange=False):
-                fault = {"of": ["unlink"], "at": kill, "do": "kill"}
-                assert server.together([{**faster, "fault": fault}])[0].code == -9
-                here.check_is(here.scenario.expected)
+    yield kept
+    shutil.rmtree(kept)
+
+
+def begin_again(here: Place, kept: Path) -> None:
+    for path in here.staging():
+        shutil.rmtree(path)
+    restore(here.out, here.scenario.old)
+    shutil.copytree(
+        kept, here.path / f".out.shardkit-parts-{json.loads((kept / 'plan.json').read_text())['plan'][:16]}"
+    )
+
+
+BY_WAY = [
+    (stop, exchange)
+    for exchange in (True, False)
+    for stop in STOPS
+    if exchange or stop != "before it is exchanged"
+    if not exchange or stop != "with the old one aside"
+]
+
+
+@pytest.mark.parametrize(("stop", "exchange"), BY_WAY)
+def test_a_slow_commit_does_not_take_away_what_a_faster_one_has_made(
+    here: Place, server: Server, other: Server, finished: Path, stop: str, exchange: bool
+) -> None:
+    """The faster one, maybe of a host that can exchange, is killed while it removes what it has replaced."""
+    for faster, kill in ((True, 16), (False, 24)):
+        begin_again(here, finished)
+        request = part(here.scenario, here.out, "2/2", "--overwrite", exchange=faster)
+        with stopped_commit(here, other, stop, exchange=exchange) as slow:
+            answer = server.together([{**request, "fault": {"of": ["unlink"], "at": kill, "do": "kill"}}])[0]
+            assert answer.code == -9
             here.check_is(here.scenario.expected)
-    finally:
-        shutil.rmtree(kept)
+            good([slow()])
+        here.check_is(here.scenario.expected)
     check_whole(here, server)
 
 
-@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize(("stop", "exchange"), BY_WAY)
 def test_a_slow_commit_leaves_alone_what_others_have_begun_since(
-    here: Place, server: Server, other: Server, exchange: bool
+    here: Place, server: Server, other: Server, finished: Path, stop: str, exchange: bool
 ) -> None:
     """All was committed and removed, and a part has begun anew under the same name: its data is no output."""
-    restore(here.out, here.scenario.old)
-    die_at_commit(here, server, "--overwrite")
     again = part(here.scenario, here.out, "1/1", "--overwrite", exchange=exchange)
-    with stopped_commit(here, other, "/new-" if exchange else "", exchange=exchange):
+    with stopped_commit(here, other, stop, exchange=exchange) as slow:
         for _ in range(2):
             good(server.together([committing(here.scenario, here.out, exchange=exchange)]))
         assert not here.staging()
         assert server.together([{**again, "fault": {"at": 100, "do": "kill"}}])[0].code == -9
         (begun,) = here.staging()
+        there = content(begun)
+        good([slow()])
     here.check_is(here.scenario.expected)
     assert here.staging() == [begun]
+    assert content(begun) == there
+    good(server.together([again]))
+    check_whole(here, server)
+
+
+@pytest.mark.parametrize(("stop", "exchange"), BY_WAY)
+def test_a_slow_commit_after_all_was_given_up(
+    here: Place, server: Server, other: Server, finished: Path, stop: str, exchange: bool
+) -> None:
+    abort = {"args": ["status", str(here.out), "--abort", "--json"]}
+    with stopped_commit(here, other, stop, exchange=exchange) as slow:
+        good(server.together([abort]))
+        here.check_is(here.scenario.old)
+        assert not here.staging()
+        assert slow().code == 4
+    here.check_is(here.scenario.old)
+    assert not here.staging()
+
+
+@pytest.mark.parametrize(
+    "stop", ["before it takes the data", "with the old one aside", "before it is exchanged"]
+)
+def test_given_up_while_another_commits(
+    here: Place, server: Server, other: Server, finished: Path, stop: str
+) -> None:
+    """What that one moves aside, after it was looked whether anything is aside, goes back."""
+    exchange = stop == "before it is exchanged"
+    abort = {"args": ["status", str(here.out), "--abort", "--json"]}
+    with stopped(here, other, abort, (["rename"], OWN)) as slow:
+        with stopped_commit(here, server, stop, exchange=exchange) as commits:
+            good([slow()])
+            here.check_is(here.scenario.old)
+            assert commits().code == 4
+    here.check_is(here.scenario.old)
+    assert not here.staging()
+
+
+@pytest.mark.parametrize("onto", [OWN, r"\.done$"])
+def test_who_cleans_up_late_leaves_alone_what_others_have_begun_since(
+    here: Place, server: Server, other: Server, finished: Path, onto: str
+) -> None:
+    keeps_mark = onto != OWN
+    request = (
+        part(here.scenario, here.out, "2/2", "--overwrite")
+        if keeps_mark
+        else committing(here.scenario, here.out, "--overwrite")
+    )
+    with stopped(here, other, request, (["rename"], onto)) as slow:
+        here.check_is(here.scenario.expected)
+        good(server.together([{"args": ["status", str(here.out), "--abort", "--json"]}]))
+        assert not here.staging()
+        again = part(here.scenario, here.out, "1/1", "--overwrite")
+        assert server.together([{**again, "fault": {"at": 100, "do": "kill"}}])[0].code == -9
+        (begun,) = here.staging()
+        there = content(begun)
+        good([slow()])
+    assert here.staging() == [begun]
+    assert content(begun) == there
     good(server.together([again]))
     check_whole(here, server)
 
@@ -385,7 +484,7 @@ def test_status_and_giving_up(here: Place, server: Server) -> None:
     text = server.together([{"args": ["status", str(here.out)]}])[0].out
     assert f"{number} of 5 files" in text
     assert f"part 2/2: {5 - number} file" in text
-    assert good(server.together([{"args": [*asked["args"], "--abort"]}]))[0]["aborted"]
+    assert good(server.together([{"args": [*asked["args"], "--abort", "--json"]}]))[0]["aborted"]
     assert not here.staging()
     assert server.together([committing(here.scenario, here.out)])[0].code == 2
 

@@ -142,7 +142,7 @@ class Notebook(Protocol):
         owner.end()
 
     def reopen(self) -> bool:
-        """Put back what a commit has taken that did not end; True if there was such."""
+        """Put back what a commit that did not end has taken, and what it has replaced; True if it had taken the data."""
         return False
 
     def check_owner(self) -> None:
@@ -158,16 +158,12 @@ class Notebook(Protocol):
         """Yield (name, content) of what parts said of themselves."""
 
     @abstractmethod
-    def remove(self) -> None:
-        """Remove all of it."""
+    def remove(self, *, only_closed: bool = False) -> None:
+        """Remove all of it; or leave it alone if it is open, and that is not meant."""
 
     def give_up(self) -> None:
-        """Remove all of it; what a commit that did not end has replaced is put back."""
+        """Remove all of it; what a commit that did not end has replaced goes back."""
         self.remove()
-
-    def put_back(self) -> object:
-        """Put back what a commit that did not end has replaced."""
-        return None
 
 
 class Beside(NamedTuple):

@@ -248,7 +248,7 @@ class DiskPlace(Place):
         if keeps_mark:
             self._staging.keep_mark()
         else:
-            self._staging.remove()
+            self._staging.remove(only_closed=True)
         remove_marks(self._staging.destination, self._staging.kept, only_old=keeps_mark)
 
     def remove_others(self) -> None:

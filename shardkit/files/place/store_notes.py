@@ -123,7 +123,9 @@ class StoredStaging(Notebook):
         """Remove `plan.json`: parts that are still at work end."""
         self._store.delete(self.record)
 
-    def remove(self) -> None:
+    def remove(self, *, only_closed: bool = False) -> None:
+        if only_closed and self.is_open:
+            return
         self.close()  # and uploads of records end
         at_once(lambda each: self._store.abort(each.path, each.upload), self._store.uploads(self.path))
         at_once(self._store.delete, [path for path, _ in self._store.objects(self.path)])

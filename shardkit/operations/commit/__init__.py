@@ -176,7 +176,7 @@ def commit(
         ended = None
         if staging is not None and not staging.is_attended:
             ended = _end(staging, progress, on_warning)
-            staging.remove()
+            staging.remove(only_closed=True)
         return _was_there(place, begun, ended)
     try:
         agreement = Agreement.of(staging)

@@ -57,7 +57,7 @@ class Alone:
             if not self._notebook.is_own:
                 return
             if isinstance(error, Interrupted):
-                self._notebook.put_back()
+                self._notebook.reopen()
             else:
                 self._place.give_up()
 
@@ -85,7 +85,7 @@ class Alone:
             return False
         self._check_own()
         if not self._notebook.is_open and self._notebook.exists:  # its output is another one by now
-            self._notebook.remove()
+            self._notebook.remove(only_closed=True)
         if self._notebook.create(self._agreement.dump(), self._agreement.folders, self._owner):
             return True
         try:

@@ -10,7 +10,7 @@ from functools import cache
 from shardkit.core.text import escape, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
-from shardkit.files.shared import ASIDE, GONE, NOTHING, TAKEN, runs_of
+from shardkit.files.shared import ASIDE, GONE, OLD, TAKEN, runs_of
 from shardkit.files.staging import OWNER, Owner, nothing
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.hub.assets import is_asset
@@ -22,6 +22,7 @@ _RECORD, _OF_EARLIER = "plan.json", "journal.jsonl"
 _AT_THE_TOP = (OWNER, _RECORD, "committed.json", _OF_EARLIER)
 _OF_ANY = re.compile(
     rf"{GONE}[^/]*/.+"  # an old output that was looked through
+    rf"|{TAKEN}[^/]*/committed\.json"
     r"|(factors|work)/\d+(-[0-9a-f]{8}|\.json)?",  # records, and their notes
     re.ASCII | re.DOTALL,
 )
@@ -48,28 +49,22 @@ def foreign_in(path: str) -> list[str]:
 
     def is_known(name: str) -> bool:
         top, _, below = name.partition("/")
+        is_data, (taken, _, rest) = top == "data", below.partition("/")
+        if top.startswith(TAKEN) and taken in ("data", OLD):
+            top, below, is_data = f"{top}/{taken}", rest, taken == "data"
         if is_nobodys(name) or name in _AT_THE_TOP or _OF_ANY.fullmatch(name):
             return True
         if top == "work":  # its name says whose it was
             return Owner.parse(below.partition("/")[0]) is not None
-        if below and (top == "data" or top.startswith(TAKEN)):
-            is_old = top != "data" or (is_ours and not of_parts)
+        if below and (is_data or top.startswith(TAKEN)):
+            is_old = not is_data or (is_ours and not of_parts)
             return below in of_parts or (is_old and lists(top)(below))
-        if below and top in (ASIDE, "replaced"):
-            # What goes back to its place is not removed; an empty note says that there is nothing to go back.
-            goes_back = top == ASIDE and storage.lexists(os.path.join(path, "data"))
-            goes_back |= below == NOTHING and _is_empty(os.path.join(path, name))
-            return goes_back or lists(top)(below)
+        if below and top == ASIDE:
+            # What goes back to its place is not removed.
+            return storage.lexists(os.path.join(path, "data")) or lists(top)(below)
         return is_shared and _OF_SHARED.fullmatch(name) is not None
 
     return [name for name in files_in(path) if not is_known(name)]
-
-
-def _is_empty(path: str) -> bool:
-    try:
-        return not storage.getsize(path)
-    except FileNotFoundError:  # a commit has just removed it
-        return True
 
 
 def _of_parts(path: str) -> set[str]:

@@ -408,12 +408,14 @@ def test_what_appears_there_and_was_not_looked_through_stays(
     class Killed(BaseException):
         pass
 
-    def die(staging: SharedStaging, old: str) -> None:
-        (Path(old) / "notes.txt").write_text("mine")
-        raise Killed
+    def die(place: DiskPlace, look: Callable[..., object], *old: str) -> None:
+        if old:
+            (Path(*old) / "notes.txt").write_text("mine")
+            raise Killed
+        look()
 
     with monkeypatch.context() as patch:
-        patch.setattr(SharedStaging, "_look_exchanged", die)
+        patch.setattr(DiskPlace, "_ask", die)
         with pytest.raises(Killed):
             preshard(model, out, "2/2", overwrite=True)
     told = preshard(model, out, "2/2", overwrite=True)
