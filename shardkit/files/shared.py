@@ -16,14 +16,14 @@
 
 It appears whole, with one rename, and nothing makes a second `data`: where it is missing, it has become the
 destination, or a commit has taken it, and it comes back if that commit dies. A commit moves everything into or out of
-its own `new-<owner>`. Whoever takes over gives that another name, and whoever removes all of it another one to all of
-it: from then on none of the renames of that commit succeeds, however late it goes on. Files get their names in
-`data` by a rename, and whoever writes a file of that name writes the same bytes, so that a process may work on what
-another one was believed to have lost. No locks. Only a commit moves `data`, and only a commit or a person removes the
-rest: the name is not one of a process. After the commit `plan.json`, `committed.json`
-and `work` lie there until what comes after the output is done; then, where a part commits, `plan.json` and
-`committed.json` stay under a name that ends in `.done`, so that parts that come late see that all is done; a person, or
-the job that comes after, removes that with a commit of its own.
+its own `new-<owner>`. Whoever takes over empties that and removes it; whoever removes everything renames the whole
+directory and then does so to all of them. After that no rename of a slow commit succeeds, even by a handle that a network
+file system has kept. Files get their names in `data` by a rename, and whoever writes a file of that name writes the same
+bytes, so that a process may work on what another one was believed to have lost. No locks. Only a commit moves `data`, and
+only a commit or a person removes the rest: the name is not one of a process. After the commit `plan.json`,
+`committed.json` and `work` lie there until what comes after the output is done; then, where a part commits, `plan.json`
+and `committed.json` stay under a name that ends in `.done`, so that parts that come late see that all is done; a person,
+or the job that comes after, removes that with a commit of its own.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from shardkit.files.staging import (
     KeptFiles,
     Owner,
     Staging,
+    identity_of,
     nothing,
     owned,
     owner_of,
@@ -94,8 +95,8 @@ class SharedStaging:
         self._committed = os.path.join(path, "committed.json")
         self.has_made = False
         """True once this process has made the destination."""
-        self._was_seen = False
-        """True once it has looked through what was there."""
+        self._seen = ""
+        """Name of the `new-<owner>` with what was there, once this process has looked through that."""
         self.look: Callable[[str], object] = lambda path: None
         """Given the path of the old content once it has lost its name, so that nobody adds anything to it. Whatever it
         raises is raised, and the old content is at the destination again."""
@@ -148,7 +149,13 @@ class SharedStaging:
 
     @property
     def is_open(self) -> bool:
-        """True until a commit has moved the data, or everything was removed."""
+        """True until the data is at the destination, or everything was removed; also while a commit has taken it."""
+        # Whoever takes over moves the data, to where this may have looked already: it looks twice.
+        return any(self._has_it or any(map(self._has_data, self._commits())) for _ in range(2))
+
+    @property
+    def _has_it(self) -> bool:
+        """True while no commit has taken the data."""
         return storage.isdir(self.data)
 
     @property
@@ -285,10 +292,10 @@ class SharedStaging:
         with self.workplace():
             pass
 
-    def _remove_dead(self) -> None:
+    def _remove_dead(self, *, also_living: bool = False) -> None:
         for name in storage.listdir(self._work):
             owner = Owner.parse(name)
-            if owner is not None and owner.is_provably_dead():
+            if owner is not None and (also_living or owner.is_provably_dead()):
                 storage.remove_tree(os.path.join(self._work, name))
 
     def _check_owner(self, own: str) -> None:
@@ -384,10 +391,8 @@ class SharedStaging:
         """
         own = os.path.join(self.path, TAKEN + os.path.basename(work))
         try:
-            storage.sync_directories(self.data)
-            if not self.is_open:
-                return False
             self.reopen()
+            storage.sync_directories(self.data)
             can_exchange = overwrite and storage.lexists(self.destination) and _can_exchange(work)
             storage.make_folders(work, "new")
             storage.rename(os.path.join(work, "new"), own)
@@ -405,6 +410,8 @@ class SharedStaging:
                 raise self._appeared() from error
             raise ResourceError(f"cannot rename to {escape(self.destination)}: {error.strerror}") from error
         self.has_made = True
+        with contextlib.suppress(OSError):  # nothing was there
+            storage.rmdir(own)
         try:
             storage.sync_directory(os.path.dirname(self.destination))
         except OSError as error:
@@ -469,24 +476,21 @@ class SharedStaging:
         Raises:
             ResourceError: the system refuses.
         """
-        seen = TAKEN if self._was_seen else ()
-        if any(not name.startswith(seen) for name in self.kept(self.path)):
-            self.remove(only_closed=True)  # all but these, and no mark with somebody's files in it
-            return
-        mark = self.path + _DONE
+        mark = SharedStaging(self.destination, self.path + _DONE, self.kept)
         try:
-            if storage.lexists(mark):  # of an earlier commit of the same plan
-                _remove(self.destination, mark, self.kept)
-            storage.rename(self.path, mark)
-            if SharedStaging(self.destination, mark, self.kept).goes_on():
-                rename_noreplace(mark, self.path)
+            mark._remove()  # of an earlier commit of the same plan
+            storage.rename(self.path, mark.path)
+            if self._goes_on(mark):
                 return
-            storage.sync_directory(os.path.dirname(mark))
+            storage.sync_directory(os.path.dirname(mark.path))
         except FileNotFoundError:  # another process has removed all
             return
         except OSError as error:
             raise ResourceError(f"cannot rename {escape(self.path)}: {error.strerror}") from error
-        _strip(mark)
+        if self.kept(mark.path):  # no mark with somebody's files in it
+            mark._remove()
+        else:
+            _strip(mark.path)
 
     def _replace(self, own: str, names: Iterable[str], *, overwrite: bool, can_exchange: bool) -> None:
         """Take the data, and make it the destination; arguments and errors as `commit`, and its own `new-<owner>`."""
@@ -503,28 +507,29 @@ class SharedStaging:
         try:
             if can_exchange:
                 storage.rename(data, old)
-                storage.renameat2(old, self.destination, storage.RENAME_EXCHANGE)
+                _exchange(old, self.destination)
             else:
                 storage.rename(self.destination, old)
         except FileNotFoundError:  # nothing is there any more, or another process has taken over
             return place_directory(old if can_exchange else data, self.destination)
         try:
             self.look(old)
-        except ShardkitError:
+        except BaseException:
             if can_exchange:
-                storage.renameat2(old, self.destination, storage.RENAME_EXCHANGE)
+                _exchange(old, self.destination)
             raise
         if not can_exchange:
             place_directory(data, self.destination)
-        self._was_seen = storage.lexists(old)  # else another has given it a name of its own
+        if storage.lexists(old):  # else another has moved it
+            self._seen = os.path.basename(own)
 
-    def _named(self, start: str) -> list[str]:
-        """Return the paths in it whose names begin so."""
+    def _commits(self) -> list[str]:
+        """Return the paths of each `new-<owner>`."""
         try:
             names = sorted(storage.listdir(self.path))
         except OSError:
             return []
-        return [os.path.join(self.path, name) for name in names if name.startswith(start)]
+        return [os.path.join(self.path, name) for name in names if _committer(name) is not None]
 
     def reopen(self) -> bool:
         """Put back what a commit that did not end has taken, and what it has moved aside; True if it had taken the data.
@@ -536,65 +541,83 @@ class SharedStaging:
             ResourceError: the system refuses.
         """
         until = time.monotonic() + PATIENCE_S
-        while time.monotonic() < until and any(map(self._may_end, self._named(TAKEN))):
+        while time.monotonic() < until and any(map(self._may_live, self._commits())):
             time.sleep(_LOOK_AGAIN_S)
         try:
-            return self._put_back()
+            is_back = self._put_back()
         except OSError as error:
-            if error.errno not in IS_THERE:
-                raise ResourceError(f"cannot write to {escape(self.path)}: {error.strerror}") from error
+            raise ResourceError(f"cannot write to {escape(self.path)}: {error.strerror}") from error
+        left = self.replaced()
+        if left and self._has_it and all(map(storage.lexists, left)):
             raise UsageError(
-                f"{escape(self.destination)} was moved aside by a commit, and cannot go back: {error.strerror}",
+                f"{escape(self.destination)} was moved aside by a commit, and cannot go back: something else is there",
                 problems=self._what_was_there(),
                 hint="keep what you want of the two, and remove that directory",
-            ) from error
+            )
+        return is_back
 
-    def _put_back(self) -> bool:
-        """Do so at once. Only who has given a `new-<owner>` a name of its own moves anything out of it."""
-        if self.is_open:  # of an earlier version, in a directory of one process
+    def _put_back(self, *, everything: bool = False) -> bool:
+        """Do so at once."""
+        if self._has_it:  # of an earlier version, in a directory of one process
             self._goes_back(os.path.join(self.path, ASIDE))
-        return any([self._take_over(path) for path in self._named(TAKEN) if self._has_some(path)])
+        taken = sorted(self._commits(), key=self._has_data, reverse=True)  # the data first
+        return any([self._take_over(path) for path in taken if everything or self._has_some(path)])
 
     def _take_over(self, path: str) -> bool:
-        """Give a `new-<owner>` a name of its own, and put back what is in it; True if that was the data."""
+        """Empty a `new-<owner>`, remove it, and put back what was in it; True if that was the data."""
         owner = Owner.new_run()
         own = os.path.join(self.path, TAKEN + str(owner))
         data, old = os.path.join(own, "data"), os.path.join(own, OLD)
         try:
-            storage.rename(path, own)
+            while not _is_removed(path):
+                storage.make_folders(self.path, os.path.basename(own))
+                storage.sync_directory(self.path)
+                for name in storage.listdir(path):
+                    storage.rename(os.path.join(path, name), os.path.join(own, name))
+                storage.sync_directory(own)
             if is_back := self._has_data(own):
                 storage.rename(data if storage.lexists(data) else old, self.data)
                 storage.sync_directory(self.path)
-            if self.is_open:
+            if self._has_it:
                 self._goes_back(old)
             return is_back
         except FileNotFoundError:  # another process was faster
             return False
-        except OSError:
-            storage.rename(own, path)  # which a person may have been told
-            raise
         finally:
             owner.end()
 
     def _goes_back(self, old: str) -> None:
-        if storage.lexists(old):
+        if storage.lexists(old) and identity_of(self.destination) is None:
             place_directory(old, self.destination)
             storage.sync_directory(os.path.dirname(self.destination))
 
-    def goes_on(self) -> bool:
-        """True if it is open once all is put back, as far as it can be, at once."""
-        with contextlib.suppress(OSError):
-            self._put_back()
-        return self.is_open
+    def _goes_on(self, there: SharedStaging, *, may_be_open: bool = False) -> bool:
+        """Put back what commits have taken or moved aside, once all of it was moved `there`, so that none goes on.
 
-    def _may_end(self, own: str) -> bool:
+        True if it is open, and that is not meant: it has its own name again.
+        """
+        if self._seen:
+            _set_free(there.path, self._seen)
+        with contextlib.suppress(OSError):
+            there._put_back(everything=True)
+        if there.is_open and not may_be_open:
+            with contextlib.suppress(FileExistsError):  # others have begun once more
+                rename_noreplace(there.path, self.path)
+                return True
+        with contextlib.suppress(OSError):  # without a workplace none begins
+            there._remove_dead(also_living=True)
+            there._put_back(everything=True)
+        return False
+
+    def _may_live(self, own: str) -> bool:
         """True if a commit has data there, and is not known to be dead."""
-        owner = Owner.parse(os.path.basename(own).removeprefix(TAKEN))
+        owner = _committer(os.path.basename(own))
         return owner is not None and not owner.is_provably_dead() and self._has_data(own)
 
     def _has_some(self, own: str) -> bool:
-        """True if a commit has data there, or an old output that has not been replaced."""
-        return self._has_data(own) or (self.is_open and storage.lexists(os.path.join(own, OLD)))
+        """True if a commit has data there, or an old output that can go back."""
+        can_go = self._has_it and identity_of(self.destination) is None
+        return self._has_data(own) or (can_go and storage.lexists(os.path.join(own, OLD)))
 
     def _has_data(self, own: str) -> bool:
         old = os.path.join(own, OLD)  # what is about to be exchanged has the name of what comes back for it
@@ -602,7 +625,7 @@ class SharedStaging:
 
     def replaced(self) -> list[str]:
         """Return where old outputs lie that a commit has moved aside."""
-        places = [os.path.join(self.path, ASIDE), *(os.path.join(path, OLD) for path in self._named(TAKEN))]
+        places = [os.path.join(self.path, ASIDE), *(os.path.join(path, OLD) for path in self._commits())]
         return [path for path in places if storage.lexists(path) and not _is_untouched(self._committed, path)]
 
     def _what_was_there(self) -> list[str]:
@@ -645,7 +668,7 @@ class SharedStaging:
         Raises:
             ResourceError: the system refuses.
         """
-        _remove(self.destination, self.path, self.kept, was_seen=self._was_seen, only_closed=only_closed)
+        self._remove(may_be_open=not only_closed)
         remove_abandoned(self.destination, self.kept)  # of a process that died while it did this
 
     def give_up(self) -> None:
@@ -656,7 +679,40 @@ class SharedStaging:
             ResourceError: the system refuses.
         """
         self.reopen()
-        _remove(self.destination, self.path, self.kept)
+        self._remove()
+
+    def _remove(self, *, may_be_open: bool = True) -> None:
+        """Remove it but what is kept: under a name of a run of this process first, so that nobody goes on in it."""
+        if not self.exists or (self.is_open and not may_be_open):
+            return
+        # Where nothing can be written, a rename would say that nothing is there.
+        if not storage.access(self.path, os.W_OK | os.X_OK) and storage.isdir(
+            self.path
+        ):  # not: gone meanwhile
+            raise ResourceError(f"cannot remove {escape(self.path)}: {os.strerror(errno.EACCES)}")
+        owner = Owner.new_run()
+        parent, name = os.path.split(self.destination)
+        taken = os.path.join(parent, prefix_of(name) + str(owner))
+        try:
+            storage.rename(self.path, taken)
+            # Else a power loss would bring it back under its name, without what is removed here.
+            storage.sync_directory(parent)
+            if self._goes_on(SharedStaging(self.destination, taken, self.kept), may_be_open=may_be_open):
+                return
+            stays = self.kept(taken)
+            if not any(name.startswith(TAKEN) for name in stays):
+                _set_free(taken, TAKEN)
+            remove_but(taken, stays)
+            if owner_of(self.path) is not None and storage.lexists(
+                taken
+            ):  # a person may have been told this path
+                storage.rename(taken, self.path)
+        except FileNotFoundError:  # another process was faster
+            return
+        except OSError as error:
+            raise ResourceError(f"cannot remove {escape(self.path)}: {error.strerror}") from error
+        finally:
+            owner.end()
 
 
 class RecordStat(NamedTuple):
@@ -774,6 +830,27 @@ class SharedRecords(SharedNotes):
                 storage.unlink(os.path.join(self.path, name))
 
 
+def _committer(name: str) -> Owner | None:
+    """Return whose a `new-<owner>` is; None if a name is none of those."""
+    return Owner.parse(name.removeprefix(TAKEN)) if name.startswith(TAKEN) else None
+
+
+def _exchange(one: str, other: str) -> None:
+    if not storage.renameat2(one, other, storage.RENAME_EXCHANGE):
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), other)
+
+
+def _is_removed(folder: str) -> bool:
+    """Remove a folder; False if something has come into it."""
+    try:
+        storage.rmdir(folder)
+    except OSError as error:
+        if error.errno not in IS_THERE:
+            raise
+        return False
+    return True
+
+
 def _can_exchange(work: str) -> bool:
     """True if the system can exchange directories; tried with two that are empty.
 
@@ -804,54 +881,19 @@ def _is_untouched(path: str, directory: str) -> bool:
         return False
 
 
-def _set_free(directory: str) -> None:
+def _set_free(directory: str, start: str) -> None:
     """Move old outputs that were looked through, so that half of one is not looked through again by whoever goes on."""
     with contextlib.suppress(OSError):
         for name in storage.listdir(directory):
-            if name.startswith(TAKEN):
+            if name.startswith(start):
                 storage.rename(os.path.join(directory, name), os.path.join(directory, GONE + name))
 
 
 def _strip(mark: str) -> None:
     """Remove all but what says that there was a commit."""
-    _set_free(mark)
+    _set_free(mark, TAKEN)
     with contextlib.suppress(OSError):
         storage.remove_all_but(mark, ("plan.json", _COMMITTED))
-
-
-def _remove(
-    destination: str, path: str, kept: KeptFiles, *, was_seen: bool = False, only_closed: bool = False
-) -> None:
-    """Remove a directory but what is kept: under a name of a run of this process first, so that nobody goes on in it.
-
-    What a commit has moved aside in the last moment goes back. What was replaced is kept like the rest, unless it `was_seen`:
-    looked through. If `only_closed`, what is open gets its name again.
-    """
-    if not storage.lexists(path):  # where nothing can be written, a rename would say that instead
-        return
-    if not storage.access(path, os.W_OK | os.X_OK) and storage.isdir(path):  # not: gone meanwhile
-        raise ResourceError(f"cannot remove {escape(path)}: {os.strerror(errno.EACCES)}")
-    owner = Owner.new_run()
-    parent, name = os.path.split(destination)
-    taken = os.path.join(parent, prefix_of(name) + str(owner))
-    try:
-        storage.rename(path, taken)
-        # Else a power loss would bring it back under its name, without what is removed here.
-        storage.sync_directory(parent)
-        if SharedStaging(destination, taken, kept).goes_on() and only_closed:
-            rename_noreplace(taken, path)
-            return
-        if was_seen:
-            _set_free(taken)
-        remove_but(taken, kept(taken))
-        if owner_of(path) is not None and storage.lexists(taken):  # a person may have been told this path
-            storage.rename(taken, path)
-    except FileNotFoundError:  # another process was faster
-        return
-    except OSError as error:
-        raise ResourceError(f"cannot remove {escape(path)}: {error.strerror}") from error
-    finally:
-        owner.end()
 
 
 def remove_marks(destination: str, kept: KeptFiles, *, only_old: bool = False) -> None:
@@ -867,7 +909,7 @@ def remove_marks(destination: str, kept: KeptFiles, *, only_old: bool = False) -
     """
     for path in _beside(destination, _DONE):
         if not (only_old and _is_untouched(os.path.join(path, _COMMITTED), destination)):
-            _remove(destination, path, kept)
+            SharedStaging(destination, path, kept)._remove()
         elif not kept(path):  # whoever made it was killed
             _strip(path)
 

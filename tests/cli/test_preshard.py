@@ -299,7 +299,7 @@ def write_note(staging, work, directory, name, content, **options):
     plain(staging, work, directory, name, content, **options)
     if directory == staging.done.path and not heard.is_set():
         print("a file has a note\\n", end="", flush=True)  # one write: threads may say it at once
-        heard.wait()
+        heard.wait(20)  # one that comes just before the main thread waits for this one is heard after that wait
 
 signal.signal, SharedStaging.write_note = hearing, write_note
 """

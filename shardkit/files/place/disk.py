@@ -151,7 +151,7 @@ class DiskPlace(Place):
     @contextlib.contextmanager
     def workplace(self) -> Iterator[str]:
         before = identity_of(self._staging.destination)
-        if self._staging.is_open:  # nobody has committed
+        if storage.isdir(self.data):  # nobody has committed, or is about to
             self._before = before
         self._work = ""
         try:

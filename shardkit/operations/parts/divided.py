@@ -519,9 +519,13 @@ class Divided:
                 self._write_rest(directory)
                 return self._make(directory)
         except (OSError, ShardkitError) as error:
+            self._shared.reopen()  # another commit may have had the data
             if self.place.another_has_made():
                 return False
-            if not (self.place.is_open or self.place.has_made):  # also where notes were missing
+            is_back = (
+                isinstance(error, IncompleteError) and not self._missing()
+            )  # notes were, while it had them
+            if is_back or not (self.place.is_open or self.place.has_made):
                 raise given_up(self._destination) from FileNotFoundError(self._shared.path)
             if isinstance(error, OSError):
                 raise self._cannot_write(error) from error

@@ -15,7 +15,7 @@ from shardkit.files.staging import OWNER, Owner, nothing
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.hub.assets import is_asset
 from shardkit.formats.hub.base import SAVED_ASSETS
-from shardkit.formats.owned import is_nobodys
+from shardkit.formats.owned import OutputKind, is_nobodys, is_output
 from shardkit.operations.parts.agreement import SAVE, Agreement
 
 _RECORD, _OF_EARLIER = "plan.json", "journal.jsonl"
@@ -38,14 +38,18 @@ _OF_RUNS = re.compile(
 
 def foreign_in(path: str) -> list[str]:
     """Return the files of a staging directory that shardkit has not put there, relative to it."""
-    of_parts = _of_parts(path)
+    of_parts, kind = _of_parts(path)
     is_shared = storage.lexists(os.path.join(path, _RECORD))  # whether it can be read or not
     # In `data` an old output lies in directories of one process alone. Without any of these, what stayed there is a person's.
     is_ours = is_shared or any(storage.lexists(os.path.join(path, name)) for name in (OWNER, _OF_EARLIER))
 
     @cache
     def lists(top: str) -> Callable[[str], bool]:
-        return _listed(os.path.join(path, top))
+        # What appeared at the destination and is no such output was replaced before anybody could look: all of it stays.
+        is_persons = (
+            top.endswith(f"/{OLD}") and kind is not None and not is_output(os.path.join(path, top), kind)
+        )
+        return (lambda _: False) if is_persons else _listed(os.path.join(path, top))
 
     def is_known(name: str) -> bool:
         top, _, below = name.partition("/")
@@ -67,15 +71,20 @@ def foreign_in(path: str) -> list[str]:
     return [name for name in files_in(path) if not is_known(name)]
 
 
-def _of_parts(path: str) -> set[str]:
-    """Return the names of the files that parts share there, with what describes them; empty if none do, or none is known."""
+def _of_parts(path: str) -> tuple[set[str], OutputKind | None]:
+    """Return the names of the files that parts share there, with what describes them, and what output they make.
+
+    There are none if none do, or none is known.
+    """
     place = os.path.join(path, _RECORD)
     try:
         agreement = Agreement.read(place)
     except ShardkitError:
-        return set()
+        return set(), None
     names = {name for name, _ in agreement.files}
-    return set() if agreement.command.verb == SAVE else names | _described(names) | set(agreement.beside)
+    kind = OutputKind.HUB if agreement.command.verb == "consolidate" else OutputKind.SHARDED
+    is_save = agreement.command.verb == SAVE
+    return set() if is_save else names | _described(names) | set(agreement.beside), kind
 
 
 def files_in(path: str) -> Iterator[str]:

@@ -397,10 +397,12 @@ def test_what_appears_in_the_old_output_right_before_the_commit_stays(
     assert [path.suffix for path in tmp_path.glob(".out*")] == [".done"]
 
 
+@pytest.mark.parametrize("is_other", [False, True])
 def test_what_appears_there_and_was_not_looked_through_stays(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_other: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process that has exchanged the two was killed. Whoever comes next keeps and names it."""
+    """The process that has exchanged the two was killed. Whoever comes next keeps and names it, be it an output of another
+    kind that somebody has put there."""
     out = tmp_path / "out"
     preshard(model, out, digest="none")
     preshard(model, out, "1/2", overwrite=True)
@@ -408,9 +410,17 @@ def test_what_appears_there_and_was_not_looked_through_stays(
     class Killed(BaseException):
         pass
 
+    def nothing_any_more(*_: object) -> None:
+        raise Killed
+
     def die(place: DiskPlace, look: Callable[..., object], *old: str) -> None:
         if old:
+            if is_other:
+                shutil.rmtree(*old)
+                shutil.copytree(model, *old)
             (Path(*old) / "notes.txt").write_text("mine")
+            for name in ("renameat2", "mkdir", "rename"):
+                patch.setattr(storage, name, nothing_any_more)
             raise Killed
         look()
 
@@ -423,7 +433,8 @@ def test_what_appears_there_and_was_not_looked_through_stays(
     assert [each for each in told.warnings if "notes.txt" in each]
     (kept,) = tmp_path.rglob("notes.txt")
     assert (kept.read_text(), out in kept.parents) == ("mine", False)
-    assert len(list(kept.parent.iterdir())) == 1, "the old output itself is gone"
+    wanted = {**(contents(model) if is_other else {}), "notes.txt": b"mine"}
+    assert contents(kept.parent) == wanted, "the old output itself is gone"
 
 
 @pytest.mark.parametrize(
