@@ -511,7 +511,11 @@ class Divided:
             self._begin_again()
             if self.run(ALL).is_committed:
                 return False
-        return self._unless_taken(self._commit)
+        try:
+            return self._unless_taken(self._commit)
+        except IncompleteError:  # notes are missing too while another commit has the data
+            self._shared.reopen()
+            return self._unless_taken(self._commit)
 
     def _commit(self) -> bool:
         try:
@@ -519,13 +523,9 @@ class Divided:
                 self._write_rest(directory)
                 return self._make(directory)
         except (OSError, ShardkitError) as error:
-            self._shared.reopen()  # another commit may have had the data
             if self.place.another_has_made():
                 return False
-            is_back = (
-                isinstance(error, IncompleteError) and not self._missing()
-            )  # notes were, while it had them
-            if is_back or not (self.place.is_open or self.place.has_made):
+            if not (self.place.is_open or self.place.has_made):
                 raise given_up(self._destination) from FileNotFoundError(self._shared.path)
             if isinstance(error, OSError):
                 raise self._cannot_write(error) from error

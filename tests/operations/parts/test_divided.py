@@ -105,6 +105,22 @@ def test_a_dry_run_tells_what_a_part_would_write(model: Path, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_note_that_is_damaged_is_one_that_is_missing(
+    model: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preshard(model, tmp_path / "out", "1/2", sha256=True)
+    monkeypatch.setattr(Divided, "commit", lambda self: False)
+    preshard(model, tmp_path / "out", "2/2", sha256=True)
+    monkeypatch.undo()
+    (note,) = tmp_path.glob(".out*/done/0.json")
+    note.write_text("{}")
+    with pytest.raises(IncompleteError, match="1 file of 4 is missing"):
+        shardkit.commit(tmp_path / "out")
+    for part in ("1/2", "2/2"):
+        preshard(model, tmp_path / "out", part, sha256=True)
+    assert contents(tmp_path / "out") == whole
+
+
 def test_the_relative_source_of_a_commit_elsewhere(
     model: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
