@@ -472,19 +472,20 @@ def test_what_another_process_removes_is_written_again(
     check_whole(out)
 
 
-def test_an_old_output_is_looked_through_wherever_a_twin_moves_it(
+def test_an_old_output_is_looked_through_also_while_a_twin_begins(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(source, out)
-    look = SharedStaging._look_exchanged
+    ask = DiskPlace._ask
 
-    def moved(staging: SharedStaging, old: str) -> None:
-        Path(old, "thesis.txt").write_text("mine")
-        assert not staging.reopen()  # as another process does when it begins
-        assert not Path(old).exists()
-        look(staging, old)
+    def after_a_twin(place: DiskPlace, look: Callable[..., object], *old: str) -> None:
+        if old:
+            Path(*old, "thesis.txt").write_text("mine")
+            assert not place.notebook.reopen()  # as another process does when it begins
+            assert Path(*old).exists()
+        ask(place, look, *old)
 
-    monkeypatch.setattr(SharedStaging, "_look_exchanged", moved)
+    monkeypatch.setattr(DiskPlace, "_ask", after_a_twin)
     with pytest.raises(UsageError, match="holds what shardkit did not write"):
         write(source, out, overwrite=True)
     assert (out / "thesis.txt").read_text() == "mine"
