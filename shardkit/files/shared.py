@@ -394,7 +394,7 @@ class SharedStaging:
             self.reopen()
             storage.sync_directories(self.data)
             can_exchange = overwrite and storage.lexists(self.destination) and _can_exchange(work)
-            storage.make_folders(work, "new")
+            storage.mkdir(os.path.join(work, "new"))
             storage.rename(os.path.join(work, "new"), own)
             storage.sync_directory(self.path)
             try:
@@ -581,7 +581,7 @@ class SharedStaging:
             if self._has_it:
                 self._goes_back(old)
             return is_back
-        except FileNotFoundError:  # another process was faster
+        except (FileNotFoundError, NotADirectoryError):  # another process was faster
             return False
         finally:
             owner.end()
