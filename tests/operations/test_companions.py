@@ -16,7 +16,7 @@ import shardkit
 from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
 from shardkit.operations import companions, describe
 from shardkit.operations.companions import copy_file, survey
-from tests.operations.reshard.test_reshard import content
+from tests.contents import contents
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 
@@ -125,7 +125,7 @@ def test_weights_that_fit_any_world_are_named_and_not_converted(source: Path, tm
     save(run / "optim", optim={"state": {"weight": {"exp_avg": torch.ones(4, 4)}}})
     result = shardkit.reshard(run, str(tmp_path / "out"), world_size=2)
     assert any("weights in model are copied as they are" in note for note in result.notes)
-    assert content(tmp_path / "out/model") == content(run / "model")
+    assert contents(tmp_path / "out/model") == contents(run / "model")
     with pytest.raises(UsageError, match="the weights in model are copied"):
         shardkit.reshard(run, str(tmp_path / "other"), world_size=2, dtype="bf16")
 
