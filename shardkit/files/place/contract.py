@@ -159,7 +159,7 @@ class Notebook(Protocol):
 
     @abstractmethod
     def remove(self, *, only_closed: bool = False) -> None:
-        """Remove all of it; or leave it alone if it is open, and that is not meant."""
+        """Remove all of it. If `only_closed`, what is open by now stays: others have begun anew, or a commit has not ended."""
 
     def give_up(self) -> None:
         """Remove all of it; what a commit that did not end has replaced goes back."""
