@@ -100,6 +100,8 @@ class SharedStaging:
         self.look: Callable[[str], object] = lambda path: None
         """Given the path of the old content once it has lost its name, so that nobody adds anything to it. Whatever it
         raises is raised, and the old content is at the destination again."""
+        self.look_before: Callable[[], object] = lambda: None
+        """Called once all is made but its name, by which others find and join it. Whatever it raises is raised."""
 
     @classmethod
     def of_plan(
@@ -134,11 +136,7 @@ class SharedStaging:
 
     def told(self) -> Iterator[tuple[str, bytes]]:
         """Yield (name, content) of what parts said of themselves."""
-        try:
-            names = sorted(storage.listdir(self.parts))
-        except OSError:
-            return
-        for name in names:
+        for name in _names(self.parts):
             with contextlib.suppress(ShardkitError):
                 yield name, read_small(os.path.join(self.parts, name), name, _MAX_TOLD_BYTES, follow=False)
 
@@ -188,6 +186,7 @@ class SharedStaging:
                 storage.make_folders(here.path, os.path.join("data", folder))
             storage.write_file(here.record, record)
             storage.sync_directories(fresh.path)
+            self.look_before()
             rename_noreplace(fresh.path, self.path)
             storage.sync_directory(os.path.dirname(self.path))
         except OSError as error:
@@ -525,11 +524,7 @@ class SharedStaging:
 
     def _commits(self) -> list[str]:
         """Return the paths of each `new-<owner>`."""
-        try:
-            names = sorted(storage.listdir(self.path))
-        except OSError:
-            return []
-        return [os.path.join(self.path, name) for name in names if _committer(name) is not None]
+        return [os.path.join(self.path, name) for name in _names(self.path) if _committer(name) is not None]
 
     def reopen(self) -> bool:
         """Put back what a commit that did not end has taken, and what it has moved aside; True if it had taken the data.
@@ -735,10 +730,7 @@ class SharedNotes:
 
     def missing(self, count: int) -> list[int]:
         """Return the numbers without a note, of so many. Network file systems may show one later."""
-        try:
-            names = set(storage.listdir(self.path))  # also lets network file systems look again
-        except OSError:
-            names = set()
+        names = {*_names(self.path)}  # also lets network file systems look again
         return [
             number
             for number in range(count)
@@ -828,6 +820,14 @@ class SharedRecords(SharedNotes):
         for name in names:
             with contextlib.suppress(OSError):
                 storage.unlink(os.path.join(self.path, name))
+
+
+def _names(directory: str) -> list[str]:
+    """Return the names in a directory, sorted; none where this process may not look, or it is gone."""
+    try:
+        return sorted(storage.listdir(directory))
+    except OSError:
+        return []
 
 
 def _committer(name: str) -> Owner | None:
@@ -1010,13 +1010,9 @@ def reclaimable_bytes(destination: str) -> int:
 def _beside(destination: str, ending: str = "", mark: str = _MARK) -> list[str]:
     parent, name = os.path.split(destination)
     prefix = prefix_of(name)
-    try:
-        entries = sorted(storage.listdir(parent))
-    except OSError:
-        return []
     return [
         os.path.join(parent, entry)
-        for entry in entries
+        for entry in _names(parent)
         if entry.startswith(prefix + mark)
         and entry.endswith(ending)
         and _NAME.fullmatch(entry.removeprefix(prefix).removesuffix(ending))

@@ -459,6 +459,23 @@ def test_who_cleans_up_late_leaves_alone_what_others_have_begun_since(
     check_whole(here, server)
 
 
+def test_a_part_that_is_late_begins_nothing_that_others_would_join(
+    here: Place, server: Server, other: Server
+) -> None:
+    """It would remove that again, and who had joined it meanwhile would say that all was given up."""
+    restore(here.out, here.scenario.old)
+    late = part(here.scenario, here.out, "1/2", "--overwrite")
+    with stopped(here, other, late, (["mkdir"], OWN)) as slow:
+        good([server.together([part(here.scenario, here.out, f"{k}/2", "--overwrite")])[0] for k in (1, 2)])
+        good(server.together([committing(here.scenario, here.out)]))
+        here.check_is(here.scenario.expected)
+        answer = slow()
+    assert answer.code == 2
+    assert "another process has made it while this part began" in answer.err
+    assert not {"rename", "renameat2"} & {*answer.calls}
+    check_whole(here, server)
+
+
 def test_an_interrupted_part_is_resumed(here: Place, server: Server) -> None:
     request = part(here.scenario, here.out, "1/1")
     whole = server.together([request])[0]

@@ -59,6 +59,7 @@ class DiskPlace(Place):
         self._check_replaceable, self._is_ours = check_replaceable, is_ours
         self._remember, self._folders = remember, {os.path.dirname(name) for name, _ in files} - {""}
         notebook.look = partial(self._ask, look)
+        notebook.look_before = partial(self.check_replaced, is_ours=not self._is_run)
         self.data = notebook.data
         self._before, self._is_lost, self._work, self._is_kept = before, False, "", False
 

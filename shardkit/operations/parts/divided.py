@@ -154,8 +154,9 @@ class Divided:
         if closed:
             return None
         self._check_alone()
-        is_ours = self._shared.create(self._agreement.dump(), self._agreement.folders)
+        is_ours = False
         try:
+            is_ours = self._shared.create(self._agreement.dump(), self._agreement.folders)
             if is_ours:
                 self._check_alone()
             # The last part may have committed meanwhile, and removed what it found.

@@ -232,10 +232,16 @@ def test_a_part_that_is_late_leaves_to_others_what_it_has_begun_anew(
 
     def create_late(self: SharedStaging, *args: Any) -> bool:
         monkeypatch.setattr(SharedStaging, "create", create)
-        for part in (first, second):
-            preshard(model, out, part, overwrite=True)
-        assert shardkit.commit(out).by_another
-        assert not list(tmp_path.glob(".out.*"))
+        look = self.look_before
+
+        def look_too_early() -> None:
+            look()
+            for part in (first, second):
+                preshard(model, out, part, overwrite=True)
+            assert shardkit.commit(out).by_another
+            assert len(list(tmp_path.glob(".out.*"))) == 1  # what is about to get its name
+
+        monkeypatch.setattr(self, "look_before", look_too_early)
         is_made = create(self, *args)
         assert self.enter(joined)
         return is_made
