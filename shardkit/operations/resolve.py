@@ -50,6 +50,7 @@ from shardkit.operations.resolve_order import (
     is_a_place,
     is_a_step,
     is_left_out,
+    is_ordered,
     is_temporary,
     ordered,
     step_of,
@@ -72,6 +73,11 @@ _UNDATED = "it is complete, and no step tells how old it is"
 _MAX_PEEKED = 256
 _OF_TRAINER = re.compile(r"checkpoint-[0-9]+")
 _TRAINER_STATE = "trainer_state.json"
+# In names of files: the number of a process, or of a file among several.
+_PART = re.compile(
+    r"(rank|shard|part|stage|worker|process|node|gpu|(?<![a-z])[tpcm]p)[-_=]?[0-9]|[0-9]-of-[0-9]",
+    re.IGNORECASE,
+)
 _ABOVE_MODELS = frozenset({*MODEL_WORDS, *PEFT})
 
 
@@ -403,6 +409,8 @@ class _Search:
         """Those that open, newest first, and why their trainer may not have finished them."""
         self.doubt: str | None = None
         """Why the one that was taken may not be finished."""
+        self.alone: set[str] = set()
+        """Names of files of `torch.save` that stood for their directories: others of a run are called alike."""
         self.entries_left = _MAX_ENTRIES
 
     def itself(self) -> ResolvedCheckpoint | None:
@@ -589,7 +597,7 @@ class _Search:
     def _peek(self, directory: str, names: list[str]) -> ResolvedCheckpoint | None:
         """Return the first complete one of some names, without going deep; names damaged ones as skipped."""
         search = _Search(self.home)
-        search.entries_left = _MAX_PEEKED
+        search.entries_left, search.alone = _MAX_PEEKED, self.alone
         try:
             checkpoint = search._first(directory, names, None, 1)
         except SourceError:  # too many entries: a directory of data, which no trainer fills with checkpoints
@@ -649,15 +657,19 @@ class _Search:
         checkpoint = self.below(path, depth - 1) if depth > 0 else None
         if checkpoint is not None:
             return checkpoint if checkpoint.step is not None else replace(checkpoint, step=step)
-        if step is None or len(self.skipped) != num_skipped:
+        is_like_others = any(name in listing(path) for name in self.alone)
+        if len(self.skipped) != num_skipped or not (is_like_others or is_ordered(os.path.basename(path))):
             return None
         files = [name for name in list_weights(path) if may_be_model(os.path.basename(name))]
-        is_alone = len(files) == 1 and files[0].endswith(TORCH_FILES)
-        if is_alone and os.sep not in files[0] and "rank" not in files[0]:
-            alone = self._look(os.path.join(path, files[0]), 0)
+        is_alone = len(files) == 1 and files[0].endswith(TORCH_FILES) and os.sep not in files[0]
+        file = os.path.join(path, files[0]) if files else path
+        if is_alone and not _PART.search(files[0]) and storage.realpath(file).startswith(self.inside):
+            self.alone.add(files[0])
+            alone = self._look(file, 0)
             return None if alone is None else replace(alone, step=step)
         may_be = f"; if {escape(files[0])} is a whole model, give it by its own path" if files else ""
-        self._skip(path, f"it holds no checkpoint of a known format{may_be}")
+        if files or step is not None:
+            self._skip(path, f"it holds no checkpoint of a known format{may_be}")
         return None
 
     def _has_skipped_beside(self, directory: str, name: str) -> bool:

@@ -658,9 +658,55 @@ def test_a_step_with_one_file_of_torch_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "taken"),
+    [
+        (("step_1/model.pt", "last/model.pt"), "last/model.pt"),
+        (("epoch_1/model.pt", "epoch_2/model.pt", "epoch_10/model.pt"), "epoch_10/model.pt"),
+        (("step_1/model.pt", "epoch_9/samples.json"), "step_1/model.pt"),
+        (("step_1/model.pt", "final/latents.pt"), "step_1/model.pt"),
+    ],
+)
+def test_a_last_one_or_an_epoch_with_one_file(tmp_path: Path, names: tuple[str, ...], taken: str) -> None:
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir()
+        torch.save({"layers.0.weight": torch.full((2,), float(number))}, tmp_path / name)
+    found = resolve_checkpoint(tmp_path, strict=True)
+    assert os.path.relpath(found, tmp_path) == taken
+    consolidate(tmp_path, tmp_path / "out")
+    assert (
+        load_file(tmp_path / "out/model.safetensors")["layers.0.weight"].tolist() == [names.index(taken)] * 2
+    )
+
+
+@pytest.mark.parametrize("name", ["final", "best", "epoch_9"])
+def test_a_file_that_is_called_as_the_one_taken(tmp_path: Path, name: str) -> None:
+    """final/model.pt beside step_1/model.pt is named, as final/ with a checkpoint of another form is."""
+    for directory in ("step_1", name):
+        (tmp_path / directory).mkdir()
+        torch.save({"layers.0.weight": torch.ones(2)}, tmp_path / directory / "model.pt")
+    found = resolve_checkpoint(tmp_path)
+    assert os.path.relpath(found, tmp_path) == "step_1/model.pt"
+    assert f"passed over {name}/model.pt, which may be newer" in found.warnings[0]
+
+
+def test_a_file_of_a_step_that_is_a_link_out_of_the_run(tmp_path: Path) -> None:
+    for name in ("run/step_1", "run/step_2", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("run/step_1", "elsewhere"):
+        torch.save({"layers.0.weight": torch.ones(2)}, tmp_path / name / "model.pt")
+    (tmp_path / "run/step_2/model.pt").symlink_to(tmp_path / "elsewhere/model.pt")
+    found = resolve_checkpoint(tmp_path / "run")
+    assert os.path.relpath(found, tmp_path / "run") == "step_1/model.pt"
+    assert "passed over step_2, which is newer" in found.warnings[0]
+
+
+@pytest.mark.parametrize(
     "names",
     [
         ("rank_0.pt",),
+        ("model_tp0.pt",),
+        ("shard-0.pt",),
+        ("model-00001-of-00002.pt",),
         ("rank_0.pt", "rank_1.pt"),
         ("rank_0/checkpoint.pt", "rank_1/checkpoint.pt"),
         ("a.pt", "b.pt"),
