@@ -43,7 +43,7 @@ from shardkit.formats.hub.tokenizer import Tokenizer
 from shardkit.formats.quantised import may_be_quantised
 from shardkit.keys.check import compare_with_base, find_gaps, refuse_factors
 from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, made_name, under_names
-from shardkit.keys.names import in_order
+from shardkit.keys.names import in_order, split
 from shardkit.keys.peft import refuse_prompts
 from shardkit.keys.renaming import KeyRule, find_rules, name_as_hub, name_part
 from shardkit.keys.rule_sets import Padding
@@ -748,7 +748,7 @@ def _fit_base(
         chosen = replace(chosen, names=_in_order(chosen.names, theirs) or chosen.names)
     lacking = [name for name in chosen.names.values() if name not in theirs]
     unsaved = [name for name in lacking if asked and name in asked.unsaved]
-    states = [name for name in lacking if name.endswith("._extra_state") and not options.allow_unexpected]
+    states = [name for name in lacking if "_extra_state" in split(name) and not options.allow_unexpected]
     kept = {source: name for source, name in chosen.names.items() if name not in {*unsaved, *states}}
     left = {"the model computes them": unsaved, "they are states of modules, no weights": states}
     notes = [f"not written, {why}: {listed(names)}" for why, names in left.items() if names]

@@ -190,6 +190,16 @@ class TestWhatComesOut:
         result = shardkit.consolidate(source, tmp_path / "all", base=base, allow_unexpected=True)
         assert load(result.output)[name].shape == (size,)
 
+    def test_states_of_the_root_and_states_that_are_dicts(self, tmp_path: Path) -> None:
+        """torch names a state after its module: `_extra_state` of the root; a dict's entries follow."""
+        states = {"_extra_state": torch.ones(3), "model.norm._extra_state": {"scale": torch.ones(2)}}
+        source = save({**weights(), **states}, tmp_path / "c")
+        base = hub(tmp_path / "base", weights(), CONFIG)
+        result = shardkit.consolidate(source, tmp_path / "out", base=base)
+        assert load(result.output).keys() == weights().keys()
+        names = "_extra_state, model.norm._extra_state.scale"
+        assert f"not written, they are states of modules, no weights: {names}" in result.notes
+
     def test_nothing_that_safetensors_can_hold(self, tmp_path: Path) -> None:
         state = {"a.weight": torch.ones(2, dtype=torch.complex128), "b.weight": torch.ones(2)}
         with pytest.raises(SourceError, match=r"(?s)1 of the tensors.*a\.weight: complex128"):
