@@ -152,7 +152,8 @@ class DiskPlace(Place):
     @contextlib.contextmanager
     def workplace(self) -> Iterator[str]:
         before = identity_of(self._staging.destination)
-        if storage.isdir(self.data):  # nobody has committed, or is about to
+        # Nobody has committed, or is about to; where nothing is, a commit that is being taken back may have it aside.
+        if before is not None and storage.isdir(self.data):
             self._before = before
         self._work = ""
         try:

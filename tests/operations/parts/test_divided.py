@@ -288,6 +288,33 @@ def test_a_part_whose_files_go_once_it_has_written_them_does_not_say_that_they_a
         assert not last.part.missing
 
 
+def test_a_part_that_began_while_a_commit_was_taken_back_does_not_take_the_old_output_for_a_new_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, aside, workplace, tell = tmp_path / "out", tmp_path / "aside", DiskPlace.workplace, Divided._tell
+
+    @contextlib.contextmanager
+    def with_old_aside(self: DiskPlace) -> Iterator[str]:
+        monkeypatch.setattr(DiskPlace, "workplace", workplace)
+        os.rename(out, aside)
+        with workplace(self) as directory:
+            os.rename(aside, out)
+            yield directory
+
+    def tell_and_give_up(self: Divided, part: Part, *, is_done: bool) -> None:
+        tell(self, part, is_done=is_done)
+        shardkit.status(out, abort=True)
+
+    preshard(model, out, digest="none")
+    old = contents(out)
+    preshard(model, out, "1/2", overwrite=True)
+    monkeypatch.setattr(DiskPlace, "workplace", with_old_aside)
+    monkeypatch.setattr(Divided, "_tell", tell_and_give_up)
+    with pytest.raises(IncompleteError, match="was given up meanwhile"):
+        preshard(model, out, "2/2", overwrite=True)
+    assert contents(out) == old
+
+
 def test_a_part_goes_on_where_another_put_the_data_back_before_it_looked(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
