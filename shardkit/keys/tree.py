@@ -278,8 +278,9 @@ def _leaf_kind(name: str, node: Node, is_dict: bool, is_harness: bool) -> Kind |
         has_bytes = entry.num_elements in _RANDOM_BYTES
         is_random = (_RANDOM.fullmatch(name) and (is_harness or has_bytes)) or (is_dict and has_bytes)
         return "random state" if is_random else None
-    # A model may have a scalar at its top (CLIP's logit_scale), so beside modules the name has to tell.
-    is_count = entry.num_elements <= 1 and (is_dict or (is_harness and _COUNTER.fullmatch(name)))
+    # A model may have a scalar at its top (CLIP's logit_scale). Names tell beside modules: of torch's AveragedModel too.
+    is_own = name == "n_averaged" or (is_harness and _COUNTER.fullmatch(name))
+    is_count = entry.num_elements <= 1 and (is_dict or is_own)
     return "trainer state" if is_count else None
 
 

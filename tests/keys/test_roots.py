@@ -4,8 +4,10 @@ from itertools import islice
 
 import pytest
 import torch
+import torch.optim.swa_utils
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.keys.select import Naming, select_model
@@ -389,6 +391,22 @@ class TestAveragedWeights:
         found = select_model(entries([*under("model", LLAMA), *dotless]))
         assert (found.root, set(found.names.values())) == ("model", set(LLAMA))
         assert [part.kind for part in found.skipped] == ["averaged weights"]
+
+    @pytest.mark.parametrize("above", ["", "model_state_dict.", "_orig_mod."])
+    @pytest.mark.parametrize(
+        "model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.ModuleDict({"net": nn.Linear(2, 2)})]
+    )
+    def test_of_torch_by_itself(self, model: nn.Module, above: str) -> None:
+        """AveragedModel puts `module.` above the model, and its counter beside that."""
+        stored = {
+            f"{above}{name}": entry(f"{above}{name}", tensor.shape)
+            for name, tensor in torch.optim.swa_utils.AveragedModel(model).state_dict().items()
+        }
+        found = select_model(stored)
+        assert set(found.names.values()) == set(model.state_dict())
+        assert [(part.kind, part.path) for part in found.skipped] == [
+            ("trainer state", f"{above.removeprefix('_orig_mod.')}n_averaged")
+        ]
 
     def test_as_a_list(self) -> None:
         names = [*under("model", LLAMA), *(f"ema.shadow_params.{n}" for n in range(12))]
