@@ -206,7 +206,12 @@ def locate_averaged(source: SortedNames, base: Collection[str] | None) -> Locate
         UsageError: there are none, or several.
         SourceError: they are kept as a list, without names.
     """
-    model = locate_model(source, base)
+    try:
+        model = locate_model(source, base)
+    except SourceError:  # several models, as of a GAN: one of them alone may have an average
+        parts = _parts(source)
+        averages = [node.path for name in parts if is_averaged(name) for node in parts[name]]
+        model = Located(root=(), aside=dict.fromkeys(averages, "averaged weights"))
     node = _averaged_node(source, model)
     while True:
         # What ema-pytorch and torch's AveragedModel keep: the averaged copy, counters, the online model.

@@ -408,6 +408,16 @@ class TestAveragedWeights:
             ("trainer state", f"{above.removeprefix('_orig_mod.')}n_averaged")
         ]
 
+    @pytest.mark.parametrize("above", ["", "state."])
+    def test_of_one_model_among_several(self, above: str) -> None:
+        """As code for GANs saves it: which model is meant is not clear, which average is."""
+        stored = [name for part in ("g", "d", "g_ema") for name in under(f"{above}{part}", LLAMA)]
+        found = select_model(entries(stored), naming=Naming(weights="ema"))
+        assert (found.root, set(found.names.values())) == (f"{above}g_ema", set(LLAMA))
+        with pytest.raises(UsageError, match="2 sets of averaged weights") as caught:
+            select_model(entries([*stored, *under(f"{above}d_ema", LLAMA)]), naming=Naming(weights="ema"))
+        assert len(caught.value.problems) == 2
+
     def test_as_a_list(self) -> None:
         names = [*under("model", LLAMA), *(f"ema.shadow_params.{n}" for n in range(12))]
         with pytest.raises(SourceError, match="list of 12 tensors without names"):
