@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardkit.core.catalog import TensorEntry
-from shardkit.core.text import count, escape, few, suggestion
+from shardkit.core.text import count, escape, few, in_shell, suggestion
 from shardkit.errors import SourceError, UsageError
 from shardkit.keys.names import MODULE, PEFT, Segments, clean, is_number, join, match_prefix, split
 from shardkit.keys.tree import (
@@ -254,7 +254,7 @@ def locate_other(source: SortedNames, weights: str) -> Located:
         raise UsageError(
             f"--weights {escape(weights)!r}: {len(chosen)} parts of the checkpoint have that name",
             problems=[f"{_shown(node)}: {count(node.num_tensors, 'tensor')}" for node in chosen],
-            hint=f"choose one, as in --root {_shown(chosen[0])}",
+            hint=f"choose one, as in --root {in_shell(join(chosen[0].path))}",
         )
     if not chosen and weights.partition(".")[0] in parts:  # nothing says that ema_0.9999 was one key
         chosen = [node for node in [source.tree.find(clean(weights))] if node is not None and node.is_module]
@@ -386,7 +386,7 @@ def _averaged_node(source: SortedNames, model: Located) -> Node:
         raise UsageError(
             f"--weights ema: the checkpoint holds {len(nodes)} sets of averaged weights",
             problems=[f"{escape(join(node.path))}: {node.num_tensors} tensors" for node in nodes],
-            hint=f"choose one, as in --root {escape(join(nodes[0].path))}",
+            hint=f"choose one, as in --root {in_shell(join(nodes[0].path))}",
         )
     return nodes[0]
 
@@ -427,7 +427,7 @@ def _find(source: SortedNames, start: Node) -> Located:
             if not _knows(step):
                 located.notes.append(
                     f"every name begins with {_shown(step)}, which may or may not be the model's own: it was kept; "
-                    f"--root {_shown(step)} or --base MODEL decides it"
+                    f"--root {in_shell(join(step.path))} or --base MODEL decides it"
                 )
             break
         if step.is_dict or at_attribute:
@@ -464,7 +464,7 @@ def _choose(node: Node, parts: list[Node], located: Located, *, is_attribute: bo
         return _announced(whole[0], parts, located)
     located.warnings.append(
         f"a whole model stands under {_shown(whole[0])}, beside {_some(others)}: all were taken under the names "
-        f"they have; --root {_shown(whole[0])} takes the model alone"
+        f"they have; --root {in_shell(join(whole[0].path))} takes the model alone"
     )
     return None
 
@@ -484,7 +484,7 @@ def _one_of(whole: list[Node], parts: list[Node], located: Located) -> Node:
     raise SourceError(
         f"the checkpoint holds {len(whole)} models, and nothing tells which one is meant",
         problems=[f"{_shown(part)}: {part.num_tensors} tensors" for part in whole],
-        hint=f"choose one, as in --root {_shown(whole[0])}; --root '' takes everything as it stands",
+        hint=f"choose one, as in --root {in_shell(join(whole[0].path))}; --root '' takes everything as it stands",
     )
 
 

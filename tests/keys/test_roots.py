@@ -1,5 +1,6 @@
 """Where the model begins: any wrapping around any model is found again."""
 
+import shlex
 from itertools import islice
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardkit.errors import ShardkitError, SourceError, UsageError
+from shardkit.errors import ShardkitError, SourceError, UsageError, speaking_options
 from shardkit.keys.select import Naming, select_model
 from shardkit.keys.tree import object_kind
 from tests.keys.key_sets import MODELS, entries, entry, optimizer
@@ -339,6 +340,18 @@ class TestPartsByName:
         with pytest.raises(UsageError, match="2 parts of the checkpoint have that name") as caught:
             select_model(entries(list(paths)), paths=paths, naming=Naming(weights="copy"))
         assert caught.value.problems == ("a.copy: 12 tensors", "b.copy: 12 tensors")
+
+
+@pytest.mark.parametrize("part", ["image encoder", "<user___rates___item>", "it's"])
+def test_a_root_in_a_hint_is_one_word_of_a_shell(part: str) -> None:
+    """PyTorch Geometric names modules after types of edges, as the second."""
+    stored = entries([*under(part, LLAMA), *under("other", LLAMA)])
+    with pytest.raises(SourceError, match="holds 2 models") as caught:
+        select_model(stored)
+    with speaking_options():
+        words = shlex.split(str(caught.value.hint).replace(";", ""))
+    root = words[words.index("--root") + 1]
+    assert set(select_model(stored, naming=Naming(root=root)).names.values()) == set(LLAMA)
 
 
 class TestAveragedWeights:

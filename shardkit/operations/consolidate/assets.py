@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import CASTS, DType, most_bytes
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import parse_integer, read_small
@@ -290,7 +290,7 @@ def trained_modules(
         tensors = f"{count(len(trained), 'tensor')} of that module ({listed(trained)})"
         warnings.append(
             f"{escape(file)} comes from the base, though the checkpoint has {tensors}: {why}; "
-            f"--root {escape(place)} writes these, to put them in its place"
+            f"--root {in_shell(place)} writes these, to put them in its place"
         )
     return written, warnings
 
