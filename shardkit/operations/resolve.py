@@ -46,10 +46,10 @@ from shardkit.operations.resolve_order import (
     TRACKERS,
     Recency,
     family_of,
-    has_date,
     is_a_place,
     is_a_step,
     is_left_out,
+    is_of_a_run,
     is_ordered,
     is_temporary,
     ordered,
@@ -507,7 +507,7 @@ class _Search:
             os.path.relpath(candidate.path, directory).split(os.sep)[0]: candidate.path
             for candidate in candidates
         }
-        if all(map(has_date, tops)):
+        if all(map(is_of_a_run, tops)):
             return
         rivals, passed = list[str](), {os.path.join(self.home, path) for path, _ in self.skipped}
         for name in names:

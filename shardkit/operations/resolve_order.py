@@ -75,9 +75,9 @@ def step_of(name: str) -> int | None:
     return int(name) if _BARE.fullmatch(name) else None
 
 
-def has_date(name: str) -> bool:
-    """True for a name with a date in it, as tools give them to runs."""
-    return _DATE.search(name) is not None
+def is_of_a_run(name: str) -> bool:
+    """True for a name that tools give to runs, later ones later: with a date in it, or Lightning's `version_3`."""
+    return _DATE.search(name) is not None or re.fullmatch("version_[0-9]+", name) is not None
 
 
 def family_of(name: str) -> str:

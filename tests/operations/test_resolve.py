@@ -631,6 +631,15 @@ def test_of_stages_of_training_the_last_is_taken(tmp_path: Path, second: dict[st
     assert taken(tmp_path) == "stage_2"
 
 
+def test_versions_of_lightning_are_runs_whatever_their_models(tmp_path: Path) -> None:
+    """Lightning counts the runs in lightning_logs: a model that was changed in between is no part of another."""
+    for number, name in ((9, "model.old"), (10, "model.new")):
+        path = tmp_path / f"lightning_logs/version_{number}/checkpoints/epoch=0-step=5.ckpt"
+        path.parent.mkdir(parents=True)
+        torch.save({"state_dict": {name: torch.ones(2)}, "pytorch-lightning_version": "2.6"}, path)
+    assert resolve_checkpoint(tmp_path, strict=True).path == os.fspath(path)
+
+
 def _save_stage(path: Path, state: dict[str, Any]) -> None:
     if path.suffix == ".ckpt":
         torch.save(state, path)
