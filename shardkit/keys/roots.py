@@ -213,11 +213,10 @@ def locate_averaged(source: SortedNames, base: Collection[str] | None) -> Locate
         averages = [node.path for name in parts if is_averaged(name) for node in parts[name]]
         model = Located(root=(), aside=dict.fromkeys(averages, "averaged weights"))
     node = _averaged_node(source, model)
-    while True:
-        # What ema-pytorch and torch's AveragedModel keep: the averaged copy, counters, the online model.
-        inner = [child for child in node.children.values() if child.is_module and is_averaged(child.path[-1])]
-        if not inner:
-            break
+    # What ema-pytorch and torch's AveragedModel keep: the averaged copy, counters, the online model.
+    while inner := [
+        child for child in node.children.values() if child.is_module and is_averaged(child.path[-1])
+    ]:
         node = inner[0]
     tensors = list(node.tensors())
     if all(is_number(segment) for path, _ in tensors for segment in path[len(node.path) :]):
@@ -443,9 +442,10 @@ def _choose(node: Node, parts: list[Node], located: Located, *, is_attribute: bo
     """Return the child that alone holds the model, or None if this is the model's own level."""
     modules = [part for part in parts if part.is_module]
     if len(parts) == 1 and modules:
-        # A dict may hold an nn.Sequential, and a wrapper may be around one.
-        is_list = parts[0].is_container and not (parts[0].is_dict or parts[0].path[-1] == MODULE)
-        return None if _is_peft(parts[0]) or is_list else parts[0]
+        # A dict may hold an nn.Sequential, and a wrapper or a LightningModule may be around one.
+        name = parts[0].path[-1]
+        is_around = parts[0].is_dict or name == MODULE or (is_attribute and name not in _BODY)
+        return None if _is_peft(parts[0]) or (parts[0].is_container and not is_around) else parts[0]
     if node.is_container and modules and all(part.is_dict for part in modules):
         return _one_of(modules, parts, located)
     is_list = node.is_container and not any(part.is_dict for part in modules)  # of a module, not of models

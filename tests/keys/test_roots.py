@@ -461,6 +461,18 @@ class TestModule:
         stored = entries([f"{above}{name}" for name in wrapped])
         assert set(select_model(stored).names.values()) == set(model.state_dict())
 
+    @pytest.mark.parametrize("name", ["model", "net", "cnn"])
+    def test_of_a_lightning_module(self, name: str) -> None:
+        """A numbered list is a LightningModule's model as any other is; layers. may be the model's own."""
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        roots = {"model": ("state_dict",)}
+        stored = entries([f"state_dict.{name}.{part}" for part in model.state_dict()])
+        assert set(select_model(stored, roots=roots).names.values()) == set(model.state_dict())
+        stored = entries([f"state_dict.layers.{part}" for part in model.state_dict()])
+        assert {*select_model(stored, roots=roots).names.values()} == {
+            *under("layers", [*model.state_dict()])
+        }
+
     def test_around_every_layer(self) -> None:
         stored = [name.replace("layers.0.", "layers.0.module.") for name in LLAMA]
         stored = [name.replace("layers.1.", "layers.1.module.") for name in stored]
