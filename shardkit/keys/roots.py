@@ -374,7 +374,8 @@ def _averaged_node(source: SortedNames, model: Located) -> Node:
     if source.roots.get("ema"):
         paths = [clean(join(map(str, source.roots["ema"])))]
     else:
-        beside = [node.path for node in _on_the_way(source, model.root) if is_averaged(node.path[-1])]
+        way = [node for node in _on_the_way(source, model.root) if node.is_module]  # not n_averaged
+        beside = [node.path for node in way if is_averaged(node.path[-1])]
         paths = [path for path, kind in model.aside.items() if kind == "averaged weights"]
         paths += [path for path in beside if path not in paths and path != model.root[: len(path)]]
     nodes = [node for path in paths if (node := source.tree.find(path)) is not None and node.num_tensors]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardkit.core.catalog import TensorEntry
-from shardkit.keys.names import Segments, clean, is_number, join
+from shardkit.keys.names import MODULE, Segments, clean, is_number, join
 
 
 @dataclass(slots=True, kw_only=True)
@@ -256,7 +256,9 @@ def kind_beside(
     """
     name = node.path[-1]
     if not node.is_module:
-        return _leaf_kind(name, node, is_dict, is_harness)
+        # AveragedModel of torch has nothing beside these two; a model may have a buffer of that name.
+        is_its = name == "n_averaged" and {child.path[-1] for child in siblings} - {name} == {MODULE}
+        return _leaf_kind(name, node, is_dict, is_harness or is_its)
     if _AVERAGED.fullmatch(name) and (is_harness or _is_copy(node, siblings)):
         return "averaged weights"
     if is_inside or not (is_harness or node.is_dict):
@@ -278,9 +280,8 @@ def _leaf_kind(name: str, node: Node, is_dict: bool, is_harness: bool) -> Kind |
         has_bytes = entry.num_elements in _RANDOM_BYTES
         is_random = (_RANDOM.fullmatch(name) and (is_harness or has_bytes)) or (is_dict and has_bytes)
         return "random state" if is_random else None
-    # A model may have a scalar at its top (CLIP's logit_scale). Names tell beside modules: of torch's AveragedModel too.
-    is_own = name == "n_averaged" or (is_harness and _COUNTER.fullmatch(name))
-    is_count = entry.num_elements <= 1 and (is_dict or is_own)
+    # A model may have a scalar at its top (CLIP's logit_scale), so beside modules the name has to tell.
+    is_count = entry.num_elements <= 1 and (is_dict or (is_harness and _COUNTER.fullmatch(name)))
     return "trainer state" if is_count else None
 
 

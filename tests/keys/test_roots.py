@@ -420,6 +420,20 @@ class TestAveragedWeights:
         assert [(part.kind, part.path) for part in found.skipped] == [
             ("trainer state", f"{above.removeprefix('_orig_mod.')}n_averaged")
         ]
+        with pytest.raises(UsageError, match="holds no averaged weights"):
+            select_model(stored, naming=Naming(weights="ema"))
+
+    @pytest.mark.parametrize("above", ["", "model.", "state_dict."])
+    @pytest.mark.parametrize("inside", [("module", "head"), ("encoder",), ("encoder", "head")])
+    def test_of_a_model_with_such_a_buffer(self, inside: tuple[str, ...], above: str) -> None:
+        """Beside anything but module. alone, n_averaged is the model's own."""
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in inside})
+        model.register_buffer("n_averaged", torch.tensor(2))
+        stored = {
+            f"{above}{name}": entry(f"{above}{name}", tensor.shape)
+            for name, tensor in model.state_dict().items()
+        }
+        assert set(select_model(stored).names) == set(stored)
 
     @pytest.mark.parametrize("above", ["", "state."])
     def test_of_one_model_among_several(self, above: str) -> None:
