@@ -74,7 +74,7 @@ _MAX_PEEKED = 256
 _OF_TRAINER = re.compile(r"checkpoint-[0-9]+")
 _TRAINER_STATE = "trainer_state.json"
 # In names of files: the number of a process, or of a file among several.
-_PART = re.compile(r"(?i)(rank|shard|part|stage|gpu|(?<![a-z])[tpcm]p)[-_=]?[0-9]|[0-9]-of-[0-9]")
+_PART = re.compile(r"(?i)(rank|shard|part|stage|gpu|(?<![a-z])[tpcm]p)[-_=]?[0-9]|[0-9]-of-(?!0*1\b)[0-9]")
 _ABOVE_MODELS = frozenset({*MODEL_WORDS, *PEFT})
 
 

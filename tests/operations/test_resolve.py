@@ -671,6 +671,7 @@ def test_a_step_with_one_file_of_torch_save(tmp_path: Path) -> None:
     [
         (("step_1/model.pt", "last/model.pt"), "last/model.pt"),
         (("epoch_1/model.pt", "epoch_2/model.pt", "epoch_10/model.pt"), "epoch_10/model.pt"),
+        (("step_1/model.pt", "step_2/model-00001-of-00001.pt"), "step_2/model-00001-of-00001.pt"),
         (("step_1/model.pt", "epoch_9/samples.json"), "step_1/model.pt"),
         (("step_1/model.pt", "final/latents.pt"), "step_1/model.pt"),
     ],
@@ -716,6 +717,7 @@ def test_a_file_of_a_step_that_is_a_link_out_of_the_run(tmp_path: Path) -> None:
         ("model_tp0.pt",),
         ("shard-0.pt",),
         ("model-00001-of-00002.pt",),
+        ("model-00001-of-00010.pt",),
         ("rank_0.pt", "rank_1.pt"),
         ("rank_0/checkpoint.pt", "rank_1/checkpoint.pt"),
         ("a.pt", "b.pt"),
