@@ -443,9 +443,11 @@ def _choose(node: Node, parts: list[Node], located: Located, *, is_attribute: bo
     """Return the child that alone holds the model, or None if this is the model's own level."""
     modules = [part for part in parts if part.is_module]
     if len(parts) == 1 and modules:
-        # A dict may hold an nn.Sequential, and a wrapper or a LightningModule may be around one.
-        name = parts[0].path[-1]
-        is_around = parts[0].is_dict or name == MODULE or (is_attribute and name not in _BODY)
+        # A dict may hold an nn.Sequential, and a wrapper or a LightningModule may be around one: layers without weights
+        # leave gaps in its numbers. An nn.ModuleList has none, and is part of the LightningModule, which is the model.
+        name, numbers = parts[0].path[-1], parts[0].children
+        is_model = name in MODEL_WORDS or (str(len(numbers) - 1) not in numbers and name not in _BODY)
+        is_around = parts[0].is_dict or name == MODULE or (is_attribute and is_model)
         return None if _is_peft(parts[0]) or (parts[0].is_container and not is_around) else parts[0]
     if node.is_container and modules and all(part.is_dict for part in modules):
         return _one_of(modules, parts, located)

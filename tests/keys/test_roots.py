@@ -477,7 +477,7 @@ class TestModule:
 
     @pytest.mark.parametrize("name", ["model", "net", "cnn"])
     def test_of_a_lightning_module(self, name: str) -> None:
-        """A numbered list is a LightningModule's model as any other is; layers. may be the model's own."""
+        """An nn.Sequential is a LightningModule's model as any other is; layers. may be the model's own."""
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
         roots = {"model": ("state_dict",)}
         stored = entries([f"state_dict.{name}.{part}" for part in model.state_dict()])
@@ -485,6 +485,16 @@ class TestModule:
         stored = entries([f"state_dict.layers.{part}" for part in model.state_dict()])
         assert {*select_model(stored, roots=roots).names.values()} == {
             *under("layers", [*model.state_dict()])
+        }
+
+    @pytest.mark.parametrize("name", ["convs", "heads"])
+    def test_a_list_of_a_lightning_module_is_a_part_of_it(self, name: str) -> None:
+        """An nn.ModuleList has no forward: it is no model."""
+        module = nn.Module()
+        module.add_module(name, nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+        stored = entries([f"state_dict.{part}" for part in module.state_dict()])
+        assert {*select_model(stored, roots={"model": ("state_dict",)}).names.values()} == {
+            *module.state_dict()
         }
 
     def test_around_every_layer(self) -> None:
