@@ -446,7 +446,8 @@ def _choose(node: Node, parts: list[Node], located: Located, *, is_attribute: bo
         # A dict may hold an nn.Sequential, and a wrapper or a LightningModule may be around one: layers without weights
         # leave gaps in its numbers. An nn.ModuleList has none, and is part of the LightningModule, which is the model.
         name, numbers = parts[0].path[-1], parts[0].children
-        is_model = name in MODEL_WORDS or (str(len(numbers) - 1) not in numbers and name not in _BODY)
+        has_gaps = numbers.keys() != {*map(str, range(len(numbers)))}
+        is_model = name in MODEL_WORDS or (has_gaps and name not in _BODY)
         is_around = parts[0].is_dict or name == MODULE or (is_attribute and is_model)
         return None if _is_peft(parts[0]) or (parts[0].is_container and not is_around) else parts[0]
     if node.is_container and modules and all(part.is_dict for part in modules):

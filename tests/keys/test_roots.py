@@ -476,9 +476,10 @@ class TestModule:
         assert set(select_model(stored).names.values()) == set(model.state_dict())
 
     @pytest.mark.parametrize("name", ["model", "net", "cnn"])
-    def test_of_a_lightning_module(self, name: str) -> None:
+    @pytest.mark.parametrize("first", [(), (nn.Flatten(),)])
+    def test_of_a_lightning_module(self, first: tuple[nn.Module, ...], name: str) -> None:
         """An nn.Sequential is a LightningModule's model as any other is; layers. may be the model's own."""
-        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        model = nn.Sequential(*first, nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
         roots = {"model": ("state_dict",)}
         stored = entries([f"state_dict.{name}.{part}" for part in model.state_dict()])
         assert set(select_model(stored, roots=roots).names.values()) == set(model.state_dict())
