@@ -861,7 +861,7 @@ def _can_exchange(work: str) -> bool:
         OSError: the system refuses.
     """
     one, other = os.path.join(work, "one"), os.path.join(work, "other")
-    for path in itertools.filterfalse(storage.isdir, (one, other)):  # a commit that was refused has left them
+    for path in (one, other):
         storage.mkdir(path)
     return storage.renameat2(one, other, storage.RENAME_EXCHANGE)
 

@@ -253,7 +253,7 @@ def locate_other(source: SortedNames, weights: str) -> Located:
         raise UsageError(
             f"--weights {escape(weights)!r}: {len(chosen)} parts of the checkpoint have that name",
             problems=[f"{_shown(node)}: {count(node.num_tensors, 'tensor')}" for node in chosen],
-            hint=f"choose one, as in --root {in_shell(join(chosen[0].path))}",
+            hint=f"choose one, as in {_option(chosen[0])}",
         )
     if not chosen and weights.partition(".")[0] in parts:  # nothing says that ema_0.9999 was one key
         chosen = [node for node in [source.tree.find(clean(weights))] if node is not None and node.is_module]
@@ -386,7 +386,7 @@ def _averaged_node(source: SortedNames, model: Located) -> Node:
         raise UsageError(
             f"--weights ema: the checkpoint holds {len(nodes)} sets of averaged weights",
             problems=[f"{escape(join(node.path))}: {node.num_tensors} tensors" for node in nodes],
-            hint=f"choose one, as in --root {in_shell(join(nodes[0].path))}",
+            hint=f"choose one, as in {_option(nodes[0])}",
         )
     return nodes[0]
 
@@ -427,7 +427,7 @@ def _find(source: SortedNames, start: Node) -> Located:
             if not _knows(step):
                 located.notes.append(
                     f"every name begins with {_shown(step)}, which may or may not be the model's own: it was kept; "
-                    f"--root {in_shell(join(step.path))} or --base MODEL decides it"
+                    f"{_option(step)} or --base MODEL decides it"
                 )
             break
         if step.is_dict or at_attribute:
@@ -468,7 +468,7 @@ def _choose(node: Node, parts: list[Node], located: Located, *, is_attribute: bo
         return _announced(whole[0], parts, located)
     located.warnings.append(
         f"a whole model stands under {_shown(whole[0])}, beside {_some(others)}: all were taken under the names "
-        f"they have; --root {in_shell(join(whole[0].path))} takes the model alone"
+        f"they have; {_option(whole[0])} takes the model alone"
     )
     return None
 
@@ -488,7 +488,7 @@ def _one_of(whole: list[Node], parts: list[Node], located: Located) -> Node:
     raise SourceError(
         f"the checkpoint holds {len(whole)} models, and nothing tells which one is meant",
         problems=[f"{_shown(part)}: {part.num_tensors} tensors" for part in whole],
-        hint=f"choose one, as in --root {in_shell(join(whole[0].path))}; --root '' takes everything as it stands",
+        hint=f"choose one, as in {_option(whole[0])}; --root '' takes everything as it stands",
     )
 
 
@@ -575,3 +575,8 @@ def _some(nodes: list[Node]) -> str:
 
 def _shown(node: Node) -> str:
     return escape(join(node.path))
+
+
+def _option(node: Node) -> str:
+    """Return the option that takes what lies below a node, as a shell reads it."""
+    return f"--root {in_shell(join(node.path))}"

@@ -257,8 +257,8 @@ def kind_beside(
     name = node.path[-1]
     if not node.is_module:
         # AveragedModel of torch has nothing beside these two; a model may have a buffer of that name.
-        is_its = name == "n_averaged" and {child.path[-1] for child in siblings} - {name} == {MODULE}
-        return _leaf_kind(name, node, is_dict, is_harness or is_its)
+        is_wrappers = name == "n_averaged" and {child.path[-1] for child in siblings} - {name} == {MODULE}
+        return _leaf_kind(name, node, is_dict, is_harness or is_wrappers)
     if _AVERAGED.fullmatch(name) and (is_harness or _is_copy(node, siblings)):
         return "averaged weights"
     if is_inside or not (is_harness or node.is_dict):

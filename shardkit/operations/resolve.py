@@ -659,8 +659,7 @@ class _Search:
             return None
         files = [name for name in list_weights(path) if may_be_model(os.path.basename(name))]
         is_alone = len(files) == 1 and files[0].endswith(TORCH_FILES) and os.sep not in files[0]
-        file = os.path.join(path, files[0]) if files else path
-        if is_alone and not _PART.search(files[0]) and storage.realpath(file).startswith(self.inside):
+        if is_alone and not _PART.search(files[0]) and self._is_inside(file := os.path.join(path, files[0])):
             self.alone.add(files[0])
             alone = self._look(file, 0)
             return None if alone is None else replace(alone, step=step)
@@ -668,6 +667,10 @@ class _Search:
         if files or step is not None:
             self._skip(path, f"it holds no checkpoint of a known format{may_be}")
         return None
+
+    def _is_inside(self, path: str) -> bool:
+        """False for a link that leads out of the directory that was given."""
+        return storage.realpath(path).startswith(self.inside)
 
     def _has_skipped_beside(self, directory: str, name: str) -> bool:
         """True if something other than `name` was passed over in a directory, unless its step is lower."""
@@ -701,7 +704,7 @@ class _Search:
                 if is_a_place(entry.name):
                     self._skip(path, f"a link to {escape(storage.readlink(path))}, which is not there")
                 continue
-            if entry.is_symlink() and not storage.realpath(path).startswith(self.inside):
+            if entry.is_symlink() and not self._is_inside(path):
                 if is_a_place(entry.name):
                     self._skip(path, f"a link that leads out of {escape(self.home)}: it was not followed")
                 continue
